@@ -140,6 +140,25 @@ def lower_in_inductor(operator: Any, lower: Callable[[Any, Any], Any]) -> None:
         lowering.register_lowering(operator, type_promotion_kind=None)(lambda x, *_: lower(lowering.lowerings, x))
 
 
+def call_in_inductor(operator: str, function: str) -> None:
+    """Has graphs that Inductor writes in Python from now on call a function in the place of an operator.
+
+    An operator that Python computes is called through C++ and back, which takes longer than most of ours. operator:
+    such as "torch.ops.aten.add.Tensor". function: an expression for what is called with the same arguments. Does
+    nothing where Inductor has no place for it; only to be called once Inductor is imported.
+    """
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+    except ImportError:
+        return
+
+    def write(node: Any, writeline: Callable[[str], None]) -> None:
+        args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = {function}({args})")
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(operator, CustomCodegen(python=write))
+
+
 @contextmanager
 def computed_in_backward() -> Iterator[None]:
     """Nodes that AOTAutograd records inside are computed in backward, even where saving their results takes no more

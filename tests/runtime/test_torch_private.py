@@ -275,6 +275,43 @@ def test_inductor_lowers_an_operator_as_it_is_told() -> None:
         assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
 
 
+def test_inductor_writes_a_call_of_a_function_in_the_place_of_an_operator() -> None:
+    """Which gets the operator's arguments, and gives what the operator would."""
+    from torch._inductor.utils import run_and_get_code
+
+    seen: list[tuple[Any, ...]] = []
+    with torch.library._scoped_library("layoutc_tests", "DEF") as library:  # type: ignore[attr-defined]
+        schema = "halves(Tensor[] xs, str text, int[] sizes, ScalarType dtype, bool flag=False) -> Tensor[]"
+        library.define(schema)
+
+        def halves(xs: list[Tensor], *others: Any, flag: bool) -> list[Tensor]:
+            seen.append((*others, flag))
+            return [x / 2 for x in xs]
+
+        library.impl("halves", halves, "CompositeExplicitAutograd")
+        torch.library.register_fake("layoutc_tests::halves", lambda xs, *_: [x * 1 for x in xs], lib=library)
+        torch.ops.layoutc_tests.run_halves = halves
+        private.call_in_inductor("torch.ops.layoutc_tests.halves.default", "torch.ops.layoutc_tests.run_halves")
+        x = torch.randn(5)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            compiled = torch.compile(
+                lambda x: torch.ops.layoutc_tests.halves([x * 3, x], "it's", [1, 2], torch.float32), fullgraph=True
+            )
+            found, codes = run_and_get_code(lambda: compiled(x))
+    assert "torch.ops.layoutc_tests.run_halves(" in codes[0]
+    assert "torch.ops.layoutc_tests.halves.default(" not in codes[0]
+    assert torch.equal(found[0], x * 3 / 2)
+    assert torch.equal(found[1], x / 2)
+    assert seen == [("it's", [1, 2], torch.float32, False)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_current_stream_has_a_number() -> None:
+    with torch.cuda.stream(stream := torch.cuda.Stream()):
+        assert private.raw_stream(torch.cuda.current_device()) == stream.cuda_stream
+    assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
 def test_what_is_recorded_inside_is_computed_in_backward() -> None:
     """A copy of an input takes as many bytes as the input: here the copy is made in backward, not kept."""
     from torch._functorch.aot_autograd import aot_function

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from layoutc.runtime import library
 from layoutc.runtime.products import autograd
 from layoutc.runtime.torch_private import transform, tree_leaves, tree_map, without_torch_function
 from layoutc.runtime.weight import operators
@@ -23,7 +24,7 @@ def _no_weight(*_: Any) -> Any:
     raise TypeError("layoutc.values takes a quantized weight")
 
 
-operators.define("values(Tensor weight) -> Tensor", _no_weight, _no_weight)
+library.define("values(Tensor weight) -> Tensor", _no_weight, _no_weight)
 _values: Any = torch.ops.layoutc.values.default
 HANDLERS = {_values: lambda func, args, kwargs: args[0].dequantize()}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layoutc.runtime import library
 from layoutc.runtime.products.choice import Recipe
 from layoutc.runtime.torch_private import lower_in_inductor
 from layoutc.runtime.weight import operators
@@ -47,5 +48,5 @@ def _lower(lowerings: Any, x: Any) -> Any:
     return lowerings[aten.amax.default](rows, [0], True)
 
 
-operators.define("amax(Tensor x, str recipe) -> Tensor", _run, lambda x, recipe: x.new_empty((1,)))
+library.define("amax(Tensor x, str recipe) -> Tensor", _run, lambda x, recipe: x.new_empty((1,)))
 _amax: Any = torch.ops.layoutc.amax.default

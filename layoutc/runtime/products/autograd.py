@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
@@ -38,10 +39,8 @@ def _no_weight(*_: Any) -> Any:
     raise TypeError("layoutc.linear takes a quantized weight")
 
 
-operators.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight
-)
-operators.define(
+library.define("linear(Tensor x, Tensor weight, Tensor? bias, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight)
+library.define(
     "linear_backward(Tensor grad, Tensor weight, Tensor[] saved, str mode, bool needs_input, str keeps) -> Tensor[]",
     _no_weight,
     _no_weight,

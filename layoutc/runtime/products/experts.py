@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
@@ -26,10 +27,10 @@ def _no_weight(*_: Any) -> Any:
     raise TypeError("layoutc.grouped takes a quantized weight")
 
 
-operators.define(
+library.define(
     "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight
 )
-operators.define(
+library.define(
     "grouped_backward(Tensor grad, Tensor weight, Tensor[] saved, Tensor? offs, str mode, bool needs_input, str "
     "keeps) -> Tensor[]",
     _no_weight,

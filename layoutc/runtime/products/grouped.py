@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from layoutc.runtime import library
 from layoutc.runtime.facts import Grouped
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
@@ -258,6 +259,6 @@ def _fake_by_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]))
 
 
-operators.define("by_groups(Tensor a, Tensor b, Tensor ends) -> Tensor", _run_by_groups, _fake_by_groups)
+library.define("by_groups(Tensor a, Tensor b, Tensor ends) -> Tensor", _run_by_groups, _fake_by_groups)
 _by_groups: Any = torch.ops.layoutc.by_groups.default
 """(tokens, c) by (experts, c, f) -> (tokens, f); (a, tokens) by (tokens, b) -> (experts, a, b)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.rects import Rect
+from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.weight import operators
@@ -167,19 +168,19 @@ def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tenso
 
 # A recorded CUDA graph would always read the memory that the weight had when it was recorded.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-operators.define(
+library.define(
     "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",
     _run_dequantize,
     _fake_dequantize,
     _TAGS,
 )
-operators.define(
+library.define(
     "lay_out_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, bool swizzled) -> Tensor[]",
     _run_lay_out,
     _fake_lay_out,
     _TAGS,
 )
-operators.define(
+library.define(
     "plane_gathered(Tensor handle, SymInt m, SymInt k, str recipe, str name) -> Tensor", _run_plane, _fake_plane, _TAGS
 )
 _dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize_gathered.default

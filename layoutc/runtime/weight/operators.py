@@ -13,11 +13,12 @@ packages that were built twice never answer for each other. `gathered_in_graphs`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import (
     Facts,
@@ -28,14 +29,17 @@ from layoutc.runtime.facts import (
     needed_planes,
     quantized_names,
 )
+from layoutc.runtime.kernels.launch import Launches
 from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
 from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
 
 if TYPE_CHECKING:
+    from layoutc.runtime.kernels.reading import Reading
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _recipes: dict[str, type[QuantizedTensor]] = {}
 _levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
+_readings: Launches[Reading | None] = Launches()  # what dequantizes weights in graphs, by all but their planes
 
 
 def register(cls: type[QuantizedTensor]) -> str:
@@ -254,8 +258,15 @@ def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
 def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     cls = recipe_of(recipe)
     named = dict(zip(cls.LAYOUT.sources[orientation], planes, strict=True))
+    key = recipe, m, k, orientation, dtype, planes[0].device
+    reading = _readings.get(key)
+    if reading is not None and (again := reading(named)) is not None:
+        return again
     values = cls._matrix_values(named, m, k, orientation, dtype)
-    return values if cls._kernels(planes[0], dtype) is not None else own(values, *planes)  # a kernel's are new
+    if cls._kernels(planes[0], dtype) is None:
+        return own(values, *planes)
+    _readings[key] = cls._reading(named, (m, k), orientation, dtype)
+    return values  # a kernel's are new
 
 
 def _run_lay_out(
@@ -334,41 +345,33 @@ def _fake_lay_out(
     return [_like(fact, planes[0]) for fact in facts.values()]
 
 
-_library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyped-call]
-
-
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> None:
-    """Defines an operator of torch.ops.layoutc: `run` computes on every device, `fake` gives shapes and dtypes."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"layoutc::{name}", fake, lib=_library)
-
-
-define(
+library.define(
     "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations, Tensor? seed=None) -> Tensor[]",
     _run_quantize,
     _fake_quantize,
 )
-define(
+library.define(
     "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled, bool typed, "
     "Tensor? seed=None) -> Tensor[]",
     _run_quantize_buffers,
     _fake_quantize_buffers,
 )
-define(
+library.define(
     "draw_seed(Tensor x) -> Tensor",
     draw_seed,
     lambda x: x.new_empty((1,), dtype=torch.int64),
     (torch.Tag.nondeterministic_seeded,),
 )
-define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
-define("stored_amax(Tensor amax, str layout) -> Tensor", _run_stored_amax, lambda amax, _: torch.empty_like(amax))
-define(
+library.define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
+library.define(
+    "stored_amax(Tensor amax, str layout) -> Tensor", _run_stored_amax, lambda amax, _: torch.empty_like(amax)
+)
+library.define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
     _run_dequantize,
     _fake_dequantize,
 )
-define(
+library.define(
     "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled) -> Tensor[]",
     _run_lay_out,
     _fake_lay_out,

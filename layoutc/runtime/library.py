@@ -1,0 +1,30 @@
+"""How operators of torch.ops.layoutc are defined, as which traced graphs hold what the runtime computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layoutc.runtime.torch_private import call_in_inductor
+
+_library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> None:
+    """Defines an operator of torch.ops.layoutc: `run` computes on every device, `fake` gives shapes and dtypes.
+
+    What Inductor writes calls `run` itself, under a name beside the operator's.
+    """
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    setattr(torch.ops.layoutc, f"run_{name}", run)
+
+    def traced_as(*args: Any) -> Any:
+        if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or another compiler does it
+            call_in_inductor(f"torch.ops.layoutc.{name}.default", f"torch.ops.layoutc.run_{name}")
+        return fake(*args)
+
+    torch.library.register_fake(f"layoutc::{name}", traced_as, lib=_library)
