@@ -21,7 +21,7 @@ from layoutc.runtime.fsdp2.gradient_rows import Turns
 from layoutc.runtime.kernels.rank_chunks import rank_chunks
 from layoutc.runtime.kernels.rank_sums import rank_sum
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.torch_private import no_torch_function
+from layoutc.runtime.torch_private import without_torch_function
 
 NARROW = (torch.bfloat16, torch.float16)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
@@ -75,24 +75,34 @@ class GradientBuffer(Tensor):
         made.ranks, made.kept = ranks, kept
         return made
 
-    __torch_function__ = no_torch_function
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """FSDP2's view of the buffer as rows, and its copy into them. They are answered here, before autograd and the
+        dispatcher, since each of these would ask Python once more."""
+        with without_torch_function():
+            if func is torch.ops.fsdp.chunk_cat:
+                return cls._keep(*args, **kwargs)
+            if func is Tensor.view and args[1:] == (args[0].ranks, -1):
+                buffer = args[0]
+                rows = buffer.ranks, buffer.numel() // buffer.ranks
+                return GradientBuffer(rows, buffer.device, buffer.ranks, buffer.kept)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Views of the whole buffer, and FSDP2's copy into it; all else by values."""
-        kwargs = kwargs or {}
+        """Views of the whole buffer; all else by values."""
         if func is torch.ops.aten.view.default:
             buffer, shape = args
             viewed = torch.empty(buffer.shape, device="meta").view(shape)
             return GradientBuffer(viewed.shape, buffer.device, buffer.ranks, buffer.kept)
-        if func is torch.ops.fsdp.chunk_cat.default:
-            kept = kwargs["out"].kept
-            kept.grads, kept.dim = tuple(args[0]), args[1]
-            return None
         args = [one.in_fp32() if isinstance(one, GradientBuffer) else one for one in args]
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _keep(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: GradientBuffer) -> None:
+        out.kept.grads, out.kept.dim = tuple(grads), dim
 
     def in_fp32(self) -> Tensor:
         """The values, in fp32 from now on."""
