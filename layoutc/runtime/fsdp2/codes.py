@@ -4,7 +4,7 @@ from what all have sent into FSDP2's outputs, of which gathered weights have vie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -52,15 +52,17 @@ class Weight:
             # Of a weight whose values are quantized into the row, only the output is used.
             yield in_words(planes.get(name, output), output), start
 
-    def deliver(self) -> None:
+    def keeps_shared(self) -> bool:
+        """True if planes that all ranks have may be written anew while the weight is still gathered."""
+        shard: Any = self.shard()
+        return bool(self.gathering.shared) and hooks.keeps_codes(shard, self.sharding)
+
+    def deliver(self, shared: Mapping[str, Tensor]) -> None:
         """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
         shard: Any = self.shard()
         before = self.gathering.before
         assert before is not None
-        shared = self.gathering.shared
-        if shared and hooks.keeps_codes(shard, self.sharding):
-            shared = wire.copies(shared)
-        hooks.deliver(shard, before.planes | shared, gathered.gathered_of(self.param))
+        hooks.deliver(shard, before.planes | dict(shared), gathered.gathered_of(self.param))
 
     def member(self) -> Member:
         """As one of those that are quantized into a row."""
@@ -104,8 +106,10 @@ class Codes:
 
     def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
+        kept = {id(weight): weight.gathering.shared for weight in self.weights if weight.keeps_shared()}
+        copied = dict(zip(kept, wire.copies_of_all(list(kept.values())), strict=True)) if kept else {}
         for weight in self.weights:
-            weight.deliver()
+            weight.deliver(copied.get(id(weight), weight.gathering.shared))
 
 
 def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> Weight | None:
