@@ -149,8 +149,8 @@ def copies_of_all(weights: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Ten
     if not others or len(kinds) > 1 or not 0 < like.nbytes <= 16:
         return [copies(weight) for weight in weights]
     rows = like.new_empty((len(planes), 16 // like.itemsize))[:, :size]
-    rows.copy_(torch.cat([plane.reshape(1, size) for plane in planes]))
-    copied = iter([row.view(like.shape) for row in rows.unbind()])
+    rows.copy_(torch.cat(planes).view(rows.shape))
+    copied = iter(rows.unbind() if like.dim() == 1 else [row.view(like.shape) for row in rows.unbind()])
     return [{name: next(copied) for name in weight} for weight in weights]
 
 
