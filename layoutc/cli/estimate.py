@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
-from layoutc.cli.shared import MOST_RANKS, WORLDS, report, words_of, worlds_of
+from layoutc.cli.shared import MOST_RANKS, WORLDS, card_option, report, words_of, worlds_of
 
 if TYPE_CHECKING:
     from layoutc.estimate.model import Model
@@ -86,7 +86,8 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 )
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")
-@click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@card_option
+@click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients are exchanged in bf16, as exchange_gradients does.")
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
@@ -100,6 +101,7 @@ def estimate(
     per_host: int,
     latency: float | None,
     rule: str,
+    card: str,
     cast: bool,
     low: bool,
     exchange: bool,
@@ -123,7 +125,7 @@ def estimate(
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
-    from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.machine import CARDS, link_of
     from layoutc.estimate.step import estimate as estimate_step
     from layoutc.report import estimates
     from layoutc.report.describe import as_data
@@ -138,19 +140,19 @@ def estimate(
     ]
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
-    made = []
+    made, machine = [], CARDS[card]
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
-        rows = [estimate_step(use, model, world, link, H200, not graph) for world in worlds for use in uses]
+        rows = [estimate_step(use, model, world, link, machine, not graph) for world in worlds for use in uses]
         made.append((link, rows))
-    notes = list(estimates.MEASURED)
+    notes = estimates.measured(machine)
     if exchange:
         apart = [world for world in worlds if world > per_host]
         notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
     notes += estimates.IN_TIME if on_gather else []
     if as_json:
         found = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
-        start = {"model": as_data(model), "machine": as_data(H200), "exchange": exchange, "on_gather": on_gather}
+        start = {"model": as_data(model), "machine": as_data(machine), "exchange": exchange, "on_gather": on_gather}
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return
     from layoutc.report import tables

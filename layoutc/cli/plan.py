@@ -13,7 +13,7 @@ import click
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.charts import chart_option, check_chart, draw_chart
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import MOST_RANKS, WORLDS, words_of, worlds_of
+from layoutc.cli.shared import MOST_RANKS, WORLDS, card_option, words_of, worlds_of
 
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
@@ -97,7 +97,8 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 )
 @_count("per-host", "Ranks of a host.", 8)
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
-@click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@card_option
+@click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients.")
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
@@ -261,7 +262,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     from layoutc.budget.choice import Picks, check_patterns
     from layoutc.budget.shards import Dtypes
     from layoutc.budget.totals import Setting
-    from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.machine import CARDS, link_of
     from layoutc.estimate.work import Load
 
     picks = Picks(asked["only"], asked["leave"], asked["experts"])
@@ -272,7 +273,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
-    return Setting(picks, dtypes, load, link, H200, not asked["graph"])
+    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], not asked["graph"])
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

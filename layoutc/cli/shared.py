@@ -15,6 +15,14 @@ from layoutc.build.lookup import Command, completed, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
 
+card_option = click.option(
+    "--card",
+    type=click.Choice(["h200", "h100"]),
+    default="h200",
+    show_default=True,
+    help="Whose memory, products and links times are of.",
+)
+
 WORLDS, MOST_RANKS = "8,64,512,4096,16384", 2**20
 
 

@@ -24,7 +24,8 @@ class Machine:
     Seconds of the host, which is the same for eager and compiled models: group_host, weight_host, cast_host, low_host,
     of a group, of each quantized weight and each weight that is cast, and besides of each whose products are in low
     precision, in a step without its gathers. amax_host: of a matrix whose amax is found before it is quantized.
-    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
+    copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
+    gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
     whose values are made where all of the group's codes have arrived.
     """
 
@@ -42,6 +43,7 @@ class Machine:
     cast_host: float
     low_host: float
     amax_host: float
+    copied_host: float
     plain_gather_host: float
     gather_host: float
     values_gather_host: float
@@ -62,18 +64,23 @@ H200 = Machine(
     in_step=1.09,  # fitted: what products take of steps at batch 4
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
-    token_bytes=17.7,  # fitted, as what follows up to low_host: whole steps
-    operand_bytes=9.61,
-    interference=0.766,
-    group_host=5.84e-3,
-    weight_host=0.478e-3,
-    cast_host=0.505e-3,
-    low_host=0.404e-3,
+    token_bytes=16.9,  # fitted, as what follows up to low_host: whole steps
+    operand_bytes=9.85,
+    interference=0.761,
+    group_host=6.87e-3,
+    weight_host=0.424e-3,
+    cast_host=0.339e-3,
+    low_host=0.239e-3,
     amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
+    copied_host=1.1e-3,  # as H100s had it: 8 groups 11.9 ms of a step of 86.6, and 3.0 of 77.2 with one launch each
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=348e-6 * 731 / 904 / 7,  # as H100s had it: 420, 773, 830 and 902 us, where bf16 took 904
     values_gather_host=348e-6 * 368 / 1091 / 7,  # as H100s had it: 391, 354 and 358 us, where bf16 took 1091
 )
+
+# Its compute and its links are an H200's; its memory carries 2.87 to 2.90 TB/s in copies of bf16.
+H100 = replace(H200, name="H100", memory=2.89e12)
+CARDS = {"h200": H200, "h100": H100}
 
 # NCCL's latencies of a ring's steps, src/graph/tuning.cc at 01afd20 (Simple): 3.4 us by NVLink, 9.6 us by a network.
 NCCL_HOP, NCCL_FAR_HOP = 3.4e-6, 9.6e-6

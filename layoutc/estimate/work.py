@@ -208,7 +208,7 @@ def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head:
 def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
     """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
 
-    FSDP2 gathers nothing over one rank.
+    FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are copied by one launch.
     """
     taken = use.plan is not None and work.weights > 0
     seconds = machine.group_host
@@ -218,6 +218,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
             own = 0.0
         seconds += work.weights * (own + _low_host(use, machine))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
+    if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
+        seconds -= machine.copied_host
     if any(one.ranks > 1 and getattr(one, which) for one in work.sent):
         quantized = work.weights if taken else 0
         plain = max(0, len(work.products) - quantized)

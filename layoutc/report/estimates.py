@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H200
+from layoutc.estimate.machine import H200, Machine
 from layoutc.estimate.model import Model
 from layoutc.estimate.step import StepEstimate
 from layoutc.report.tables import Table
@@ -14,15 +14,25 @@ HEADS = (
     *("ranks", "weights", "gathered", "forward", "backward", "gather", "reduce", "optimizer", "host", "exposed"),
     *("undisturbed", "step", "of bf16"),
 )
-MEASURED = (
-    "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
-    f"compute and link slow one another by {1 + H200.interference:.2f} where they overlap: fitted, least certain",
+_MEASURED = (
     "host: of eager and compiled models alike, as on a few hosts, which differed by up to 2; none with --graph",
     "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
     "left out: the loss, memory, other parallelism; each rank of the world is one of FSDP's",
 )
+
+
+def measured(machine: Machine) -> list[str]:
+    """Notes on what the estimates of a machine rest on."""
+    slower = f"{1 + machine.interference:.2f}"
+    return [
+        "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
+        *([f"card: an {machine.name} is an H200 with slower memory"] if machine is not H200 else []),
+        f"compute and link slow one another by {slower} where they overlap: fitted, least certain",
+        *_MEASURED,
+    ]
+
 
 # Of weights that are dequantized on gather.
 IN_TIME = [

@@ -21,7 +21,7 @@ import recorded_steps as recorded
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
+from layoutc.estimate.machine import H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Use, copied_bytes
@@ -78,15 +78,16 @@ class Constants:
             return link_of(float(name) * 1e9, 8, None, "ring")
         return self.sockets if name == "sockets" else self.nvlink_4 if world == 4 else self.nvlink
 
-    def machine_for(self, words: str, how: str) -> Machine:
-        """The machine, or the machine as the peer uses it."""
+    def machine_for(self, words: str, how: str, card: Machine = H200) -> Machine:
+        """The machine with a card's memory, or as the peer uses it."""
+        machine = replace(self.machine, name=card.name, memory=card.memory)
         if words != "torchao":
-            return self.machine
-        host = replace(self.machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
+            return machine
+        host = replace(machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
         if how.startswith("eager"):
             eager = replace(host, cast_host=4 * PEER_LINEAR + PEER_AMAXES)
             return replace(eager, operand_bytes=self.peer_operand_bytes)
-        return replace(host, cast_host=self.machine.weight_host + PEER_AMAXES)
+        return replace(host, cast_host=machine.weight_host + PEER_AMAXES)
 
 
 @cache
@@ -122,18 +123,20 @@ def blocks(sequence: int = 4096, batch: int = 1) -> Model:
 LARGE = llama("blocks of 70B", 8192, 28672, 64, 8, 1, 4096, 1)
 
 
-def step(words: str, model: Model, world: int, link: str, how: str) -> Callable[[Constants], StepEstimate]:
+def step(
+    words: str, model: Model, world: int, link: str, how: str, card: Machine = H200
+) -> Callable[[Constants], StepEstimate]:
     """how: eager or compiled, and -graph where the step is captured in a CUDA graph."""
 
     def made(at: Constants) -> StepEstimate:
-        machine = at.machine_for(words, how)
+        machine = at.machine_for(words, how, card)
         return estimate(use(words), model, world, at.link(link, world), machine, not how.endswith("-graph"))
 
     return made
 
 
-def total(words: str, model: Model, world: int, link: str, how: str) -> Callable[[Constants], float]:
-    made = step(words, model, world, link, how)
+def total(words: str, model: Model, world: int, link: str, how: str, card: Machine) -> Callable[[Constants], float]:
+    made = step(words, model, world, link, how, card)
     return lambda at: made(at).total
 
 
@@ -190,11 +193,11 @@ def points() -> list[Point]:
         for words, (ms, host) in waited.items():
             seconds = gather_and_wait(words, world, host / 1e3)
             add(f"gather and wait, {world} ranks, NVLink, {words}", ms, False, seconds)
-    for kind, lines, more in (
-        ("step", recorded.STEPS, ""),
-        ("exchanged", recorded.EXCHANGED, "+exchange"),
-        ("H100", recorded.ON_H100S, ""),
-        ("on-gather", recorded.ON_GATHER, ""),
+    for kind, lines, more, card in (
+        ("step", recorded.STEPS, "", H200),
+        ("exchanged", recorded.EXCHANGED, "+exchange", H200),
+        ("H100", recorded.ON_H100S, "", H100),
+        ("on-gather", recorded.ON_GATHER, "", H100),
     ):
         for line in lines.strip().splitlines():
             where, _, times = line.partition(": ")
@@ -206,7 +209,7 @@ def points() -> list[Point]:
                 words, runs = " ".join(parts[:count]) + more, tuple(map(float, parts[count:]))
                 ranks = f"{world} rank{'s' * (world > 1)}"
                 label = f"{kind}, {ranks}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
-                add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how))
+                add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how, card))
     return made
 
 

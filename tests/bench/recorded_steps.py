@@ -2,8 +2,8 @@
 
 Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are those
 of RESULTS.md, by several harnesses on several machines; where a range was recorded, both of its ends are runs. Since
-groups gather codes in few steps, H200s were not lent: gathers with the host, and steps as called of sequence 512 on two
-ranks, which the host decides, are those of two H100s, except bf16's and torchao's.
+groups gather codes and copy gradients in few steps, H200s were not at hand: gathers with the host, and steps as called
+of sequence 512 on two ranks, which the host decides, are those of two H100s, except torchao's and some of bf16's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WAITED = {
 }
 # Whole steps: sequence, batch, ranks, link and how; *: constants are fitted to the middle of its runs.
 STEPS = """
-512 1 2 NVLink eager: bf16 53 57 70.3*, fp8_block 88.2*, cast fp8_block 82.3*, fp8_current+low 122.7*
-512 1 2 NVLink eager: nvfp4 85.7, mxfp8 78.4, cast nvfp4 87.5*, torchao 145 163 190.5
-512 1 2 NVLink compiled: bf16 63.0, fp8_block 94.1 75.1, nvfp4 97.7 83.5, mxfp8 93.6 75.8
-512 1 2 NVLink compiled: cast fp8_block 99.8*, cast nvfp4 93.9, fp8_current+low 107.9*
+512 1 2 NVLink eager: bf16 53 57 70.3 86.8 67.3 67.1*, fp8_block 93.8 75.4*, cast fp8_block 82.5*
+512 1 2 NVLink eager: nvfp4 97.2 73.8, mxfp8 70.2, cast nvfp4 81.0*, fp8_current+low 137.5 110.0*, torchao 145 163 190.5
+512 1 2 NVLink compiled: bf16 63.0 70.2 63.4 70.3, fp8_block 76.1 66.7, nvfp4 77.2 69.0, mxfp8 72.5
+512 1 2 NVLink compiled: cast fp8_block 74.1*, cast nvfp4 81.9, fp8_current+low 90.0 89.6*
 512 1 1 NVLink eager: bf16 67.6, fp8_block 88.7, nvfp4 91.2, cast nvfp4 103.5, fp8_current+low 132.3
 512 1 1 NVLink compiled: bf16 60.3, fp8_block 84.8, nvfp4 87.2, cast nvfp4 105.0, fp8_current+low 100.6
 512 1 2 NVLink compiled-graph: bf16 40.6 41.3, fp8_block 37.6, mxfp8 38.2, nvfp4 36.4 36.7, fp8_current+low 36.0 36.3
@@ -85,21 +85,22 @@ EXCHANGED = """
 ON_H100S = """
 512 1 2 NVLink compiled: bf16 80.0, bf16+exchange 74.4
 4096 1 2 NVLink compiled-graph: bf16 112.0, torchao 96.3, fp8_current+low 84.0, fp8_current+low+exchange 81.6
-4096 4 2 NVLink compiled-graph: bf16 344.7, torchao 257.1, fp8_current+low 245.1, fp8_current+low+exchange 241.8
+4096 4 2 NVLink compiled-graph: bf16 344.7 341.5, torchao 257.1 254.9, fp8_current+low 245.1 240.5
+4096 4 2 NVLink compiled-graph: fp8_current+low+exchange 241.8 238.7
 4096 1 2 24 eager: bf16 309.1, bf16+exchange 257.4, nvfp4 221.4, nvfp4+exchange 163.5
 4096 1 2 24 eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
-# On two H100s, on three machines: steps whose weights are dequantized on gather, and those beside them, which took
+# On two H100s: steps whose weights are dequantized on gather, and those beside them, which took
 # turns as called; none is fitted to.
 ON_GATHER = """
 512 1 2 NVLink compiled: bf16 60.7 62.5 73.1 69.0 67.3 82.9 76.1 72.7, bf16+exchange 55.8 62.7
-512 1 2 NVLink compiled: nvfp4+on_gather+exchange 53.9 66.9 62.9 71.1 67.7 65.2
+512 1 2 NVLink compiled: nvfp4+on_gather 54.5, nvfp4+on_gather+exchange 53.9 66.9 62.9 71.1 67.7 65.2 52.9
 512 1 2 NVLink compiled: fp8_block+on_gather+exchange 50.9 63.1 58.0 72.1 65.5
 512 1 2 NVLink compiled: mxfp8+on_gather+exchange 67.7, fp8_current+on_gather+exchange 57.1 67.2
 512 1 2 NVLink compiled: mxfp8_2d+on_gather+exchange 56.1
 512 1 2 NVLink compiled: cast nvfp4+on_gather+exchange 74.9 66.9, cast fp8_block+on_gather+exchange 66.9
-512 1 2 NVLink eager: bf16 65.7 75.3 69.9, nvfp4+on_gather+exchange 57.5 68.0 61.1
+512 1 2 NVLink eager: bf16 65.7 75.3 69.9, nvfp4+on_gather 60.1, nvfp4+on_gather+exchange 57.5 68.0 61.1 59.3
 512 1 2 NVLink eager: fp8_block+on_gather+exchange 56.1 66.7 58.5
 512 1 2 NVLink eager: mxfp8+on_gather+exchange 65.0, fp8_current+on_gather+exchange 69.0
 512 1 2 NVLink eager: cast nvfp4+on_gather+exchange 63.3
