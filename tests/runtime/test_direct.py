@@ -371,12 +371,27 @@ def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> Non
     args, constants = bound_and_args()
     bound, tensors = direct.Bound(kernel, (4,), args, 8, None, constants), tensors_of(args)
     bound(*tensors)
+    odd = SPACE[4 : 4 + tensors[0].nbytes].view(tensors[0].dtype)
     for _ in range(2):
-        bound(SPACE[1 : 1 + tensors[0].numel()], *tensors[1:])
+        bound(odd, *tensors[1:])
     bound(*tensors)
     assert len(ordinary) == 2
     names = [name for name, _ in calls]
     assert names[0] == names[3] != names[1] == names[2]
+
+
+def test_a_bound_launch_takes_other_dtypes_of_the_same_size(launches: Any) -> None:
+    """They are read as those that it was bound with: nothing is compiled anew, at whichever alignment."""
+    kernel, _, ordinary = launches
+    args, constants = bound_and_args()
+    bound, (first, *others) = direct.Bound(kernel, (4,), args, 8, None, constants), tensors_of(args)
+    other = torch.int32 if first.itemsize == 4 else torch.int8
+    bound(first, *others)
+    bound(first.view(other), *others)
+    assert len(ordinary) == 1
+    bound(SPACE[4 : 4 + first.nbytes].view(other), *others)
+    bound(SPACE[4 : 4 + first.nbytes].view(first.dtype), *others)
+    assert len(ordinary) == 2
 
 
 @pytest.mark.parametrize("what", ["hook", "debug"])
