@@ -174,3 +174,28 @@ def test_amax_of_columns_and_of_all(shape: tuple[int, int], block_k: int | None)
     x = weight(*shape, 1)
     for each in (x, x.nan_to_num(1.0, 2.0, -3.0)):
         assert torch.equal(bits(numerics.matrix_amax(each, block_k)), bits(amaxes.matrix_amax(each, block_k)))
+
+
+def test_amaxes_that_pass_are_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are made at a time: each starts at 0 and keeps what it got, aligned as kernels want it."""
+    from layoutc.runtime.kernels import amaxes
+
+    monkeypatch.setattr(amaxes, "ZEROS", 3)
+    monkeypatch.setattr(amaxes, "_zeros", {})
+    xs = [weight(5, 33, seed) / (seed + 1) for seed in range(8)]
+    found = [amaxes.matrix_amax(x, None, passing=True) for x in xs]
+    for x, amax in zip(xs, found, strict=True):
+        assert amax.shape == (1,)
+        assert amax.data_ptr() % 16 == 0
+        assert torch.equal(bits(amax), bits(amaxes.matrix_amax(x, None)))
+    assert len({amax.untyped_storage().data_ptr() for amax in found}) == 3
+
+
+def test_an_amax_that_a_graph_captures_is_filled_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay must start from 0 again."""
+    from layoutc.runtime.kernels import amaxes
+
+    monkeypatch.setattr(amaxes, "_zeros", {})
+    monkeypatch.setattr(amaxes, "capturing", lambda _: True)
+    amaxes.matrix_amax(weight(5, 33, 0), None, passing=True)
+    assert amaxes._zeros == {}

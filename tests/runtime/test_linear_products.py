@@ -146,6 +146,33 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     assert (of_x.shape, of_w.shape) == ((tokens, K), (M, K))
 
 
+@on_cpus
+@pytest.mark.parametrize("recipe", ON_CPU)
+def test_an_operand_is_kept_while_the_planes_stay(recipe: str) -> None:
+    """It follows what is written into them, and planes that take their place; freed ones are refused."""
+    x, held, other = exact(recipe, TOKENS, K, seed=0), make(recipe, M, K), make(recipe, M, K, seed=1)
+
+    def out(weight: Any) -> Tensor:
+        return linear.forward(x, weight, None, "auto", "nothing")[0]
+
+    expected, of_other = out(make(recipe, M, K)), out(make(recipe, M, K, seed=1))
+    assert not torch.equal(expected, of_other)
+    assert same_bits(out(held), expected)
+    kept = held._readings["rowwise", "operand"].side
+    assert same_bits(out(held), expected)
+    assert held._readings["rowwise", "operand"].side is kept
+    held.copy_(other)  # into the same planes
+    assert same_bits(out(held), of_other)
+    assert held._readings["rowwise", "operand"].side is kept
+    held.data = make(recipe, M, K)
+    assert same_bits(out(held), expected)
+    held._planes["rowwise_data"] = held._planes["rowwise_data"].clone()
+    assert same_bits(out(held), expected)
+    assert held._readings["rowwise", "operand"].side is not kept
+    held._planes["rowwise_data"].untyped_storage().resize_(0)
+    assert linear._kept_side(held, "rowwise") is None
+
+
 @checks_in_python
 def test_the_checks_of_torch_refuse_another_order_of_scales() -> None:
     """That is, the test above would fail with scales in a wrong order."""
