@@ -16,6 +16,7 @@ HEADS = (
 )
 _MEASURED = (
     "host: of eager and compiled models alike, as on a few hosts, which differed by up to 2; none with --graph",
+    "with --low it takes a fifth more eager, and a seventh less compiled",
     "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
