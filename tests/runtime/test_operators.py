@@ -319,3 +319,18 @@ def test_graphs_of_another_spec_or_runtime_are_cached_apart(monkeypatch: pytest.
     finally:
         object.__setattr__(layout, "products", shipped)
     assert len(hashes) == 3
+
+
+def test_compiled_graphs_call_what_operators_run() -> None:
+    """Not the operators, which C++ and Python would call in turn; the values are those of eager calls."""
+    from torch._inductor.utils import run_and_get_code
+
+    layer = torch.nn.Linear(128, 128, bias=False)
+    layoutc.quantize_(layer, "nvfp4")
+    x = torch.randn(4, 128)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(layer, fullgraph=True)
+        out, (code,) = run_and_get_code(lambda: compiled(x).detach())
+    assert torch.equal(out, layer(x))
+    assert "torch.ops.layoutc.run_dequantize(" in code
+    assert "torch.ops.layoutc.dequantize.default(" not in code
