@@ -70,7 +70,7 @@ def dequantize_tile(
     rowwise_scale = planes[1]  # (1,) float32
     element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
     scale = tl.load(rowwise_scale)
-    values = element * (scale)
+    values = element * scale
     return values
 
 

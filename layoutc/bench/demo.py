@@ -69,7 +69,7 @@ class Result:
 
 
 def products_in(x: Tensor) -> torch.dtype:
-    """fp32 on CPUs that have no instructions for bf16: torch's products of bf16 took 26 times as long on one."""
+    """fp32 on CPUs that have no instructions for bf16, on which torch's products of bf16 take many times as long."""
     return x.dtype if x.is_cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 

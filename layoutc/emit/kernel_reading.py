@@ -69,7 +69,8 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
     lines = [_read_elements(source, codebooks)]
     if source.amax_from == "tensor":
         scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale, codebooks)
-        return (*lines, f"scale = {scale}", f"values = element * ({factor})")
+        operand = factor if factor.isidentifier() else f"({factor})"
+        return (*lines, f"scale = {scale}", f"values = element * {operand}")
     at, sizes = ("at", *_TILE, "EVEN"), blocks_of(source)
     unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
     sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}

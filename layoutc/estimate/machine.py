@@ -25,8 +25,8 @@ class Machine:
     of a group, of each quantized weight and each weight that is cast, and besides of each whose products are in low
     precision, in a step without its gathers. amax_host: of a matrix whose amax is found before it is quantized.
     copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
-    gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
-    whose values are made where all of the group's codes have arrived.
+    gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose values are made
+    where all of the group's codes have arrived.
     """
 
     name: str
@@ -72,7 +72,7 @@ H200 = Machine(
     cast_host=0.339e-3,
     low_host=0.239e-3,
     amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
-    copied_host=1.1e-3,  # as H100s had it: 8 groups 11.9 ms of a step of 86.6, and 3.0 of 77.2 with one launch each
+    copied_host=1.1e-3,  # as H100s had it, py-spy's shares: 8 groups 11.9 ms of 86.6, and 3.0 of 77.2 by one launch
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=348e-6 * 731 / 904 / 7,  # as H100s had it: 420, 773, 830 and 902 us, where bf16 took 904
     values_gather_host=348e-6 * 368 / 1091 / 7,  # as H100s had it: 391, 354 and 358 us, where bf16 took 1091

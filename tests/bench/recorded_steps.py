@@ -2,8 +2,8 @@
 
 Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are those
 of RESULTS.md, by several harnesses on several machines; where a range was recorded, both of its ends are runs. Since
-groups gather codes and copy gradients in few steps, H200s were not at hand: gathers with the host, and steps as called
-of sequence 512 on two ranks, which the host decides, are those of two H100s, except torchao's and some of bf16's.
+groups gather codes and copy gradients in few steps, gathers with the host, and steps as called of sequence 512 on two
+ranks, which the host decides, are those of two H100s, except torchao's and some of bf16's.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ ON_H100S = """
 4096 1 2 24 eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
-# On two H100s: steps whose weights are dequantized on gather, and those beside them, which took
-# turns as called; none is fitted to.
+# On two H100s: steps whose weights are dequantized on gather, and those beside them, which took turns as called; none
+# is fitted to.
 ON_GATHER = """
 512 1 2 NVLink compiled: bf16 60.7 62.5 73.1 69.0 67.3 82.9 76.1 72.7, bf16+exchange 55.8 62.7
 512 1 2 NVLink compiled: nvfp4+on_gather 54.5, nvfp4+on_gather+exchange 53.9 66.9 62.9 71.1 67.7 65.2 52.9

@@ -10,9 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click import Choice
 from numpy_models import recipe
 from places import ROOT
 
+from layoutc.cli.estimate import estimate as estimate_command
+from layoutc.cli.plan import plan as plan_command
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
@@ -350,3 +353,7 @@ def test_an_h100_is_an_h200_with_slower_memory() -> None:
             fast.reduce_scatter,
         )
     assert CARDS == {"h200": H200, "h100": H100}
+    for command in (estimate_command, plan_command):
+        (card,) = [one.type for one in command.params if one.name == "card"]
+        assert isinstance(card, Choice)
+        assert list(card.choices) == list(CARDS)

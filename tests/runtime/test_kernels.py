@@ -199,3 +199,13 @@ def test_an_amax_that_a_graph_captures_is_filled_by_the_graph(monkeypatch: pytes
     monkeypatch.setattr(amaxes, "capturing", lambda _: True)
     amaxes.matrix_amax(weight(5, 33, 0), None, passing=True)
     assert amaxes._zeros == {}
+
+
+def test_an_amax_of_inference_mode_leaves_none_for_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which can't save tensors of that mode."""
+    from layoutc.runtime.kernels import amaxes
+
+    monkeypatch.setattr(amaxes, "_zeros", {})
+    with torch.inference_mode():
+        amaxes.matrix_amax(weight(5, 33, 0), None, passing=True)
+    assert not amaxes.matrix_amax(weight(5, 33, 1), None, passing=True).is_inference()

@@ -157,6 +157,6 @@ def codes_of(weights: Sequence[Weight], sent: Tensor) -> Codes | None:
 
 
 def pass_of(param: Any) -> PassName:
-    """The pass that an FSDPParam is gathered for now."""
+    """The pass that gathers an FSDPParam."""
     sharding = find(gathered.shard_of(param))
     return "forward" if sharding is None else hooks.pass_of(sharding, hooks.gathered_of(sharding))

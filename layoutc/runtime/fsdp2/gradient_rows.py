@@ -1,8 +1,8 @@
 """Gradients that FSDP2 reduces are copied into its buffer by one launch.
 
-FSDP2's own copy makes a table on the host and sends it to the card for each group in each step, which takes the host
-longer than all that the group's gather does. Here the table is kept while gradients get the same memory again. What is
-reduced are the same bytes. `exchange` has the same copy for gradients that travel in their own dtype.
+FSDP2's own copy makes a table on the host, and sends it to the card, for each group in each step. Here the table is
+kept while gradients get the same memory again. What is reduced are the same bytes. `exchange` has the same copy for
+gradients that travel in their own dtype.
 """
 
 from __future__ import annotations

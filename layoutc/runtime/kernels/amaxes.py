@@ -46,7 +46,7 @@ def matrix_amax(x: Tensor, block_k: int | None, *, passing: bool = False) -> Ten
     step, so that its memory may be a part of something larger.
     """
     columns = 1 if block_k is None else cdiv(x.shape[1], block_k)
-    if passing and block_k is None and not capturing(x.device):
+    if passing and block_k is None and not torch.is_inference_mode_enabled() and not capturing(x.device):
         amax = _zero(x.device)
     else:
         amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
@@ -62,7 +62,10 @@ _zeros: dict[tuple[torch.device, int], list[Tensor]] = {}  # by the stream that 
 
 
 def _zero(device: torch.device) -> Tensor:
-    """A zero that nobody has had yet, (1,) int32, at a multiple of 16 bytes: a fill for each would be a launch."""
+    """A zero that nobody has had yet, (1,) int32, at a multiple of 16 bytes: a fill for each would be a launch.
+
+    Not in inference mode, whose tensors autograd can't save: others of the same fill may be wanted for backward.
+    """
     left = _zeros.setdefault((device, stream_of(device)), [])
     if not left:
         left += torch.zeros((ZEROS, 4), dtype=torch.int32, device=device)[:, :1].unbind()

@@ -61,11 +61,10 @@ class PreparedLaunch:
             )
             for one in entries
         ]
-        given = [{dtypes.get(one.name) for one in results if one.position == at} for at in range(len(new))]
-        facts = [
-            Facts(tuple(tensor.shape), next(iter(named)) or tensor.dtype if len(named) == 1 else tensor.dtype)
-            for tensor, named in zip(new, given, strict=True)
-        ]
+        facts = []
+        for at, tensor in enumerate(new):
+            given = {dtypes.get(one.name, tensor.dtype) for one in results if one.position == at}
+            facts.append(Facts(tuple(tensor.shape), given.pop() if len(given) == 1 else tensor.dtype))
         return cls(bound, new[0].device, tuple(facts), tuple(results))
 
     def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -265,7 +265,8 @@ def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientati
     values = cls._matrix_values(named, m, k, orientation, dtype)
     if cls._kernels(planes[0], dtype) is None:
         return own(values, *planes)
-    _readings[key] = cls._reading(named, (m, k), orientation, dtype)
+    if reading is None:
+        _readings[key] = cls._reading(named, (m, k), orientation, dtype)
     return values  # a kernel's are new
 
 
