@@ -3,6 +3,7 @@ weights, or for some. And what they keep of activations for backward."""
 
 from __future__ import annotations
 
+from functools import cache
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol
 
@@ -57,8 +58,12 @@ def read_as(weight: Weight, orientation: str) -> str:
 
 def setting(weight: Weight) -> str:
     """All that products of a weight follow now: a graph that is traced under one must not run under another."""
-    mode = ON_GATHER if weight._products == ON_GATHER else of(weight)
-    return f"{mode}, saves {_saves}"
+    return _setting(ON_GATHER if weight._products == ON_GATHER else of(weight), _saves)
+
+
+@cache
+def _setting(mode: str, saves: Saves | None) -> str:
+    return f"{mode}, saves {saves}"
 
 
 def check(mode: str) -> None:

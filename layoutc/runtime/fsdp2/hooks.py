@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
@@ -221,7 +222,7 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
 
     out: None for a tensor with values that this gather has made. parts: of planes that are not whole.
     """
-    target: Any = getattr(out, "_local_tensor", out)
+    target = out._local_tensor if isinstance(out, DTensor) else out
     if isinstance(target, QuantizedTensor):
         target._planes.clear()
         target._planes.update(planes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import registry
@@ -30,9 +31,8 @@ def gathered_of(param: Any) -> Tensor | None:
 
     FSDP2 makes it in the first gather, and keeps it.
     """
-    made = getattr(param, "_unsharded_param", None)
-    found: Tensor | None = getattr(made, "_local_tensor", made)
-    return found
+    made: Tensor | None = getattr(param, "_unsharded_param", None)
+    return made._local_tensor if isinstance(made, DTensor) else made
 
 
 def leaves_values(param: Any, chosen: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,17 +37,29 @@ class Context(NamedTuple):
     products: str  # what its products follow: a graph that is traced under one setting must not run under another
 
 
+class Flat(NamedTuple):
+    """A tensor as it was flattened: a compiled graph asks three times in each call, for each weight."""
+
+    planes: Mapping[str, Tensor]
+    facts: tuple[Any, ...]  # what the context was made of, beside the planes' own window
+    context: Context
+
+
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     """The names of the planes, or of the handle that stands for them in graphs; and the context."""
-    planes, whole, window = tensor._planes, None, None
-    names = tuple([f"plane_{name}" for name in planes])
-    if getattr(planes, "handle", None) is not None:
-        names, (whole, window) = ("handle",), whole_and_window(tensor)
+    planes, flat = tensor._planes, tensor._flat
     with without_torch_function():
         dtype = tensor.dtype
     of = tensor._matrix, tensor._orientations, tensor._transposed, dtype, tensor._halo
     products = tensor._products, product_mode.setting(tensor)
-    return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
+    facts = *planes, *of, *products
+    if flat is None or flat.planes is not planes or flat.facts != facts:
+        names, (whole, window) = tuple([f"plane_{name}" for name in planes]), (None, None)
+        if getattr(planes, "handle", None) is not None:
+            names, (whole, window) = ("handle",), whole_and_window(tensor)
+        context = Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
+        flat = tensor._flat = Flat(planes, facts, context)
+    return list(flat.context.names), flat.context
 
 
 def unflatten(
@@ -88,11 +101,26 @@ def _planes(cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Co
     return gathered_in_graphs.planes(cls, inner["handle"], context.whole, context.orientations)
 
 
-def inner(planes: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """An inner tensor by the name that flatten gave it: a plane, or the handle; None for any other name."""
-    if name.startswith("plane_"):
-        return planes.get(name[6:])
-    return getattr(planes, "handle", None) if name == "handle" else None
+def add_inner(cls: type[QuantizedTensor], planes: Iterable[str]) -> None:
+    """Makes inner tensors attributes, by the names that flatten gives them. Those that a tensor lacks raise
+    AttributeError."""
+    for name in planes:
+        setattr(cls, f"plane_{name}", property(partial(_plane, name)))
+    cls.handle = property(_handle)  # type: ignore[attr-defined]
+
+
+def _plane(name: str, tensor: QuantizedTensor) -> Tensor:
+    found = tensor._planes.get(name)
+    if found is None:
+        raise AttributeError(f"{type(tensor).__name__!r} object has no plane {name}")
+    return found
+
+
+def _handle(tensor: QuantizedTensor) -> Tensor:
+    found: Tensor | None = getattr(tensor._planes, "handle", None)
+    if found is None:
+        raise AttributeError(f"{type(tensor).__name__!r} object has no handle")
+    return found
 
 
 def whole_and_window(tensor: QuantizedTensor) -> tuple[tuple[int, int], Rect]:

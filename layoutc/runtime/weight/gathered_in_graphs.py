@@ -107,6 +107,10 @@ def _names(layout: Layout, m: int, k: int, orientation: str, swizzled: bool) -> 
 def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
     whole = _now(cls, handle, orientation)
+    gathered = owner(handle)
+    if gathered is not None and gathered.matrix == (m, k):
+        planes = [whole[name] for name in cls.LAYOUT.sources[orientation]]
+        return operators.run_dequantize(planes, m, k, recipe, orientation, dtype)
     return operators.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
 
 

@@ -255,7 +255,9 @@ def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
     return own(_levels[layout](amax), amax)
 
 
-def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
+def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
+    """Planes, as `Layout.sources` names them -> new memory with the (m, k) values; by the launch of planes like
+    these."""
     cls = recipe_of(recipe)
     named = dict(zip(cls.LAYOUT.sources[orientation], planes, strict=True))
     key = recipe, m, k, orientation, dtype, planes[0].device
@@ -369,7 +371,7 @@ library.define(
 )
 library.define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
-    _run_dequantize,
+    run_dequantize,
     _fake_dequantize,
 )
 library.define(

@@ -71,6 +71,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
     _packed: Any  # of a shard: `fsdp2.packed.Packed`, its place among those that it travels with
     _readings: dict[tuple[str, Any], Any]  # by orientation: what its last products have left for the next ones
+    _flat: flattening.Flat | None  # as it was flattened last
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
@@ -115,6 +116,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         self._writes, self._part = Writes(planes=planes), None
         self._common, self._peers, self._products, self._packed = frozenset(), None, None, None
         self._halo, self._padding, self._sent, self._steady, self._readings = halo, NOT_PADDED, None, None, {}
+        self._flat = None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -312,9 +314,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         self._writes = value._writes
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
-    def __tensor_flatten__(self) -> tuple[list[str], flattening.Context]:
-        """The names of its inner tensors, and everything that is not a tensor."""
-        return flattening.flatten(self)
+    __tensor_flatten__ = flattening.flatten
 
     @classmethod
     def __tensor_unflatten__(
@@ -326,9 +326,6 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _stable_hash_for_caching = flattening.stable_hash
 
     def __getattr__(self, name: str) -> Any:
-        # The inner tensors that __tensor_flatten__ names are attributes. Called only for names that don't exist.
-        if (inner := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
-            return inner
         if name in ("__create_chunk_list__", "__get_tensor_shard__") and (method := chunk_protocol(self, name)):
             return method
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -395,5 +392,6 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     """Decorator for generated classes: makes them known to torch.load(weights_only=True) and to the operators."""
     stored_form.register(cls)
     cls.KEY, cls.QUANTIZED = operators.register(cls), cls
+    flattening.add_inner(cls, cls.LAYOUT.stored)
     cls.fsdp_pre_all_gather = registry.PreHook(vars(cls)["fsdp_pre_all_gather"])  # type: ignore[attr-defined]
     return cls
