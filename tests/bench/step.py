@@ -237,6 +237,9 @@ def taken(
     """What steps of variants took that are held at once, those that can be. Nothing of them is left: a CUDA graph
     would keep its process group from ending."""
     torch._dynamo.reset()
+    # All blocks share the code of one forward, of which torch keeps 8 graphs: later variants would silently run eager.
+    torch._dynamo.config.recompile_limit = 16 * len(variants)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     trials, runs = [], []
     for variant in variants:
         try:

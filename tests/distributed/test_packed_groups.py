@@ -482,3 +482,40 @@ def fails() -> None:
 
 def test_what_a_gather_refuses(two: Ranks) -> None:
     two.run(fails)
+
+
+def scales_that_are_written(recipe: str, inference: bool) -> None:
+    """While weights are gathered: they keep the scales that they were gathered with, in memory that stays."""
+    found: list[list[Tensor]] = []
+    for allowed in (False, True):
+        model = mixer(recipe, layers=1, mode="dequantize")
+        (layer,) = model
+        shards = [layer.up.weight, layer.down.weight]
+        places, seen = [], []
+        for turn in range(5):
+            with counted(lambda: allowed) as taken, torch.inference_mode(inference and turn == 1):  # noqa: B023
+                layer.unshard()
+            gathered = [layer.up.weight, layer.down.weight]
+            shared = [one.planes()[name] for one in gathered for name in one.LAYOUT.shared]
+            assert len(shared) == 2
+            versions = [plane._version for plane in shared if not plane.is_inference()]
+            before = [weight.dequantize() for weight in gathered]
+            with torch.no_grad():
+                for param in shards:
+                    param.to_local().mul_(3)  # quantized anew, with another scale
+            assert same([weight.dequantize() for weight in gathered], before)
+            assert [plane._version for plane in shared if not plane.is_inference()] == versions
+            seen += before
+            if taken:
+                places.append([plane.data_ptr() for plane in shared])
+            layer.reshard()
+        assert all(place == places[0] for place in places)
+        assert len(places) >= 3 * allowed
+        found.append(seen)
+    assert same(*found)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_scales_of_weights_that_stay_gathered(two: Ranks, recipe: str, inference: bool) -> None:
+    two.run(scales_that_are_written, recipe, inference)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layoutc.runtime.facts import PassName
@@ -19,6 +20,7 @@ from layoutc.runtime.fsdp2.wire import Gathering
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.torch_private import foreach_copy_, keeping_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -80,6 +82,7 @@ class Codes:
         self, weights: Sequence[Weight], members: Sequence[Member] = (), quantizing: Quantizing | None = None
     ) -> None:
         self.weights, self.members, self.quantizing = weights, members, quantizing
+        self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
 
     def is_steady(self) -> bool:
         """True if all of them would send what lies where it lay."""
@@ -106,10 +109,24 @@ class Codes:
 
     def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
-        kept = {id(weight): weight.gathering.shared for weight in self.weights if weight.keeps_shared()}
-        copied = dict(zip(kept, wire.copies_of_all(list(kept.values())), strict=True)) if kept else {}
-        for weight in self.weights:
-            weight.deliver(copied.get(id(weight), weight.gathering.shared))
+        copied = self._copied()
+        for at, weight in enumerate(self.weights):
+            weight.deliver(copied.get(at, weight.gathering.shared))
+
+    def _copied(self) -> dict[int, dict[str, Tensor]]:
+        """Copies of planes that all ranks have, of weights whose shards may be quantized anew while they are still
+        gathered: in memory that each gather writes, as it writes all other planes."""
+        keeping = {at: weight.gathering.shared for at, weight in enumerate(self.weights) if weight.keeps_shared()}
+        if not keeping:
+            return {}
+        if self.copies.keys() != keeping.keys():
+            with torch.inference_mode(False):
+                self.copies = dict(zip(keeping, wire.copies_of_all(list(keeping.values())), strict=True))
+            return self.copies
+        targets = [plane for at in keeping for plane in self.copies[at].values()]
+        with keeping_version(*targets):
+            foreach_copy_(targets, [plane for shared in keeping.values() for plane in shared.values()])
+        return self.copies
 
 
 def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> Weight | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.runtime.facts import Facts
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.buffers import Entry
 from layoutc.runtime.kernels.direct import Bound
 
@@ -33,8 +33,7 @@ class PreparedLaunch:
     """A launch for tensors of known sizes, with the tensors that it writes and the buffers that these are."""
 
     bound: Bound
-    device: torch.device
-    new: tuple[Facts, ...]
+    new: tuple[Tensor, ...]  # templates of what it writes
     results: tuple[Result, ...]
 
     @classmethod
@@ -61,16 +60,16 @@ class PreparedLaunch:
             )
             for one in entries
         ]
-        facts = []
+        templates = []
         for at, tensor in enumerate(new):
             given = {dtypes.get(one.name, tensor.dtype) for one in results if one.position == at}
-            facts.append(Facts(tuple(tensor.shape), given.pop() if len(given) == 1 else tensor.dtype))
-        return cls(bound, new[0].device, tuple(facts), tuple(results))
+            dtype = given.pop() if len(given) == 1 else tensor.dtype
+            templates.append(launch.template(tensor.shape, dtype, tensor.device))
+        return cls(bound, tuple(templates), tuple(results))
 
     def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers. inputs: what the kernel reads, in order. given: what serves as a buffer as it is."""
-        device = self.device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.new]
+        made = [torch.empty_like(one) for one in self.new]
         self.bound(*inputs, *made)
         buffers = {}
         for name, position, plane, is_flat in self.results:

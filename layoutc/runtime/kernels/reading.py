@@ -60,12 +60,13 @@ def dequantizing(kernels: Kernels, out: Tensor, read: Planes, orientation: str, 
 class Reading:
     """A launch for planes of a layout and a shape. They may be other tensors each time, as gathers bring them."""
 
-    __slots__ = ("_bound", "_device", "_dtype", "_names", "shape")
+    __slots__ = ("_bound", "_device", "_names", "_template", "shape")
 
     def __init__(self, bound: Bound, planes: Planes, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
-        self._bound, self._names, self.shape, self._dtype = bound, tuple(planes), shape, dtype
+        self._bound, self._names, self.shape = bound, tuple(planes), shape
         self._device = next(iter(planes.values())).device
+        self._template = launch.template(shape, dtype, self._device)
 
     @classmethod
     def of(
@@ -94,7 +95,7 @@ class Reading:
             found.append(plane)
         if index is not None and torch.cuda.current_device() != index:
             return None
-        out = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+        out = torch.empty_like(self._template)
         self._bound(out, *found)
         return out
 
