@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -136,7 +136,12 @@ def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
 
 def autocasts(x: Tensor) -> bool:
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _can_autocast(device) and torch.is_autocast_enabled(device)
+
+
+@cache
+def _can_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
