@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
-from layoutc.cli.shared import MOST_RANKS, WORLDS, card_option, report, words_of, worlds_of
+from layoutc.cli.shared import (
+    MOST_RANKS,
+    WORLDS,
+    card_option,
+    eager_option,
+    graph_option,
+    how_of,
+    report,
+    words_of,
+    worlds_of,
+)
 
 if TYPE_CHECKING:
     from layoutc.estimate.model import Model
@@ -90,7 +100,8 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients are exchanged in bf16, as exchange_gradients does.")
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
-@click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
+@eager_option
+@graph_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
     recipes: tuple[str, ...],
@@ -106,6 +117,7 @@ def estimate(
     low: bool,
     exchange: bool,
     on_gather: bool,
+    eager: bool,
     graph: bool,
     as_json: bool,
     **sizes: int | None,
@@ -140,10 +152,10 @@ def estimate(
     ]
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
-    made, machine = [], CARDS[card]
+    made, machine, how = [], CARDS[card], how_of(eager, graph)
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
-        rows = [estimate_step(use, model, world, link, machine, not graph) for world in worlds for use in uses]
+        rows = [estimate_step(use, model, world, link, machine, how) for world in worlds for use in uses]
         made.append((link, rows))
     notes = estimates.measured(machine)
     if exchange:
@@ -152,7 +164,13 @@ def estimate(
     notes += estimates.IN_TIME if on_gather else []
     if as_json:
         found = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
-        start = {"model": as_data(model), "machine": as_data(machine), "exchange": exchange, "on_gather": on_gather}
+        start = {
+            "model": as_data(model),
+            "machine": as_data(machine),
+            "exchange": exchange,
+            "on_gather": on_gather,
+            "how": how,
+        }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return
     from layoutc.report import tables

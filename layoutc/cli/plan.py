@@ -13,7 +13,16 @@ import click
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.charts import chart_option, check_chart, draw_chart
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import MOST_RANKS, WORLDS, card_option, words_of, worlds_of
+from layoutc.cli.shared import (
+    MOST_RANKS,
+    WORLDS,
+    card_option,
+    eager_option,
+    graph_option,
+    how_of,
+    words_of,
+    worlds_of,
+)
 
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
@@ -101,7 +110,8 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients.")
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
-@click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
+@eager_option
+@graph_option
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
@@ -193,7 +203,7 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
 _ASKED = (
     *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
     *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "exchange"),
-    *("on_gather", "graph"),
+    *("on_gather", "eager", "graph"),
 )
 
 
@@ -273,7 +283,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
-    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], not asked["graph"])
+    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], how_of(asked["eager"], asked["graph"]))
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

@@ -7,13 +7,16 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from layoutc.build.lookup import Command, completed, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
+
+if TYPE_CHECKING:
+    from layoutc.estimate.work import How
 
 card_option = click.option(
     "--card",
@@ -22,6 +25,17 @@ card_option = click.option(
     show_default=True,
     help="Whose memory, products and links times are of.",
 )
+
+eager_option = click.option("--eager", is_flag=True, help="Not compiled: with --low, more of the host's time.")
+graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
+
+
+def how_of(eager: bool, graph: bool) -> How:
+    """How steps run. Raises UsageError for both."""
+    if eager and graph:
+        raise click.UsageError("--graph leaves out the host's time, which --eager adds to; leave out one of the two")
+    return "eager" if eager else "graph" if graph else "compiled"
+
 
 WORLDS, MOST_RANKS = "8,64,512,4096,16384", 2**20
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 Edge = Literal["start", "end"]
@@ -19,18 +20,25 @@ STREAMS: tuple[Stream, Stream] = ("compute", "link")
 
 @dataclass(frozen=True)
 class Task:
-    """Work of a stream: what it takes alone, the tasks whose start or end it waits for, and when the host issues it."""
+    """Work of a stream: what it takes alone, the tasks whose start or end it waits for, and when the host issues it.
+
+    slowed: how much of it slows the other stream, and is slowed by that one.
+    """
 
     name: str
     stream: Stream
     seconds: float
     after: tuple[tuple[str, Edge], ...] = ()
     issued: float = 0.0
+    slowed: float = 1.0
 
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """Seconds that the work of one FSDP group takes alone."""
+    """Seconds that the work of one FSDP group takes alone.
+
+    memory_forward, memory_backward: what memory decides of forward and backward.
+    """
 
     gather_forward: float
     forward: float
@@ -39,6 +47,8 @@ class GroupTimes:
     reduce: float
     host_forward: float = 0.0
     host_backward: float = 0.0
+    memory_forward: float = 0.0
+    memory_backward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,8 @@ class Times:
 def run(tasks: Sequence[Task], interference: float = 0.0) -> Times:
     """Runs the tasks of each stream in order.
 
-    interference: while both streams are busy, each gets 1 / (1 + interference) of its speed. Raises ValueError where
-    tasks wait for one another.
+    interference: while both streams are busy with work that slows the other, each gets 1 / (1 + interference) of its
+    speed. Raises ValueError where tasks wait for one another.
     """
     queues = {stream: [task for task in tasks if task.stream == stream] for stream in STREAMS}
     at = dict.fromkeys(STREAMS, 0)
@@ -77,7 +87,8 @@ def run(tasks: Sequence[Task], interference: float = 0.0) -> Times:
                         waiting.append(task.issued)
         if not active and not waiting:
             raise ValueError(f"tasks wait for one another: {[q[at[s]].name for s, q in queues.items() if q[at[s] :]]}")
-        pace = 1 / (1 + interference) if len(active) == 2 else 1.0
+        slowed = prod(task.slowed for task, _ in active.values())
+        pace = 1 / (1 + interference * slowed) if len(active) == 2 else 1.0
         steps = [left / pace for _, left in active.values()] + [issued - now for issued in waiting]
         step = min(steps)
         overlapped += step if len(active) == 2 else 0.0
@@ -101,7 +112,8 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
         after: tuple[tuple[str, Edge], ...] = ((f"forward {i - 2}", "start"),) if i > 1 else ()
         tasks.append(Task(f"gather {i}", "link", group.gather_forward, after, host))
         host += group.host_forward
-        tasks.append(Task(f"forward {i}", "compute", group.forward, ((f"gather {i}", "end"),), host))
+        slowed = _slowed(group.forward, group.memory_forward)
+        tasks.append(Task(f"forward {i}", "compute", group.forward, ((f"gather {i}", "end"),), host, slowed))
     for i in range(last, -1, -1):
         if i == last:
             tasks.append(Task(f"gather again {i}", "link", groups[i].gather_backward, ((f"forward {i}", "end"),), host))
@@ -109,10 +121,16 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
         needs: list[tuple[str, Edge]] = [(f"gather again {i}", "end")]
         if i + 2 <= last:  # its input is kept until it is done, and the next one is not made before
             needs.append((f"reduce {i + 2}", "end"))
-        tasks.append(Task(f"backward {i}", "compute", groups[i].backward, tuple(needs), host))
+        slowed = _slowed(groups[i].backward, groups[i].memory_backward)
+        tasks.append(Task(f"backward {i}", "compute", groups[i].backward, tuple(needs), host, slowed))
         if i:
             gather = groups[i - 1].gather_backward
             tasks.append(Task(f"gather again {i - 1}", "link", gather, ((f"backward {i}", "start"),), host))
         tasks.append(Task(f"reduce {i}", "link", groups[i].reduce, ((f"backward {i}", "end"),), host))
     tasks.append(Task("optimizer", "compute", optimizer, (("reduce 0", "end"),), host))
     return tasks
+
+
+def _slowed(seconds: float, memory: float) -> float:
+    """Of work of which memory decides so many seconds: collectives take multiprocessors, which products need all of."""
+    return 1 - memory / seconds if seconds else 1.0

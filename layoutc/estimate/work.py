@@ -6,7 +6,7 @@ Whoever knows a model says what its groups are; what a card and a link make of i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from layoutc.estimate.links import Link
@@ -17,6 +17,7 @@ from layoutc.plan.products import OPERANDS, ProductName, operand
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
+How = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
 BF16, FP32 = 2, 4  # bytes
 ADAM = 7 * FP32  # bytes an element: AdamW reads master, gradient and two moments, and writes all but the gradient
 PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
@@ -123,18 +124,18 @@ class Parts:
 
 
 def step(
-    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, host: bool = True
+    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, how: How = "compiled"
 ) -> Parts:
     """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
 
-    host: with the host's time, which a step that is captured in a CUDA graph does not have.
+    how: how steps run, which decides what they take of the host.
     """
     if not groups:  # the root is all there is
         groups, root = [root], Work((), ())
     times: dict[Work, GroupTimes] = {}
     for work in groups:
         if work not in times:
-            times[work] = _times(use, work, load, link, machine, host)
+            times[work] = _times(use, work, load, link, machine, how)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
     gather, reduce = (_gathered(root, link, "forward"), _reduced(use, root, link, machine)) if root.rows else (0.0, 0.0)
@@ -158,15 +159,19 @@ def step(
     )
 
 
-def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, host: bool) -> GroupTimes:
+def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, how: How) -> GroupTimes:
+    forward, memory_forward = _compute(use, work, load, machine, "forward")
+    backward, memory_backward = _compute(use, work, load, machine, "backward")
     return GroupTimes(
         gather_forward=_gathered(work, link, "forward"),
-        forward=_compute(use, work, load, machine, "forward"),
+        forward=forward,
         gather_backward=_gathered(work, link, "backward"),
-        backward=_compute(use, work, load, machine, "backward"),
+        backward=backward,
+        memory_forward=memory_forward,
+        memory_backward=memory_backward,
         reduce=_reduced(use, work, link, machine),
-        host_forward=_host(use, work, machine, "forward") if host else 0.0,
-        host_backward=_host(use, work, machine, "backward") if host else 0.0,
+        host_forward=_host(use, work, machine, "forward", how),
+        host_backward=_host(use, work, machine, "backward", how),
     )
 
 
@@ -194,29 +199,29 @@ def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head:
     """The groups of a step. The root is gathered before the first, kept until backward, and reduced after the first."""
     for i, group in enumerate(groups):
         first, last = i == 0, i == len(groups) - 1
-        yield GroupTimes(
+        yield replace(
+            group,
             gather_forward=group.gather_forward + (gather if first else 0),
             forward=group.forward + (head if last else 0),
-            gather_backward=group.gather_backward,
             backward=group.backward + (2 * head if last else 0),
             reduce=group.reduce + (reduce if first else 0),
-            host_forward=group.host_forward,
-            host_backward=group.host_backward,
         )
 
 
-def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
+def _host(use: Use, work: Work, machine: Machine, which: Pass, how: How) -> float:
     """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
 
     FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are copied by one launch.
     """
+    if how == "graph":
+        return 0.0
     taken = use.plan is not None and work.weights > 0
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
         if use.on_gather:  # products are those of plain weights
             own = 0.0
-        seconds += work.weights * (own + _low_host(use, machine))
+        seconds += work.weights * (own + _low_host(use, machine, how))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
         seconds -= machine.copied_host
@@ -228,19 +233,21 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
     return seconds
 
 
-def _low_host(use: Use, machine: Machine) -> float:
-    """Of a weight's products in a step: activations and gradients whose scale is one for all need an amax first."""
+def _low_host(use: Use, machine: Machine, how: How) -> float:
+    """Of a weight's products in a step: activations and gradients whose scale is one for all need an amax first, which
+    compiled models find where they compute them."""
     products = use.plan.products if use.plan else None
     if products is None or not any(_low_rate(use, machine, one.name) for one in products.products):
         return 0.0
     whole = sum(
         any(plane.per_m is None for plane in layout.planes) for layout in (products.activation, products.gradient)
     )
-    return machine.low_host + whole * machine.amax_host
+    return machine.eager_low_host + whole * machine.amax_host if how == "eager" else machine.low_host
 
 
-def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> float:
-    """Seconds of a group's compute stream in a pass: products, attention, elementwise work, and what FSDP2 copies."""
+def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:
+    """Seconds of a group's compute stream in a pass: products, attention, elementwise work, and what FSDP2 copies; and
+    of these, those that memory decides: the last two."""
     seconds = sum(_product(use, one, load.tokens, machine, which) for one in work.products)
     half = load.sequence / 2  # causal
     operations = 4 * load.tokens * half * work.attention * ATTENTION[which]
@@ -251,15 +258,16 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
         moved -= 2 * one.packed * one.ranks if getattr(one, which) else 0
         if which == "backward" and not use.exchanges(one.ranks):
             moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
+    seconds += operations / machine.attention
     if not in_recipe:
-        return seconds + operations / machine.attention + moved / machine.memory
+        return seconds + moved / machine.memory, moved / machine.memory
     if _low_rate(use, machine, PRODUCTS_OF[which][0]):
         entries = sum(one.times * (one.k if which == "forward" else one.m) for one in work.products if one.quantized)
         moved += machine.operand_bytes * load.tokens * entries
     else:
         # Dequantized, by each product or by the gather.
         moved += sum(getattr(one, which) * one.ranks for one in work.sent) + BF16 * work.quantized
-    return seconds + operations / machine.attention + moved / machine.memory
+    return seconds + moved / machine.memory, moved / machine.memory
 
 
 def copied_bytes(use: Use, world: int, own: int, rows: int) -> float:

@@ -15,8 +15,7 @@ HEADS = (
     *("undisturbed", "step", "of bf16"),
 )
 _MEASURED = (
-    "host: of eager and compiled models alike, as on a few hosts, which differed by up to 2; none with --graph",
-    "with --low it takes a fifth more eager, and a seventh less compiled",
+    "host: as on a few hosts, which differed by up to 2; of compiled models, without --eager; none with --graph",
     "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
@@ -30,7 +29,7 @@ def measured(machine: Machine) -> list[str]:
     return [
         "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
         *([f"card: an {machine.name} is an H200 with slower memory"] if machine is not H200 else []),
-        f"compute and link slow one another by {slower} where they overlap: fitted, least certain",
+        f"products and link slow one another by {slower} where they overlap: fitted, least certain",
         *_MEASURED,
     ]
 

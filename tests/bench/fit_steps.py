@@ -24,7 +24,7 @@ from layoutc.estimate.links import Link
 from layoutc.estimate.machine import H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
-from layoutc.estimate.work import PASSES, Use, copied_bytes
+from layoutc.estimate.work import PASSES, How, Use, copied_bytes
 from layoutc.ints.sizes import cdiv
 from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
@@ -70,7 +70,7 @@ class Constants:
     nvlink: Link = NVLINK
     nvlink_4: Link = NVLINK_4
     sockets: Link = SOCKETS
-    peer_operand_bytes: float = 111.7
+    peer_operand_bytes: float = 115.7
 
     def link(self, name: str, world: int = 2) -> Link:
         """By name; that of four ranks is another. A number is GB/s of a link that was not measured."""
@@ -83,7 +83,7 @@ class Constants:
         machine = replace(self.machine, name=card.name, memory=card.memory)
         if words != "torchao":
             return machine
-        host = replace(machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
+        host = replace(machine, low_host=0.0, eager_low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
         if how.startswith("eager"):
             eager = replace(host, cast_host=4 * PEER_LINEAR + PEER_AMAXES)
             return replace(eager, operand_bytes=self.peer_operand_bytes)
@@ -130,7 +130,8 @@ def step(
 
     def made(at: Constants) -> StepEstimate:
         machine = at.machine_for(words, how, card)
-        return estimate(use(words), model, world, at.link(link, world), machine, not how.endswith("-graph"))
+        runs: How = "graph" if how.endswith("-graph") else "eager" if how == "eager" else "compiled"
+        return estimate(use(words), model, world, at.link(link, world), machine, runs)
 
     return made
 
@@ -251,8 +252,11 @@ def fit_products() -> float:
 
 
 # The rest follows whole steps: where each begins, and the least that it can be.
-NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host")
-SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 5e-4, 50.0])
+NAMES = (
+    *("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host"),
+    "eager_low_host",
+)
+SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 5e-4, 5e-4, 50.0])
 
 
 def fit_steps(at: Constants) -> Constants:

@@ -2,8 +2,9 @@
 
 Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are those
 of RESULTS.md, by several harnesses on several machines; where a range was recorded, both of its ends are runs. Since
-groups gather codes and copy gradients in few steps, gathers with the host, and steps as called of sequence 512 on two
-ranks, which the host decides, are those of two H100s, except torchao's and some of bf16's.
+groups gather codes and copy gradients in few steps, gathers with the host, steps as called of sequence 512 on two
+ranks, which the host decides, and those of sequence 4096, batch 1 and products in low precision are those of two H100s,
+except torchao's and some of bf16's.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ READY_70B = {"bf16": 4.327, "fp8_block": 2.387, "nvfp4": 1.290}
 WAITED = {
     2: {
         "bf16": (1.435, 0.348),
-        "mxfp8": (0.915, 0.420),
-        "fp8_block": (1.128, 0.830),
+        "mxfp8": (0.876, 0.338),
+        "fp8_block": (0.871, 0.399),
         "fp8_current": (1.066, 0.902),
-        "nvfp4": (0.792, 0.773),
+        "nvfp4": (0.537, 0.398),
     },
     4: {"bf16": (1.593, 0.347)},
 }
 # Whole steps: sequence, batch, ranks, link and how; *: constants are fitted to the middle of its runs.
 STEPS = """
-512 1 2 NVLink eager: bf16 53 57 70.3 86.8 67.3 67.1*, fp8_block 93.8 75.4*, cast fp8_block 82.5*
-512 1 2 NVLink eager: nvfp4 97.2 73.8, mxfp8 70.2, cast nvfp4 81.0*, fp8_current+low 137.5 110.0*, torchao 145 163 190.5
-512 1 2 NVLink compiled: bf16 63.0 70.2 63.4 70.3, fp8_block 76.1 66.7, nvfp4 77.2 69.0, mxfp8 72.5
-512 1 2 NVLink compiled: cast fp8_block 74.1*, cast nvfp4 81.9, fp8_current+low 90.0 89.6*
+512 1 2 NVLink eager: bf16 53 57 70.3 86.8 67.3 67.1 58.0 56.0*, fp8_block 93.8 75.4 64.8 59.2*, cast fp8_block 82.5*
+512 1 2 NVLink eager: nvfp4 97.2 73.8 66.4 55.4, mxfp8 70.2 66.5 56.5, cast nvfp4 81.0*, torchao 145 163 190.5
+512 1 2 NVLink eager: fp8_current+low 137.5 110.0 88.6*, fp8_block+low 145.7 94.8
+512 1 2 NVLink compiled: bf16 63.0 70.2 63.4 70.3 52.2 51.0 51.2, fp8_block 76.1 66.7 56.4 50.8
+512 1 2 NVLink compiled: nvfp4 77.2 69.0 57.7 50.4, mxfp8 72.5 54.0 51.6, fp8_block+low 67.0
+512 1 2 NVLink compiled: cast fp8_block 74.1*, cast nvfp4 81.9, fp8_current+low 90.0 89.6 64.3 62.4*
 512 1 1 NVLink eager: bf16 67.6, fp8_block 88.7, nvfp4 91.2, cast nvfp4 103.5, fp8_current+low 132.3
 512 1 1 NVLink compiled: bf16 60.3, fp8_block 84.8, nvfp4 87.2, cast nvfp4 105.0, fp8_current+low 100.6
 512 1 2 NVLink compiled-graph: bf16 40.6 41.3, fp8_block 37.6, mxfp8 38.2, nvfp4 36.4 36.7, fp8_current+low 36.0 36.3
@@ -48,13 +51,12 @@ STEPS = """
 512 1 2 NVLink eager-graph: bf16 40.6, fp8_block 37.8, mxfp8 38.5, nvfp4 36.4, cast nvfp4 36.6
 4096 1 2 NVLink eager: bf16 108.7 106.0 109.1 109.0, fp8_block 112, mxfp8 113, nvfp4 114
 4096 1 2 NVLink eager: cast fp8_block 123, cast mxfp8 121, cast nvfp4 116, torchao 191 215.4
-4096 1 2 NVLink eager: fp8_current+low 111.7 147.6 113.5, fp8_block+low 109.0
 4096 4 2 NVLink eager: bf16 349 343.4 350.9 352.1, fp8_block 345, mxfp8 344, nvfp4 349
 4096 4 2 NVLink eager: cast fp8_block 350, cast mxfp8 347, cast nvfp4 349, torchao 491 518.2*
 4096 4 2 NVLink eager: fp8_current+low 237.9 249.7 243.8, fp8_block+low 270.6
 4096 1 2 NVLink compiled: bf16 108.3 105.5 107.1 108.1*, fp8_block 106, mxfp8 112, nvfp4 112
 4096 1 2 NVLink compiled: cast fp8_block 122, cast mxfp8 120, cast nvfp4 116
-4096 1 2 NVLink compiled: torchao 96.1 132.6 98.6 104.0, fp8_current+low 123.0 109.7 106.9, fp8_block+low 127.9
+4096 1 2 NVLink compiled: torchao 96.1 132.6 98.6 104.0
 4096 4 2 NVLink compiled: bf16 335 336.9 344.8 344.7*, fp8_block 331, mxfp8 333, nvfp4 331
 4096 4 2 NVLink compiled: cast fp8_block 333, cast mxfp8 330, cast nvfp4 331
 4096 4 2 NVLink compiled: torchao 243 246.3 252.2 251.6, fp8_current+low 231.5 237.1 237.2, fp8_block+low 264.9
@@ -84,6 +86,8 @@ EXCHANGED = """
 # to. All gradients were copied on the stream of backward. The link of 24 GB/s was not measured.
 ON_H100S = """
 512 1 2 NVLink compiled: bf16 80.0, bf16+exchange 74.4
+4096 1 2 NVLink compiled: bf16 113.8, torchao 98.6, fp8_current+low 83.8, fp8_block+low 89.2
+4096 1 2 NVLink eager: bf16 116.0, fp8_current+low 85.9, fp8_block+low 93.0
 4096 1 2 NVLink compiled-graph: bf16 112.0, torchao 96.3, fp8_current+low 84.0, fp8_current+low+exchange 81.6
 4096 4 2 NVLink compiled-graph: bf16 344.7 341.5, torchao 257.1 254.9, fp8_current+low 245.1 240.5
 4096 4 2 NVLink compiled-graph: fp8_current+low+exchange 241.8 238.7

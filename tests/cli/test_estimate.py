@@ -72,6 +72,22 @@ def test_weights_that_are_dequantized_on_gather() -> None:
     assert "weights are dequantized on gather" in run(*args[:-1], "--on-gather").stdout
 
 
+def test_eager_models_take_more_of_the_host_in_low_precision_alone() -> None:
+    args = ("fp8_current", "--low", "--world", "8", "--sequence", "512", "--json")
+    compiled, eager = (json.loads(run(*args, *more).stdout) for more in ((), ("--eager",)))
+    assert (compiled["how"], eager["how"]) == ("compiled", "eager")
+    (plain, low), (same, more) = (data["links"][0]["estimates"] for data in (compiled, eager))
+    assert plain == same
+    assert more["host"] > 1.2 * low["host"]
+    for name in ("forward", "backward", "optimizer", "bytes_forward"):
+        assert more[name] == low[name]
+    for command in ("estimate", "plan"):
+        model = () if command == "estimate" else ("--shapes", "up=256x128")
+        result = CliRunner().invoke(main, [command, *model, "--eager", "--graph"])
+        assert result.exit_code == 2
+        assert "leave out one of the two" in result.stderr
+
+
 def test_without_recipes_bf16_alone() -> None:
     result = run("--world", "8", "--json")
     assert [one["name"] for one in json.loads(result.stdout)["links"][0]["estimates"]] == ["bf16"]

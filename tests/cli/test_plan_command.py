@@ -329,7 +329,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(use.name, use.plan, use.cast, use.low) for use, _, _ in asked] == [("bf16", None, False, False)] * 5
     assert [mesh for _, mesh, _ in asked] == [Mesh(world, 1, 1, 1, 0) for world in (8, 64, 512, 4096, 16384)]
     usual = totals.Setting(
-        Picks((), (), False), Dtypes(4, 2, 4, 8), Load(8192, 8192), link_of(50e9, 8, None, "ring"), H200, True
+        Picks((), (), False), Dtypes(4, 2, 4, 8), Load(8192, 8192), link_of(50e9, 8, None, "ring"), H200, "compiled"
     )
     assert all(setting == usual for _, _, setting in asked)
     asked.clear()
@@ -349,10 +349,11 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         Load(192, 64),
         link_of(25e9, 4, None, "tree"),
         H200,
-        False,
+        "graph",
     )
     assert all(setting == other for _, _, setting in asked)
     assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["host"]) == (64, 3, False)
+    assert data["setting"]["how"] == "graph"
     assert data["setting"]["bytes"] == {"stored": 2, "gathered": 4, "reduced": 2, "moments": 3}
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -77,6 +78,16 @@ def test_interference_by_hand() -> None:
     assert made.spans["a"][1] == pytest.approx(6)
     assert made.total == pytest.approx(8)
     assert made.overlapped == pytest.approx(6)
+
+
+def test_memory_is_not_interfered_with_by_hand() -> None:
+    """Half of forward is what memory decides, so that both run at 1 / (1 + 1/2 * 1/2): 4 takes 5 beside the gather."""
+    groups = [GroupTimes(0, 4, 0, 0, 0, memory_forward=2), GroupTimes(8, 0, 0, 0, 0)]
+    made = run(tasks_of(groups), interference=0.5)
+    assert made.spans["forward 0"] == pytest.approx((0, 5))
+    assert made.spans["gather 1"] == pytest.approx((0, 9))
+    groups[0] = replace(groups[0], memory_forward=4)
+    assert run(tasks_of(groups), interference=0.5).spans["gather 1"] == pytest.approx((0, 8))
 
 
 def test_tasks_that_wait_for_one_another_are_refused() -> None:
