@@ -169,7 +169,7 @@ def estimate(
             "machine": as_data(machine),
             "exchange": exchange,
             "on_gather": on_gather,
-            "how": how,
+            "runs": how,
         }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return

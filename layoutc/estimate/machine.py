@@ -23,8 +23,8 @@ class Machine:
 
     Seconds of the host: group_host, weight_host, cast_host, of a group, of each quantized weight and each weight that
     is cast, in a step without its gathers, eager and compiled alike; low_host, eager_low_host: besides of each whose
-    products are in low precision. amax_host: of a matrix whose amax is found before it is quantized, which compiled
-    models find where they compute it.
+    products are in low precision, compiled and eager. amax_host: of a matrix whose amax is found before it is
+    quantized, which compiled models find where they compute it.
     copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
     gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose values are made
     where all of the group's codes have arrived.
@@ -66,7 +66,7 @@ H200 = Machine(
     in_step=1.09,  # fitted: what products take of steps at batch 4
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
-    token_bytes=14.1,  # fitted, as what follows up to low_host: whole steps
+    token_bytes=14.1,  # fitted, as what follows up to eager_low_host: whole steps
     operand_bytes=10.86,
     interference=0.898,
     group_host=6.87e-3,

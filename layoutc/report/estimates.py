@@ -16,7 +16,6 @@ HEADS = (
 )
 _MEASURED = (
     "host: as on a few hosts, which differed by up to 2; of compiled models, without --eager; none with --graph",
-    "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
     "left out: the loss, memory, other parallelism; each rank of the world is one of FSDP's",
@@ -29,7 +28,8 @@ def measured(machine: Machine) -> list[str]:
     return [
         "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
         *([f"card: an {machine.name} is an H200 with slower memory"] if machine is not H200 else []),
-        f"products and link slow one another by {slower} where they overlap: fitted, least certain",
+        f"link and products, attention too, slow one another by {slower} where they overlap: fitted, least certain",
+        "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
         *_MEASURED,
     ]
 

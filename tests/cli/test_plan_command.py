@@ -353,7 +353,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert all(setting == other for _, _, setting in asked)
     assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["host"]) == (64, 3, False)
-    assert data["setting"]["how"] == "graph"
+    assert data["setting"]["runs"] == "graph"
     assert data["setting"]["bytes"] == {"stored": 2, "gathered": 4, "reduced": 2, "moments": 3}
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -334,3 +336,27 @@ def test_compiled_graphs_call_what_operators_run() -> None:
     assert torch.equal(out, layer(x))
     assert "torch.ops.layoutc.run_dequantize(" in code
     assert "torch.ops.layoutc.dequantize.default(" not in code
+
+
+def test_flattening_follows_what_a_weight_holds() -> None:
+    """What it was flattened to is kept until it holds other planes, which it does not keep alive."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    layoutc.quantize_(layer, "nvfp4")
+    weight: Any = layer.weight
+    names, context = weight.__tensor_flatten__()
+    assert weight.__tensor_flatten__() == (names, context)
+    assert weight.__tensor_flatten__()[1] is context
+    assert [getattr(weight, name) for name in names] == list(weight._planes.values())
+    with layoutc.products("low"):
+        assert weight.__tensor_flatten__()[1] != context
+    assert weight.__tensor_flatten__()[1] == context
+    old = weakref.ref(weight._planes["rowwise_data"])
+    weight.data = recipe("nvfp4").quantize(torch.randn(128, 32))
+    gc.collect()
+    assert old() is None
+    assert weight.__tensor_flatten__()[1].matrix == (128, 32)
+    for name in ("plane_handle", "plane_columnwise_data"):  # of weights that are gathered anew; of other recipes
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            getattr(weight, name)
+    weight.handle = "a user's own"
+    assert weight.__tensor_flatten__()[0] == names

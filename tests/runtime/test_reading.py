@@ -92,3 +92,13 @@ def test_values_are_those_of_the_reference(name: str, tables: bool, monkeypatch:
             weights, shapes, dequantized(name, given, shapes, orientation, parts), strict=True
         ):
             assert torch.equal(found.view(torch.int16), expected(name, planes, shape, orientation).view(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 4), (2, 1, 5)])
+def test_templates_have_no_memory(shape: tuple[int, ...]) -> None:
+    template = launch.template(shape, torch.bfloat16, torch.device("cpu"))
+    made, usual = torch.empty_like(template), torch.empty(shape, dtype=torch.bfloat16)
+    assert template.untyped_storage().nbytes() == 0
+    assert (made.shape, made.dtype, made.stride()) == (usual.shape, usual.dtype, usual.stride())
+    assert made.untyped_storage().nbytes() == usual.untyped_storage().nbytes()
+    assert made.data_ptr() != torch.empty_like(template).data_ptr()

@@ -198,15 +198,12 @@ def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str,
 
 
 def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one element's memory. torch.empty_like makes contiguous ones of its shape, which is not empty, in
-    half of the time that torch.empty takes of the host."""
-    return _element(dtype, device).expand(tuple(shape))
-
-
-@cache
-def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without memory. torch.empty_like makes ones like it in half of the time that torch.empty takes of the
+    host. It is kept, so that memory would be: also that of the pool of a CUDA graph that is warmed up."""
     with torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device)
+        made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 Launch = TypeVar("Launch")

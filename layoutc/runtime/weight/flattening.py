@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
+_HANDLE = "plane_handle"  # the inner tensor that stands for planes which each pass replaces
+
+
 class Context(NamedTuple):
     """Everything that is not a tensor. Graphs are guarded by its equality and cached by its repr."""
 
@@ -56,7 +59,7 @@ def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     if flat is None or flat.planes is not planes or flat.facts != facts:
         names, (whole, window) = tuple([f"plane_{name}" for name in planes]), (None, None)
         if getattr(planes, "handle", None) is not None:
-            names, (whole, window) = ("handle",), whole_and_window(tensor)
+            names, (whole, window) = (_HANDLE,), whole_and_window(tensor)
         context = Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
         flat = tensor._flat = Flat(planes, facts, context)
     return list(flat.context.names), flat.context
@@ -96,9 +99,9 @@ def _planes(cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Co
     """
     if context.whole is None:
         return {name.removeprefix("plane_"): inner[name] for name in context.names}
-    if (gathered := owner(inner["handle"])) is not None:
+    if (gathered := owner(inner[_HANDLE])) is not None:
         return gathered
-    return gathered_in_graphs.planes(cls, inner["handle"], context.whole, context.orientations)
+    return gathered_in_graphs.planes(cls, inner[_HANDLE], context.whole, context.orientations)
 
 
 def add_inner(cls: type[QuantizedTensor], planes: Iterable[str]) -> None:
@@ -106,20 +109,19 @@ def add_inner(cls: type[QuantizedTensor], planes: Iterable[str]) -> None:
     AttributeError."""
     for name in planes:
         setattr(cls, f"plane_{name}", property(partial(_plane, name)))
-    cls.handle = property(_handle)  # type: ignore[attr-defined]
+    setattr(cls, _HANDLE, property(_handle))
 
 
 def _plane(name: str, tensor: QuantizedTensor) -> Tensor:
-    found = tensor._planes.get(name)
-    if found is None:
-        raise AttributeError(f"{type(tensor).__name__!r} object has no plane {name}")
+    if (found := tensor._planes.get(name)) is None:
+        raise AttributeError(name)  # after which Python asks __getattr__, which says more
     return found
 
 
 def _handle(tensor: QuantizedTensor) -> Tensor:
     found: Tensor | None = getattr(tensor._planes, "handle", None)
     if found is None:
-        raise AttributeError(f"{type(tensor).__name__!r} object has no handle")
+        raise AttributeError(_HANDLE)
     return found
 
 

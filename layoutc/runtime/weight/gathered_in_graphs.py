@@ -108,7 +108,8 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
     whole = _now(cls, handle, orientation)
     gathered = owner(handle)
-    if gathered is not None and gathered.matrix == (m, k):
+    assert gathered is not None, "_now() has found it"
+    if gathered.matrix == (m, k):
         planes = [whole[name] for name in cls.LAYOUT.sources[orientation]]
         return operators.run_dequantize(planes, m, k, recipe, orientation, dtype)
     return operators.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())

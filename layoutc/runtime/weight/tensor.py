@@ -311,7 +311,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         self._planes, self._matrix, self._halo = value._planes, value._matrix, value._halo
         self._orientations, self._transposed = value._orientations, value._transposed
         value._writes.trains |= self._writes.trains
-        self._writes = value._writes
+        self._writes, self._flat = value._writes, None
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     __tensor_flatten__ = flattening.flatten
