@@ -54,11 +54,6 @@ class Weight:
             # Of a weight whose values are quantized into the row, only the output is used.
             yield in_words(planes.get(name, output), output), start
 
-    def keeps_shared(self) -> bool:
-        """True if planes that all ranks have may be written anew while the weight is still gathered."""
-        shard: Any = self.shard()
-        return bool(self.gathering.shared) and hooks.keeps_codes(shard, self.sharding)
-
     def deliver(self, shared: Mapping[str, Tensor]) -> None:
         """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
         shard: Any = self.shard()
@@ -82,6 +77,7 @@ class Codes:
         self, weights: Sequence[Weight], members: Sequence[Member] = (), quantizing: Quantizing | None = None
     ) -> None:
         self.weights, self.members, self.quantizing = weights, members, quantizing
+        self.sharing = [at for at, weight in enumerate(weights) if weight.gathering.shared]
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
 
     def is_steady(self) -> bool:
@@ -114,18 +110,18 @@ class Codes:
             weight.deliver(copied.get(at, weight.gathering.shared))
 
     def _copied(self) -> dict[int, dict[str, Tensor]]:
-        """Copies of planes that all ranks have, of weights whose shards may be quantized anew while they are still
-        gathered: in memory that each gather writes, as it writes all other planes."""
-        keeping = {at: weight.gathering.shared for at, weight in enumerate(self.weights) if weight.keeps_shared()}
-        if not keeping:
+        """Copies of planes that all ranks have, if shards may be quantized anew while their weights are still gathered:
+        in memory that each gather writes, as it writes all other planes."""
+        if not self.sharing or self.weights[0].sharding.frees_after_pass:  # which is the same for all of a group
             return {}
-        if self.copies.keys() != keeping.keys():
+        shared = [self.weights[at].gathering.shared for at in self.sharing]
+        if not self.copies:
             with torch.inference_mode(False):
-                self.copies = dict(zip(keeping, wire.copies_of_all(list(keeping.values())), strict=True))
+                self.copies = dict(zip(self.sharing, wire.copies_of_all(shared), strict=True))
             return self.copies
-        targets = [plane for at in keeping for plane in self.copies[at].values()]
+        targets = [plane for one in self.copies.values() for plane in one.values()]
         with keeping_version(*targets):
-            foreach_copy_(targets, [plane for shared in keeping.values() for plane in shared.values()])
+            foreach_copy_(targets, [plane for one in shared for plane in one.values()])
         return self.copies
 
 
