@@ -12,7 +12,7 @@ from layoutc.budget.peaks import Peaks, peaks
 from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, indices, largest, resident
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
-from layoutc.estimate.work import How, Load, Parts, Use, Work, step
+from layoutc.estimate.work import Load, Parts, Runs, Use, Work, step
 from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv
 from layoutc.models.weights import Model
@@ -91,14 +91,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Setting:
-    """What budgets of one plan have in common. how: how steps run."""
+    """What budgets of one plan have in common. runs: how steps run."""
 
     picks: Picks
     dtypes: Dtypes
     load: Load
     link: Link
     machine: Machine
-    how: How = "compiled"
+    runs: Runs = "compiled"
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
@@ -120,7 +120,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         if key not in works:
             works[key] = work_of(layer, own, mesh)
         ordered.append(works[key])
-    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.how)
+    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.runs)
     alike = _alike(model, groups)
     members = [member for group in groups.every for member in group.members]
     taken = sum(member.weight.elements for member in members if member.piece.plan is not None)

@@ -19,8 +19,8 @@ from layoutc.cli.shared import (
     card_option,
     eager_option,
     graph_option,
-    how_of,
     report,
+    runs_of,
     words_of,
     worlds_of,
 )
@@ -152,10 +152,10 @@ def estimate(
     ]
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
-    made, machine, how = [], CARDS[card], how_of(eager, graph)
+    made, machine, runs = [], CARDS[card], runs_of(eager, graph)
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
-        rows = [estimate_step(use, model, world, link, machine, how) for world in worlds for use in uses]
+        rows = [estimate_step(use, model, world, link, machine, runs) for world in worlds for use in uses]
         made.append((link, rows))
     notes = estimates.measured(machine)
     if exchange:
@@ -169,7 +169,7 @@ def estimate(
             "machine": as_data(machine),
             "exchange": exchange,
             "on_gather": on_gather,
-            "runs": how,
+            "runs": runs,
         }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return

@@ -19,7 +19,7 @@ from layoutc.cli.shared import (
     card_option,
     eager_option,
     graph_option,
-    how_of,
+    runs_of,
     words_of,
     worlds_of,
 )
@@ -283,7 +283,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
-    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], how_of(asked["eager"], asked["graph"]))
+    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], runs_of(asked["eager"], asked["graph"]))
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

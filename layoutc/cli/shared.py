@@ -16,7 +16,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
 
 if TYPE_CHECKING:
-    from layoutc.estimate.work import How
+    from layoutc.estimate.work import Runs
 
 card_option = click.option(
     "--card",
@@ -30,7 +30,7 @@ eager_option = click.option("--eager", is_flag=True, help="Not compiled: with --
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
 
-def how_of(eager: bool, graph: bool) -> How:
+def runs_of(eager: bool, graph: bool) -> Runs:
     """How steps run. Raises UsageError for both."""
     if eager and graph:
         raise click.UsageError("--graph leaves out the host's time, which --eager adds to; leave out one of the two")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
 from layoutc.estimate.model import BF16, FP32, Model
-from layoutc.estimate.work import PASSES, How, Load, Parts, Pass, Product, Sent, Use, Work, step
+from layoutc.estimate.work import PASSES, Load, Parts, Pass, Product, Runs, Sent, Use, Work, step
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
 from layoutc.plan.wire import bytes_per_rank, own_bytes, packs
@@ -68,10 +68,10 @@ def problems(use: Use, model: Model) -> list[str]:
     )
 
 
-def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, how: How = "compiled") -> StepEstimate:
+def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, runs: Runs = "compiled") -> StepEstimate:
     """A step of the model on `world` ranks. Raises ValueError for what can't be: see `problems`, and worlds below 1.
 
-    how: how steps run, which decides what they take of the host.
+    runs: how steps run, which decides what they take of the host.
     """
     if world < 1:
         raise ValueError(f"{world} ranks can't hold a model: world is 1 or more")
@@ -96,7 +96,7 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, h
         sent=(Sent(world, root, 0, root // BF16),),
         products=tuple(Product(m, k, quantized=False) for m, k in model.root[1:]),
     )
-    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, how)
+    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, runs)
     return StepEstimate(
         **{field.name: getattr(parts, field.name) for field in fields(Parts)},
         name=use.name,

@@ -17,7 +17,7 @@ from layoutc.plan.products import OPERANDS, ProductName, operand
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
-How = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
+Runs = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
 BF16, FP32 = 2, 4  # bytes
 ADAM = 7 * FP32  # bytes an element: AdamW reads master, gradient and two moments, and writes all but the gradient
 PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
@@ -124,18 +124,18 @@ class Parts:
 
 
 def step(
-    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, how: How = "compiled"
+    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, runs: Runs = "compiled"
 ) -> Parts:
     """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
 
-    how: how steps run, which decides what they take of the host.
+    runs: how steps run, which decides what they take of the host.
     """
     if not groups:  # the root is all there is
         groups, root = [root], Work((), ())
     times: dict[Work, GroupTimes] = {}
     for work in groups:
         if work not in times:
-            times[work] = _times(use, work, load, link, machine, how)
+            times[work] = _times(use, work, load, link, machine, runs)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
     gather, reduce = (_gathered(root, link, "forward"), _reduced(use, root, link, machine)) if root.rows else (0.0, 0.0)
@@ -159,7 +159,7 @@ def step(
     )
 
 
-def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, how: How) -> GroupTimes:
+def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, runs: Runs) -> GroupTimes:
     forward, memory_forward = _compute(use, work, load, machine, "forward")
     backward, memory_backward = _compute(use, work, load, machine, "backward")
     return GroupTimes(
@@ -170,8 +170,8 @@ def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, how: 
         memory_forward=memory_forward,
         memory_backward=memory_backward,
         reduce=_reduced(use, work, link, machine),
-        host_forward=_host(use, work, machine, "forward", how),
-        host_backward=_host(use, work, machine, "backward", how),
+        host_forward=_host(use, work, machine, "forward", runs),
+        host_backward=_host(use, work, machine, "backward", runs),
     )
 
 
@@ -208,12 +208,12 @@ def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head:
         )
 
 
-def _host(use: Use, work: Work, machine: Machine, which: Pass, how: How) -> float:
+def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> float:
     """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
 
     FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are copied by one launch.
     """
-    if how == "graph":
+    if runs == "graph":
         return 0.0
     taken = use.plan is not None and work.weights > 0
     seconds = machine.group_host
@@ -221,7 +221,7 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, how: How) -> floa
         own = machine.cast_host if use.cast else machine.weight_host
         if use.on_gather:  # products are those of plain weights
             own = 0.0
-        seconds += work.weights * (own + _low_host(use, machine, how))
+        seconds += work.weights * (own + _low_host(use, machine, runs))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
         seconds -= machine.copied_host
@@ -233,7 +233,7 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, how: How) -> floa
     return seconds
 
 
-def _low_host(use: Use, machine: Machine, how: How) -> float:
+def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
     """Of a weight's products in a step: activations and gradients whose scale is one for all need an amax first, which
     compiled models find where they compute them."""
     products = use.plan.products if use.plan else None
@@ -242,7 +242,7 @@ def _low_host(use: Use, machine: Machine, how: How) -> float:
     whole = sum(
         any(plane.per_m is None for plane in layout.planes) for layout in (products.activation, products.gradient)
     )
-    return machine.eager_low_host + whole * machine.amax_host if how == "eager" else machine.low_host
+    return machine.eager_low_host + whole * machine.amax_host if runs == "eager" else machine.low_host
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from layoutc.estimate.links import Link
 from layoutc.estimate.machine import H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
-from layoutc.estimate.work import PASSES, How, Use, copied_bytes
+from layoutc.estimate.work import PASSES, Runs, Use, copied_bytes
 from layoutc.ints.sizes import cdiv
 from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
@@ -130,7 +130,7 @@ def step(
 
     def made(at: Constants) -> StepEstimate:
         machine = at.machine_for(words, how, card)
-        runs: How = "graph" if how.endswith("-graph") else "eager" if how == "eager" else "compiled"
+        runs: Runs = "graph" if how.endswith("-graph") else "eager" if how == "eager" else "compiled"
         return estimate(use(words), model, world, at.link(link, world), machine, runs)
 
     return made

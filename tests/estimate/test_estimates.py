@@ -20,7 +20,7 @@ from layoutc.estimate.links import Link
 from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
-from layoutc.estimate.work import PASSES, How, Use
+from layoutc.estimate.work import PASSES, Runs, Use
 from layoutc.ints.sizes import cdiv
 
 SLOW = Link("slow", 9.5e9, 300e-6, 3.4e-6, 9.6e-6)
@@ -322,7 +322,7 @@ def test_the_host_by_hand() -> None:
     }
     compiled = 3.0 + weights * 0.7
     for name, (launches, gather) in cases.items():
-        runs: list[tuple[How, float]] = [("eager", launches)]
+        runs: list[tuple[Runs, float]] = [("eager", launches)]
         runs.append(("compiled", compiled if name.startswith("fp8") else launches))
         for world, gathers, (how, launches) in ((*one, run) for one in ((1, 0), (2, 2)) for run in runs):
             found = estimate(use(name), model, world, SLOW, machine, how)
