@@ -6,7 +6,7 @@ Generated code imports its modules, and checks `INTERFACE` when it is imported.
 INTERFACE = 10
 
 #: Raised when traced graphs change: those that torch has kept on disk are compiled anew.
-GRAPHS = 7
+GRAPHS = 8
 
 
 def require(interface: int, recipe: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layoutc.runtime.torch_private import call_in_inductor
 
@@ -28,3 +29,22 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags:
         return fake(*args)
 
     torch.library.register_fake(f"layoutc::{name}", traced_as, lib=_library)
+
+
+def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
+    """A result as an operator must return it: contiguous, and not an alias of an input."""
+    return own_all([made], *inputs)[0]
+
+
+def own_all(made: list[Tensor], *inputs: Tensor | None) -> list[Tensor]:
+    """Results as an operator must return them: contiguous, and no aliases of inputs nor of one another."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
+    owned: list[Tensor] = []
+    for one in made:
+        one = one.contiguous()
+        storage = one.untyped_storage().data_ptr()
+        if storage in taken and one.numel():
+            one = one.clone()
+        taken.add(storage)
+        owned.append(one)
+    return owned

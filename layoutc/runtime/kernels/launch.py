@@ -27,10 +27,12 @@ __all__ = [
     "hardware",
     "in_rows",
     "in_runs",
+    "laid_out_like",
     "level_of",
     "plane_facts",
     "planes",
     "programs",
+    "quantized_like",
     "readable",
     "registers",
     "six",
@@ -217,6 +219,20 @@ class Launches(dict[Hashable, Launch]):
         if len(self) >= _MOST:
             self.clear()
         super().__setitem__(key, launch)
+
+
+def quantized_like(
+    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool
+) -> Hashable:
+    """What a launch that quantizes x into buffers depends on, but for values."""
+    return x.shape, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled, typed
+
+
+def laid_out_like(
+    m: int, k: int, device: torch.device, orientations: tuple[str, ...], swizzled: bool, planes: int
+) -> Hashable:
+    """What a launch that lays out so many planes of a weight depends on, but for values."""
+    return "lay_out", m, k, device, orientations, swizzled, planes
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:

@@ -76,3 +76,41 @@ class PreparedLaunch:
             buffer = given[plane] if position is None else made[position]
             buffers[name] = buffer.flatten() if is_flat else buffer
         return buffers
+
+
+class Again:
+    """A launch that gives what an operator returns, for arguments like those of the call that it was made in: of the
+    same sizes, strides and dtypes, on the same device."""
+
+    __slots__ = ("_bound", "_index", "_new", "_results")
+
+    def __init__(self, bound: Bound, new: tuple[Tensor, ...], results: tuple[int, ...]) -> None:
+        """new: templates of what it writes. results: the positions of those that are returned, in order."""
+        self._bound, self._new, self._results, self._index = bound, new, results, new[0].device.index
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedLaunch, names: Sequence[str], dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> Again | None:
+        """For an operator that returns the buffers `names`; None if one of them is not new. dtypes: as of
+        PreparedLaunch."""
+        made = {one.name: one for one in prepared.results}
+        results = [made[name] for name in names]
+        if any(one.position is None for one in results):
+            return None
+        new = list(prepared.new)
+        for one in results:
+            assert one.position is not None
+            template = new[one.position]
+            shape = (template.numel(),) if one.is_flat else template.shape
+            dtype = dtypes.get(one.name, template.dtype)
+            new[one.position] = launch.template(shape, dtype, template.device)
+        return cls(prepared.bound, tuple(new), tuple([one.position for one in results if one.position is not None]))
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor] | None:
+        """The results; None if another device is the current one, on which kernels would run."""
+        if self._index is not None and torch.cuda.current_device() != self._index:
+            return None
+        made = [torch.empty_like(one) for one in self._new]
+        self._bound(*inputs, *made)
+        return [made[at] for at in self._results]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch, reading
 from layoutc.runtime.kernels.choices import Choice, Covers, Tiles
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
-from layoutc.runtime.kernels.prepared import PreparedLaunch
+from layoutc.runtime.kernels.prepared import Again, PreparedLaunch
 from layoutc.runtime.kernels.prepared_batch import Binding
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
@@ -105,7 +105,7 @@ class Kernels:
             seed = draw_seed(x)
         x = launch.in_rows(x)
         inputs = [one for one in (x, amax, seed) if one is not None]
-        key = m, k, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled, typed
+        key = launch.quantized_like(x, amax, orientations, swizzled, typed)
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
@@ -219,6 +219,12 @@ class Kernels:
             return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
+    def again(self, key: Hashable, names: Sequence[str], typed: bool) -> Again | None:
+        """What gives the buffers `names` once more, as the launch of a key did; None if there is none, or it does not
+        write them all. typed: in the dtypes of `Layout.operand_dtypes`."""
+        prepared = self._prepared.get(key)
+        return None if prepared is None else Again.of(prepared, names, self.layout.operand_dtypes if typed else {})
+
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> Choice:
         key = tiles is self.quantize_sizes, orientations, dtype
         choice = self._choices.get(key)
@@ -287,7 +293,7 @@ class Kernels:
             return self._buffers(planes, {}, orientations, swizzled)
         device = next(iter(planes.values())).device
         moved = [name for name in self.moved if name in planes]
-        key = "lay_out", m, k, device, orientations, swizzled, len(moved)
+        key = launch.laid_out_like(m, k, device, orientations, swizzled, len(moved))
         if (prepared := self._prepared.get(key)) is None:
             made = buffers.new(self.layout, m, k, orientations, device)
             if not made or self._reorders(orientations, swizzled):

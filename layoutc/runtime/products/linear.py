@@ -346,4 +346,4 @@ def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
         return gathered_in_graphs.lay_out(type(weight), handle, window, (orientation,), swizzled)
     check_readable(weight)
     planes = weight._planes if orientation in weight.orientations else weight._fetch(orientation)
-    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled)
+    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled, typed=True)

@@ -112,7 +112,7 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
     if gathered.matrix == (m, k):
         planes = [whole[name] for name in cls.LAYOUT.sources[orientation]]
         return operators.run_dequantize(planes, m, k, recipe, orientation, dtype)
-    return operators.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
+    return library.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
 
 
 def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: st
     whole = _now(cls, handle, orientation)
     buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
     made = [buffers[name] for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
-    return operators.own_all(made, *whole.values())
+    return library.own_all(made, *whole.values())
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:

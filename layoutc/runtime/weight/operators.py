@@ -12,7 +12,7 @@ packages that were built twice never answer for each other. `gathered_in_graphs`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,17 +29,22 @@ from layoutc.runtime.facts import (
     needed_planes,
     quantized_names,
 )
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch import Launches
 from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
 from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
 
 if TYPE_CHECKING:
+    from layoutc.runtime.kernels.prepared import Again
     from layoutc.runtime.kernels.reading import Reading
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _recipes: dict[str, type[QuantizedTensor]] = {}
 _levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
-_readings: Launches[Reading | None] = Launches()  # what dequantizes weights in graphs, by all but their planes
+# Launches that graphs have made, by all that they depend on but the tensors themselves.
+_readings: Launches[Reading | None] = Launches()  # dequantizing
+_quantizing: Launches[Again] = Launches()  # quantizing to buffers
+_laying_out: Launches[tuple[Again, tuple[int, ...]]] = Launches()  # with the positions of the planes that are read
 
 
 def register(cls: type[QuantizedTensor]) -> str:
@@ -176,8 +181,12 @@ def lay_out(
     k: int,
     orientations: Sequence[str],
     swizzled: bool = False,
+    typed: bool = False,
 ) -> dict[str, Tensor]:
-    """Planes -> the buffers of orientations. A buffer that equals a plane is that plane, or a flat view of it."""
+    """Planes -> the buffers of orientations. A buffer that equals a plane is that plane, or a flat view of it.
+
+    typed: in traced calls, those that are made have the dtypes of scaled_mm.
+    """
     cls.LAYOUT.check_swizzled(swizzled)
     if not traced(next(iter(planes.values()))):
         return cls._lay_out(planes, m, k, tuple(orientations), swizzled)
@@ -185,7 +194,7 @@ def lay_out(
     made: dict[str, Tensor] = {}
     if names:
         needed = [planes[name] for name in needed_planes(cls.LAYOUT, orientations)]
-        made = dict(zip(names, _lay_out(needed, m, k, cls.KEY, list(orientations), swizzled), strict=True))
+        made = dict(zip(names, _lay_out(needed, m, k, cls.KEY, list(orientations), swizzled, typed), strict=True))
     buffers: dict[str, Tensor] = {}
     for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
         if name == "amax" or name.split("_")[0] in orientations:
@@ -200,7 +209,7 @@ def _run_quantize(
 ) -> list[Tensor]:
     cls = recipe_of(recipe)
     planes = cls._quantize_matrix(x, amax, tuple(orientations), seed=seed)
-    return [own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
+    return [library.own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
 
 
 def _quantize_buffers_by_planes(
@@ -228,31 +237,39 @@ def _run_quantize_buffers(
     typed: bool,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
+    chosen = tuple(orientations)
+    like = launch.quantized_like(x, amax, chosen, swizzled, typed)
+    kept = _quantizing.get((recipe, like)) if type(x) is Tensor else None
+    if kept is not None and (made := kept(*[one for one in (x, amax, seed) if one is not None])) is not None:
+        return made
+    cls, (m, k) = recipe_of(recipe), x.shape
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
-    if amax is None and cls.LAYOUT.shares_amax:  # in memory of its own
-        amax = cls._shared_amax(x)
+    found = amax is None and cls.LAYOUT.shares_amax
+    amax = cls._shared_amax(x) if found else amax  # in memory of its own
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
-        made = [fused[name] for name in names]  # new tensors, which a kernel wrote
-        return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
+        drawn = seed is None and cls.LAYOUT.stochastic
+        kernels = None if found or drawn else cls._quantizing(x)
+        if kernels is not None and (again := kernels.again(like, names, typed)) is not None:
+            _quantizing[recipe, like] = again
+        return _typed(cls.LAYOUT, names, [fused[name] for name in names], typed)  # new tensors, which a kernel wrote
     amax = None if amax is None else amax.to(torch.float32)
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed)
-    made = own_all([buffers[name] for name in names], x, amax)
-    return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
+    return _typed(cls.LAYOUT, names, library.own_all([buffers[name] for name in names], x, amax), typed)
 
 
-def _typed(layout: Layout, name: str, buffer: Tensor) -> Tensor:
-    """A buffer in the dtype in which scaled_mm reads it."""
-    dtype = layout.operand_dtypes.get(name, buffer.dtype)
-    return buffer if buffer.dtype == dtype else buffer.view(dtype)
+def _typed(layout: Layout, names: Iterable[str], buffers: list[Tensor], typed: bool) -> list[Tensor]:
+    """Buffers in the dtypes in which scaled_mm reads them, if they are wanted so."""
+    dtypes = layout.operand_dtypes if typed else {}
+    wanted = [dtypes.get(name, one.dtype) for name, one in zip(names, buffers, strict=True)]
+    return [one if one.dtype == dtype else one.view(dtype) for one, dtype in zip(buffers, wanted, strict=True)]
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return own(recipe_of(recipe)._shared_amax(x), x)
+    return library.own(recipe_of(recipe)._shared_amax(x), x)
 
 
 def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
-    return own(_levels[layout](amax), amax)
+    return library.own(_levels[layout](amax), amax)
 
 
 def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
@@ -266,39 +283,34 @@ def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientatio
         return again
     values = cls._matrix_values(named, m, k, orientation, dtype)
     if cls._kernels(planes[0], dtype) is None:
-        return own(values, *planes)
+        return library.own(values, *planes)
     if reading is None:
         _readings[key] = cls._reading(named, (m, k), orientation, dtype)
     return values  # a kernel's are new
 
 
 def _run_lay_out(
-    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
+    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool, typed: bool = False
 ) -> list[Tensor]:
+    key = recipe, m, k, planes[0].device, tuple(orientations), swizzled, typed
+    if (kept := _laying_out.get(key)) is not None:
+        inputs = [planes[at] for at in kept[1]]
+        readable = all(one.is_contiguous() and not one.data_ptr() & 3 for one in inputs)
+        if readable and (again := kept[0](*inputs)) is not None:
+            return again
     cls, chosen = recipe_of(recipe), tuple(orientations)
     names, needed = laid_out_names(cls.LAYOUT, chosen, swizzled)
-    buffers = cls._lay_out(dict(zip(needed, planes, strict=True)), m, k, chosen, swizzled)
+    named = dict(zip(needed, planes, strict=True))
+    buffers = cls._lay_out(named, m, k, chosen, swizzled)
     made = [buffers[name] for name in names]
-    return made if cls._kernels(planes[0]) is not None else own_all(made, *planes)  # a kernel writes new tensors
-
-
-def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
-    """A result as an operator must return it: contiguous, and not an alias of an input."""
-    return own_all([made], *inputs)[0]
-
-
-def own_all(made: list[Tensor], *inputs: Tensor | None) -> list[Tensor]:
-    """Results as an operator must return them: contiguous, and no aliases of inputs nor of one another."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
-    owned: list[Tensor] = []
-    for one in made:
-        one = one.contiguous()
-        storage = one.untyped_storage().data_ptr()
-        if storage in taken and one.numel():
-            one = one.clone()
-        taken.add(storage)
-        owned.append(one)
-    return owned
+    if (kernels := cls._kernels(planes[0])) is None:
+        made = library.own_all(made, *planes)  # a kernel writes new tensors
+    else:
+        moved = [name for name in kernels.moved if name in named]
+        like = launch.laid_out_like(m, k, planes[0].device, chosen, swizzled, len(moved))
+        if (found := kernels.again(like, names, typed)) is not None:
+            _laying_out[key] = found, tuple(map(needed.index, moved))
+    return _typed(cls.LAYOUT, names, made, typed)
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
@@ -325,9 +337,7 @@ def _fake_quantize_buffers(
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
     results = distinct(layout, m, k, tuple(orientations), swizzled)
-    made = [_like(facts, x) for facts in results.values()]
-    if typed:
-        made = [_typed(layout, *one) for one in zip(results, made, strict=True)]
+    made = _typed(layout, results, [_like(facts, x) for facts in results.values()], typed)
     if _known(amax) is None and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
@@ -342,10 +352,11 @@ def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientat
 
 
 def _fake_lay_out(
-    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
+    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool, typed: bool = False
 ) -> list[Tensor]:
-    facts = recipe_of(recipe).LAYOUT.laid_out(m, k, orientations, swizzled)
-    return [_like(fact, planes[0]) for fact in facts.values()]
+    layout = recipe_of(recipe).LAYOUT
+    results = layout.laid_out(m, k, orientations, swizzled)
+    return _typed(layout, results, [_like(facts, planes[0]) for facts in results.values()], typed)
 
 
 library.define(
@@ -375,7 +386,8 @@ library.define(
     _fake_dequantize,
 )
 library.define(
-    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled) -> Tensor[]",
+    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled, bool typed=False) "
+    "-> Tensor[]",
     _run_lay_out,
     _fake_lay_out,
 )
