@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(10, "awq")
+require(11, "awq")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -52,9 +52,9 @@ def quantize_tile(
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (1,) float32
     to_columnwise_data = buffers[0]  # (k, m) uint8
-    amax = shared[0]  # (1,) float32, or x's dtype
+    amax = shared[0]  # (1,) float32, or x's dtype; or its value
     if ROWWISE:
-        scale, multiplier = scales(lt.to_float(tl.load(amax)), HARDWARE)
+        scale, multiplier = scales(lt.shared_amax(amax), HARDWARE)
         scaled = lt.to_float(tile) * multiplier
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, to_columnwise_data, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(0, 0))

@@ -21,7 +21,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(10, "fp8_rowwise")
+require(11, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(10, "int8_rowwise")
+require(11, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -24,7 +24,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 
 from .files import FILES
 
-require(10, "mxfp4")
+require(11, "mxfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -91,7 +91,7 @@ def quantize_tile(
     """Quantizes a tile of x into planes. Bytes per element: 0.503906 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m // 16, k // 16) uint8
-    tensor_amax = lt.to_float(tl.load(shared[0]))  # (1,) float32, or x's dtype
+    tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
     if ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
         block_amax = lt.block_amax(tile, 16, 16, HARDWARE)

@@ -84,7 +84,7 @@ def quantize_tile(
     rowwise_scale = planes[1]  # (m, k // 16) uint8
     to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 16, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    tensor_amax = lt.to_float(tl.load(shared[0]))  # (1,) float32, or x's dtype
+    tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
     if ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
         block_amax = lt.block_amax(tile, 1, 16, HARDWARE)

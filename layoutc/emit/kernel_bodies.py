@@ -88,7 +88,7 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
 def _shared_lines(kernels: Kernels) -> list[str]:
     """Lines that give names to what all scales share."""
     lines = (
-        ["tensor_amax = lt.to_float(tl.load(shared[0]))  # (1,) float32, or x's dtype"]
+        ["tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value"]
         if kernels.layout.tensor_amax
         else []
     )
@@ -96,7 +96,7 @@ def _shared_lines(kernels: Kernels) -> list[str]:
     if "columns" in amaxes_from:
         lines.append("amax = shared[0]  # float32")
     elif "tensor" in amaxes_from:
-        lines.append("amax = shared[0]  # (1,) float32, or x's dtype")
+        lines.append("amax = shared[0]  # (1,) float32, or x's dtype; or its value")
     if any(source.inputs.input_max for source in kernels.sources):
         lines.append("input_max = shared[1]  # the largest value of x's dtype")
     if kernels.layout.stochastic:
@@ -158,7 +158,7 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     extra = [one.name for one in rule_text.shared_arguments(q)]
     extra = [rule_text.grown(name, q).strip("()") if name == "tensor_amax" else name for name in extra]
     if source.amax_from == "tensor":
-        rule = call(f"scales{suffix}", "lt.to_float(tl.load(amax))", *extra, "HARDWARE")
+        rule = call(f"scales{suffix}", "lt.shared_amax(amax)", *extra, "HARDWARE")
         scaled = rule_text.scaled("lt.to_float(tile)", q, in_blocks=False, dialect=rule_text.TRITON)
         return (f"{results} = {rule}", f"scaled = {scaled}")
     units = source.units

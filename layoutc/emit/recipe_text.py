@@ -16,7 +16,7 @@ from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 10
+RUNTIME_INTERFACE = 11
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 

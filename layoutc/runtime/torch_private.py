@@ -129,15 +129,15 @@ def set_element(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     set_element(state, path, value)
 
 
-def lower_in_inductor(operator: Any, lower: Callable[[Any, Any], Any]) -> None:
-    """Has Inductor compute an operator by `lower`(its lowerings, the first argument), a tensor of Inductor's own kind.
+def lower_in_inductor(operator: Any, lower: Callable[..., Any]) -> None:
+    """Has Inductor compute an operator by `lower`(its lowerings, *arguments), where tensors are of Inductor's own kind.
 
     Inductor is imported by whoever compiles with it; that takes a second, so it is not imported for this alone.
     """
     from torch._inductor import lowering
 
     if operator not in lowering.lowerings:
-        lowering.register_lowering(operator, type_promotion_kind=None)(lambda x, *_: lower(lowering.lowerings, x))
+        lowering.register_lowering(operator, type_promotion_kind=None)(lambda *args: lower(lowering.lowerings, *args))
 
 
 def call_in_inductor(operator: str, function: str) -> None:

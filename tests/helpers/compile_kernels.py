@@ -48,6 +48,7 @@ POINTERS |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}  # b
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
 BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
 BATCHES_READ = {"mxfp8", "fp8_block", "nvfp4", "nf4", "q4_k"}  # of bytes and nibbles, codebooks, records
+BY_ROWS = {"fp8_current"}  # by the largest of the amaxes of rows
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
@@ -67,6 +68,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         if kernels.buffer_sizes is not None:
             tile = kernels.buffer_sizes[size, *written]
             yield f"quantize_buffers {label} {dtype}", quantize_kernel, asked, tile, dtype
+            if layout.name in BY_ROWS:
+                yield f"quantize_buffers_by_rows {label} {dtype}", quantize_kernel, asked, tile, dtype
     if kernels.lay_out_tile is not None:
         tile = (*kernels.lay_out_size[:2], 1, kernels.lay_out_size[2], None)
         yield "lay_out", lay_out_kernel, [], tile, "bf16"
@@ -97,6 +100,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
         made = {f"b{index}": buffer for index, buffer in enumerate(filter(None, kernels._made))}
         types |= {key: POINTERS[buffers[one].dtype] for key, one in made.items()}
     types |= {"codebooks": "*fp32"} if kernels.codebooks else {}
+    types |= {"amax": "*bf16"} if "by_rows" in name else {}
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
     none |= MATRIX if name.startswith("quantize_batch") else set()
     none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
@@ -195,6 +199,7 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     cover = kernels.covers.get((2 if name.endswith("bf16") else 4, *written), (0, 0))
     return {
         "QUANTIZE": kernels.quantize_tile,
+        "AMAXES": 512 if "by_rows" in name else 0,
         **sources,
         **dict(zip(("PLANES", "DTYPES", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
     }

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from quantized_cases import same_bits
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from weight_recipes import ALL_PAIRS
 
 import layoutc
@@ -113,3 +114,30 @@ def test_kernels_read_an_amax_of_another_dtype(name: str) -> None:
         expected = kernels.quantize_buffers(x, amax.float(), orientations)
         assert made.keys() == expected.keys()
         assert all(same_bits(made[one], expected[one]) for one in made)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (32, 64), (48, 16), (300, 132)])
+@pytest.mark.parametrize("value", [1.0, 0.0, float("inf"), float("nan"), -float("nan")])
+def test_kernels_take_the_largest_amax_of_rows(shape: tuple[int, int], value: float) -> None:
+    """Of any number of rows, in a launch that writes buffers, and in two where sizes do not allow that."""
+    pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    kernels = importlib.import_module("layoutc.recipes.fp8_current.kernels").KERNELS
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(shape).to(dtype)
+        x[shape[0] // 2, 5] = value
+        rows = x.abs().amax(1)
+        made = kernels.quantize_buffers(x, rows, ("rowwise", "columnwise"))
+        expected = kernels.quantize_buffers(x, numerics.matrix_amax(x, None), ("rowwise", "columnwise"))
+        assert made.keys() == expected.keys()
+        assert all(same_bits(made[one], expected[one]) for one in made)
+
+
+def test_operands_of_many_rows_have_one_amax() -> None:
+    """Each program of a kernel would read the amaxes of all rows; and a recipe that stores the amax needs it whole."""
+    found = {}
+    for name, rows in (("fp8_current", 1024), ("fp8_current", 1040), ("nvfp4", 64)):
+        recipe = importlib.import_module(f"layoutc.recipes.{name}").Tensor
+        with FakeTensorMode():
+            amax = amax_in_graphs.amax_of(recipe, torch.empty(rows, 64, dtype=torch.bfloat16))
+        found[name, rows] = None if amax is None else tuple(amax.shape)
+    assert found == {("fp8_current", 1024): (1024,), ("fp8_current", 1040): (1,), ("nvfp4", 64): (1,)}

@@ -225,7 +225,8 @@ def quantized_like(
     x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool
 ) -> Hashable:
     """What a launch that quantizes x into buffers depends on, but for values."""
-    return x.shape, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled, typed
+    kind = None if amax is None else (amax.dtype, amax.shape)
+    return x.shape, x.stride(), x.dtype, kind, x.device, orientations, swizzled, typed
 
 
 def laid_out_like(

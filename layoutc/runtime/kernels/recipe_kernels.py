@@ -91,7 +91,8 @@ class Kernels:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations. Raises ValueError as `quantize`.
 
         Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
-        amax: as for `quantize`; that of the whole matrix may be in x's dtype. typed: those of one launch have the
+        amax: as for `quantize`; that of the whole matrix may be in x's dtype, and that of each row, (m,), if no buffer
+        is the amax: the kernel takes the largest. typed: those of one launch have the
         dtypes of `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
         """
         m, k = x.shape
@@ -153,7 +154,7 @@ class Kernels:
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *kind[:2]
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover))
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover, 0))
         args = table.entries, *_NONE, amax, input_max, None, None, None, *_NONE, *_NONE
         return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
 
@@ -184,11 +185,12 @@ class Kernels:
         step_m, step_k = choice.step
         even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
         device = x.device
-        kind = swizzled, even, launch.hardware(device)
+        several = amax is not None and amax.numel() > 1 and self.layout.amax_columns is None
+        kind = swizzled, even, launch.hardware(device), 1 << (m - 1).bit_length() if several else 0
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:], *cover))
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:3], *cover, kind[3]))
         stride_m, stride_k = x.stride()
         p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
         b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE

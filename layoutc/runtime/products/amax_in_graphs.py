@@ -18,35 +18,43 @@ from layoutc.runtime.products.choice import Recipe
 from layoutc.runtime.torch_private import lower_in_inductor
 from layoutc.runtime.weight import operators
 
+_ROWS = 1024  # the most amaxes that each program of a kernel reads, instead of a launch that reduces them
+
 
 def amax_of(recipe: Recipe, x: Tensor) -> Tensor | None:
-    """The amax of an operand (m, k), in its dtype, (1,). NaN propagates.
+    """The amax of an operand (m, k), in its dtype, (1,); or that of each row, (m,), if the kernel that quantizes it
+    takes the largest of them. NaN propagates.
 
     None where calls are not traced, for fp32, and for recipes that share no amax of a whole matrix: then whoever
     quantizes x finds what is needed.
     """
-    layout = recipe.LAYOUT
+    layout, rows = recipe.LAYOUT, x.shape[0]
     if not layout.shares_amax or layout.amax_columns is not None:
         return None
     if x.dtype == torch.float32 or x.numel() == 0 or not operators.traced(x):
         return None
     if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
         lower_in_inductor(_amax, _lower)
-    found: Tensor = _amax(x, recipe.KEY)
+    by_rows = type(rows) is int and rows <= _ROWS and "amax" not in layout.as_stored
+    found: Tensor = _amax(x, recipe.KEY, by_rows)
     return found
 
 
-def _run(x: Tensor, recipe: str) -> Tensor:
-    return operators.recipe_of(recipe)._shared_amax(x).to(x.dtype)
+def _run(x: Tensor, recipe: str, by_rows: bool = False) -> Tensor:
+    return x.abs().amax(1) if by_rows else operators.recipe_of(recipe)._shared_amax(x).to(x.dtype)
 
 
-def _lower(lowerings: Any, x: Any) -> Any:
+def _lower(lowerings: Any, x: Any, recipe: str, by_rows: bool = False) -> Any:
     """In Inductor's terms: x is stored, and its amax taken row by row, as kernels that end in x go through it."""
     aten = torch.ops.aten
     x.realize()
     rows = lowerings[aten.amax.default](lowerings[aten.abs.default](x), [1])
-    return lowerings[aten.amax.default](rows, [0], True)
+    return rows if by_rows else lowerings[aten.amax.default](rows, [0], True)
 
 
-library.define("amax(Tensor x, str recipe) -> Tensor", _run, lambda x, recipe: x.new_empty((1,)))
+def _fake(x: Tensor, recipe: str, by_rows: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0] if by_rows else 1,))
+
+
+library.define("amax(Tensor x, str recipe, bool by_rows=False) -> Tensor", _run, _fake)
 _amax: Any = torch.ops.layoutc.amax.default

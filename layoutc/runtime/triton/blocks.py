@@ -35,6 +35,25 @@ def to_float(tile):
 
 
 @triton.jit
+def shared_amax(amax):
+    """The amax that all scales share, fp32: the value, or what a pointer leads to, (1,) fp32, bf16 or fp16."""
+    if amax.dtype.is_ptr():
+        return to_float(tl.load(amax))
+    return amax
+
+
+@triton.jit
+def largest_of(amaxes, count, SIZE: tl.constexpr):
+    """The largest of `count` amaxes in memory, fp32; NaN propagates. SIZE: a power of two that is no less than count.
+
+    The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
+    """
+    at = tl.arange(0, SIZE)
+    values = to_float(tl.load(amaxes + at, mask=at < count, other=0.0))
+    return float_of(tl.max(bits_of(values) & 0x7FFFFFFF, axis=0))
+
+
+@triton.jit
 def to_pairs(tile):
     """(rows, columns) bf16 -> (rows, columns / 2) int32, as in memory: the even column is the low half."""
     even, odd = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (tile.shape[0], tile.shape[1] // 2, 2)))

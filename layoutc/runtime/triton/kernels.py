@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
+from layoutc.runtime.triton.blocks import largest_of
 from layoutc.runtime.triton.tiles import load_runs, round_up, store, tile_of, to_dtype
 
 
@@ -29,6 +30,7 @@ def quantize_kernel(
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
+    AMAXES: tl.constexpr,  # of one matrix: amax is that of each row, and this a power of two that is no less; 0: one
 ):  # fmt: skip
     """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer."""
     STEP_M: tl.constexpr = COVER_M if COVER_M else TILE_M
@@ -55,6 +57,8 @@ def quantize_kernel(
     else:
         row, column = tile_of(m, cover_k, STEP_M, STEP_K)
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+    if AMAXES:
+        amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
     shared = (amax, input_max, rowwise_amax, columnwise_amax, seed)
     planes = (p0, p1, p2, p3, p4, p5)

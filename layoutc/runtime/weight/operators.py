@@ -124,7 +124,8 @@ def quantize_buffers(
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
-    amax: what `shared_amax` gives, for recipes that share one, in fp32 or in x's dtype; default: that of x. typed:
+    amax: what `shared_amax` gives, for recipes that share one, in fp32 or in x's dtype; or that of each row, (m,), in
+    traced calls of recipes that share one of the whole matrix and store none; default: that of x. typed:
     codes and scales have the dtypes of scaled_mm where that takes no view of each: in traced calls, and from kernels.
     seed: as for `quantize`.
     """
@@ -207,9 +208,9 @@ def lay_out(
 def _run_quantize(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
 ) -> list[Tensor]:
-    cls = recipe_of(recipe)
+    cls, (m, k) = recipe_of(recipe), x.shape
     planes = cls._quantize_matrix(x, amax, tuple(orientations), seed=seed)
-    return [library.own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
+    return [library.own(planes[name], amax) for name in cls.LAYOUT.written(m, k, orientations)]
 
 
 def _quantize_buffers_by_planes(
@@ -220,12 +221,15 @@ def _quantize_buffers_by_planes(
     swizzled: bool,
     seed: Tensor | None,
 ) -> dict[str, Tensor]:
-    if amax is None and cls.LAYOUT.shares_amax:
+    if amax is not None:
+        rows = amax.numel() > 1 and cls.LAYOUT.amax_columns is None
+        amax = (amax.amax(0, keepdim=True) if rows else amax).to(torch.float32)
+    elif cls.LAYOUT.shares_amax:
         amax = cls._shared_amax(x)
     planes = cls._quantize_matrix(x, amax, orientations, None, seed)
-    stored = None if amax is None or "amax" not in cls.LAYOUT.stored else cls.LAYOUT.stored_amax(amax)
-    shared = {} if stored is None else {"amax": stored}
-    return cls._lay_out(planes | shared, x.shape[0], x.shape[1], orientations, swizzled)
+    if amax is not None and "amax" in cls.LAYOUT.stored:
+        planes = planes | {"amax": cls.LAYOUT.stored_amax(amax)}
+    return cls._lay_out(planes, x.shape[0], x.shape[1], orientations, swizzled)
 
 
 def _run_quantize_buffers(
@@ -242,17 +246,15 @@ def _run_quantize_buffers(
     kept = _quantizing.get((recipe, like)) if type(x) is Tensor else None
     if kept is not None and (made := kept(*[one for one in (x, amax, seed) if one is not None])) is not None:
         return made
-    cls, (m, k) = recipe_of(recipe), x.shape
-    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
+    cls = recipe_of(recipe)
+    names = quantized_names(cls.LAYOUT, x.shape[0], x.shape[1], chosen, swizzled, _known(amax) is None)
     found = amax is None and cls.LAYOUT.shares_amax
     amax = cls._shared_amax(x) if found else amax  # in memory of its own
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
-        drawn = seed is None and cls.LAYOUT.stochastic
-        kernels = None if found or drawn else cls._quantizing(x)
+        kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls._quantizing(x)
         if kernels is not None and (again := kernels.again(like, names, typed)) is not None:
             _quantizing[recipe, like] = again
         return _typed(cls.LAYOUT, names, [fused[name] for name in names], typed)  # new tensors, which a kernel wrote
-    amax = None if amax is None else amax.to(torch.float32)
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed)
     return _typed(cls.LAYOUT, names, library.own_all([buffers[name] for name in names], x, amax), typed)
 
@@ -321,9 +323,8 @@ def _like(facts: Facts, x: Tensor) -> Tensor:
 def _fake_quantize(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
 ) -> list[Tensor]:
-    return [
-        _like(facts, x) for facts in recipe_of(recipe).LAYOUT.written(x.shape[0], x.shape[1], orientations).values()
-    ]
+    layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
+    return [_like(facts, x) for facts in layout.written(m, k, orientations).values()]
 
 
 def _fake_quantize_buffers(
