@@ -39,7 +39,8 @@ def shared_amax(amax):
     """The amax that all scales share, fp32: the value, or what a pointer leads to, (1,) fp32, bf16 or fp16."""
     if amax.dtype.is_ptr():
         return to_float(tl.load(amax))
-    return amax
+    else:  # without it, Triton would compile this for pointers, too
+        return amax
 
 
 @triton.jit
