@@ -333,6 +333,8 @@ def main() -> None:
     parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.trace:
+        Path(options.trace).mkdir(parents=True, exist_ok=True)
     cards = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cards else torch.device("cpu")
     if cards:

@@ -27,6 +27,7 @@ __all__ = [
     "hardware",
     "in_rows",
     "in_runs",
+    "is_readable",
     "laid_out_like",
     "level_of",
     "plane_facts",
@@ -129,12 +130,12 @@ def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Planes as kernels read them: contiguous and aligned to 4 bytes. Others are copied."""
     return {
-        name: plane if _is_aligned(plane) else plane.clone(memory_format=torch.contiguous_format)
+        name: plane if is_readable(plane) else plane.clone(memory_format=torch.contiguous_format)
         for name, plane in planes.items()
     }
 
 
-def _is_aligned(plane: Tensor) -> bool:
+def is_readable(plane: Tensor) -> bool:
     """True for a contiguous plane that begins at a multiple of 4 bytes."""
     return plane.is_contiguous() and plane.data_ptr() % 4 == 0
 
@@ -192,7 +193,7 @@ def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str,
     written = {name: out[name] for name in facts}
     for name, plane in written.items():
         shape, dtype = facts[name]
-        if plane.shape != shape or plane.dtype != dtype or not _is_aligned(plane):
+        if plane.shape != shape or plane.dtype != dtype or not is_readable(plane):
             raise ValueError(
                 f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )

@@ -316,7 +316,8 @@ def _kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | No
 def _keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
     """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
     planes = weight._planes
-    if type(planes) is not dict or operators.traced(side.codes):
+    is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
+    if not is_stored or type(planes) is not dict or operators.traced(side.codes):
         return
     own = {plane.untyped_storage()._cdata for plane in planes.values()}
     if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):

@@ -38,8 +38,10 @@ def check_not_resharded(tensor: QuantizedTensor) -> None:
     if tensor._home is None:
         return
     planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)  # of a piece: the whole weight's
+    if not planes or operators.traced(next(iter(planes.values()))):
+        return
     for plane in planes.values():
-        if plane.numel() and not operators.traced(plane) and not plane.untyped_storage().nbytes():
+        if plane.numel() and not plane.untyped_storage().nbytes():
             raise LayoutError(
                 f"{tensor._label()} was gathered, and FSDP2 has resharded it since; read it in the forward of the "
                 "module that fully_shard was given, between its unshard() and reshard(), or read the sharded parameter"

@@ -246,8 +246,8 @@ def _run_quantize_buffers(
     kept = _quantizing.get((recipe, like)) if type(x) is Tensor else None
     if kept is not None and (made := kept(*[one for one in (x, amax, seed) if one is not None])) is not None:
         return made
-    cls = recipe_of(recipe)
-    names = quantized_names(cls.LAYOUT, x.shape[0], x.shape[1], chosen, swizzled, _known(amax) is None)
+    cls, (m, k) = recipe_of(recipe), x.shape
+    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
     found = amax is None and cls.LAYOUT.shares_amax
     amax = cls._shared_amax(x) if found else amax  # in memory of its own
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
@@ -297,8 +297,7 @@ def _run_lay_out(
     key = recipe, m, k, planes[0].device, tuple(orientations), swizzled, typed
     if (kept := _laying_out.get(key)) is not None:
         inputs = [planes[at] for at in kept[1]]
-        readable = all(one.is_contiguous() and not one.data_ptr() & 3 for one in inputs)
-        if readable and (again := kept[0](*inputs)) is not None:
+        if all(map(launch.is_readable, inputs)) and (again := kept[0](*inputs)) is not None:
             return again
     cls, chosen = recipe_of(recipe), tuple(orientations)
     names, needed = laid_out_names(cls.LAYOUT, chosen, swizzled)
@@ -306,8 +305,8 @@ def _run_lay_out(
     buffers = cls._lay_out(named, m, k, chosen, swizzled)
     made = [buffers[name] for name in names]
     if (kernels := cls._kernels(planes[0])) is None:
-        made = library.own_all(made, *planes)  # a kernel writes new tensors
-    else:
+        made = library.own_all(made, *planes)
+    else:  # which writes new tensors
         moved = [name for name in kernels.moved if name in named]
         like = launch.laid_out_like(m, k, planes[0].device, chosen, swizzled, len(moved))
         if (found := kernels.again(like, names, typed)) is not None:
