@@ -17,8 +17,10 @@ from layoutc.cli.shared import (
     MOST_RANKS,
     WORLDS,
     card_option,
+    check_host,
     eager_option,
     graph_option,
+    host_option,
     report,
     runs_of,
     words_of,
@@ -44,6 +46,21 @@ def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
             message = f"'{word}' is not a bandwidth; write GB/s of a rank, 0.001 to 100000, as in --link 50."
             raise click.BadParameter(message, ctx, param)
     return list(dict.fromkeys(found))
+
+
+def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, float] | None:
+    """RANKS:MS -> the ranks, and seconds."""
+    if value is None:
+        return None
+    ranks, _, ms = value.partition(":")
+    try:
+        found = int(ranks), float(ms) / 1e3
+    except ValueError:
+        found = 0, 0.0
+    if not (1 <= found[0] <= MOST_RANKS and isfinite(found[1]) and 0 < found[1] <= 1e5):
+        message = f"'{value}' is no step; write its ranks and its milliseconds, as in --bf16-step 8:412.5."
+        raise click.BadParameter(message, ctx, param)
+    return found
 
 
 def _size(name: str, words: str) -> Callable[[Command], Command]:
@@ -102,6 +119,14 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @eager_option
 @graph_option
+@host_option
+@click.option(
+    "--bf16-step",
+    "plain_step",
+    callback=_step,
+    metavar="RANKS:MS",
+    help="A step in bf16 that was measured, over the first --link: finds --host.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
     recipes: tuple[str, ...],
@@ -119,6 +144,8 @@ def estimate(
     on_gather: bool,
     eager: bool,
     graph: bool,
+    host: float | None,
+    plain_step: tuple[int, float] | None,
     as_json: bool,
     **sizes: int | None,
 ) -> None:
@@ -134,9 +161,11 @@ def estimate(
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
     layoutc estimate nvfp4 --on-gather --world 2,8            dequantized by gathers, at the host's cost of bf16
+    layoutc estimate nvfp4 --sequence 512 --link 250 --world 8 --bf16-step 8:310     on a host whose bf16 takes 310 ms
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
+    from layoutc.estimate.hosts import factor_of
     from layoutc.estimate.machine import CARDS, link_of
     from layoutc.estimate.step import estimate as estimate_step
     from layoutc.report import estimates
@@ -153,11 +182,21 @@ def estimate(
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
     made, machine, runs = [], CARDS[card], runs_of(eager, graph)
-    for bandwidth in links:
-        link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
+    check_host(graph, host=host, bf16_step=plain_step)
+    if host is not None and plain_step is not None:
+        raise click.UsageError("--bf16-step finds what --host states; leave out one of the two")
+    over = [link_of(one * 1e9, per_host, None if latency is None else latency * 1e-6, rule) for one in links]
+    if plain_step is not None:
+        ranks, seconds = plain_step
+        try:
+            host = factor_of(seconds, machine, lambda at: estimate_step(uses[0], model, ranks, over[0], at, runs).total)
+        except ValueError as error:
+            raise click.UsageError(f"--bf16-step {ranks}:{seconds * 1e3:g}: {error}") from error
+    machine = machine.with_host(host or 1.0)
+    for link in over:
         rows = [estimate_step(use, model, world, link, machine, runs) for world in worlds for use in uses]
         made.append((link, rows))
-    notes = estimates.measured(machine)
+    notes = estimates.measured(machine, host)
     if exchange:
         apart = [world for world in worlds if world > per_host]
         notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
@@ -170,6 +209,7 @@ def estimate(
             "exchange": exchange,
             "on_gather": on_gather,
             "runs": runs,
+            "host_factor": 1.0 if host is None else host,
         }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return

@@ -17,8 +17,10 @@ from layoutc.cli.shared import (
     MOST_RANKS,
     WORLDS,
     card_option,
+    check_host,
     eager_option,
     graph_option,
+    host_option,
     runs_of,
     words_of,
     worlds_of,
@@ -112,6 +114,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @eager_option
 @graph_option
+@host_option
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
@@ -203,7 +206,7 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
 _ASKED = (
     *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
     *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "exchange"),
-    *("on_gather", "eager", "graph"),
+    *("on_gather", "eager", "graph", "host"),
 )
 
 
@@ -223,6 +226,9 @@ def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]
     runs = [(use, mesh) for mesh in meshes for use in uses]
     made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
     data = data_of(model, setting, made, asked["sequence"], asked["batch"])
+    data["setting"]["host_factor"] = asked["host"] or 1.0
+    if asked["host"] is not None:
+        data["notes"].append(f"host: {asked['host']:g} times as long as on those that were measured")
     if asked["exchange"]:
         data["notes"] += _exchange_notes(meshes, asked["per_host"])
     if asked["on_gather"]:
@@ -283,7 +289,9 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
-    return Setting(picks, dtypes, load, link, CARDS[asked["card"]], runs_of(asked["eager"], asked["graph"]))
+    check_host(asked["graph"], host=asked["host"])
+    machine = CARDS[asked["card"]].with_host(asked["host"] or 1.0)
+    return Setting(picks, dtypes, load, link, machine, runs_of(asked["eager"], asked["graph"]))
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

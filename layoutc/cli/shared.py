@@ -29,6 +29,23 @@ card_option = click.option(
 eager_option = click.option("--eager", is_flag=True, help="Not compiled: with --low, more of the host's time.")
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
+host_option = click.option(
+    "--host",
+    type=click.FloatRange(0.1, 3),
+    metavar="FACTOR",
+    help="The host's time, times that of the hosts that were measured.  [default: 1]",
+)
+
+
+def check_host(graph: bool, **given: object) -> None:
+    """Raises UsageError for options about the host's time beside --graph."""
+    for option, value in given.items():
+        if graph and value is not None:
+            option = option.replace("_", "-")
+            raise click.UsageError(
+                f"--graph leaves out the host's time, which --{option} is about; leave out one of the two"
+            )
+
 
 def runs_of(eager: bool, graph: bool) -> Runs:
     """How steps run. Raises UsageError for both."""

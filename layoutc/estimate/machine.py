@@ -7,7 +7,7 @@ from are in `tests/bench/RESULTS.md`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from layoutc.estimate.links import Link
 
@@ -49,6 +49,11 @@ class Machine:
     plain_gather_host: float
     gather_host: float
     values_gather_host: float
+
+    def with_host(self, factor: float) -> Machine:
+        """The same with a host that takes `factor` times as long for everything."""
+        hosts = [one.name for one in fields(self) if one.name.endswith("_host")]
+        return replace(self, **{name: getattr(self, name) * factor for name in hosts})
 
 
 # 16,384 tokens, 4096 to 14336, one H200, each product by itself, fast accumulation off.

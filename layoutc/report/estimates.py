@@ -14,22 +14,28 @@ HEADS = (
     *("ranks", "weights", "gathered", "forward", "backward", "gather", "reduce", "optimizer", "host", "exposed"),
     *("undisturbed", "step", "of bf16"),
 )
+_HOST = "of compiled models, without --eager; none with --graph"
 _MEASURED = (
-    "host: as on a few hosts, which differed by up to 2; of compiled models, without --eager; none with --graph",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
     "left out: the loss, memory, other parallelism; each rank of the world is one of FSDP's",
 )
 
 
-def measured(machine: Machine) -> list[str]:
-    """Notes on what the estimates of a machine rest on."""
+def measured(machine: Machine, host: float | None = None) -> list[str]:
+    """Notes on what the estimates of a machine rest on. host: how many times as long its own takes, if it is known."""
+    own = (
+        "as on a few hosts, which differed by up to 2 (--host)"
+        if host is None
+        else f"{host:.2f} times as long as on those that were measured"
+    )
     slower = f"{1 + machine.interference:.2f}"
     return [
         "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
-        *([f"card: an {machine.name} is an H200 with slower memory"] if machine is not H200 else []),
+        *([f"card: an {machine.name} is an H200 with slower memory"] if machine.name != H200.name else []),
         f"link and products, attention too, slow one another by {slower} where they overlap: fitted, least certain",
         "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
+        f"host: {own}; {_HOST}",
         *_MEASURED,
     ]
 

@@ -20,8 +20,9 @@ import recorded_steps as recorded
 
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
+from layoutc.estimate.hosts import factor_of
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
+from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Runs, Use, copied_bytes
@@ -141,6 +142,21 @@ def total(words: str, model: Model, world: int, link: str, how: str, card: Machi
     return lambda at: made(at).total
 
 
+def beside(
+    words: str, ms: float, model: Model, world: int, link: str, how: str, card: Machine
+) -> Callable[[Constants], float]:
+    """A step on a host where bf16's takes so many milliseconds."""
+    runs: Runs = "eager" if how == "eager" else "compiled"
+
+    def seconds(at: Constants) -> float:
+        own, over = at.machine_for("bf16", how, card), at.link(link, world)
+        factor = factor_of(ms / 1e3, own, lambda one: estimate(use("bf16"), model, world, over, one, runs).total)
+        machine = at.machine_for(words, how, card).with_host(factor)
+        return estimate(use(words), model, world, over, machine, runs).total
+
+    return seconds
+
+
 def gathers(words: str, link: str) -> Callable[[Constants], float]:
     """All gathers of a step on two ranks."""
     made = step(words, blocks(), 2, link, "eager")
@@ -211,6 +227,16 @@ def points() -> list[Point]:
                 ranks = f"{world} rank{'s' * (world > 1)}"
                 label = f"{kind}, {ranks}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
                 add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how, card))
+    for line in recorded.PAIRED.strip().splitlines():
+        start, _, times = line.partition(": ")
+        *sizes, link, how, name = start.split()
+        (sequence, batch, world), card = map(int, sizes), CARDS[name.lower()]
+        (_, plain), *others = (time.rsplit(" ", 1) for time in times.split(", "))
+        for words, ms in others:
+            where = f"{name}, {world} ranks, {link}, sequence {sequence}, batch {batch}, {how}"
+            label = f"paired, {where}, bf16 {plain}: {words}"
+            seconds = beside(words, float(plain), blocks(sequence, batch), world, link, how, card)
+            add(label, float(ms), False, seconds)
     return made
 
 

@@ -88,6 +88,30 @@ def test_eager_models_take_more_of_the_host_in_low_precision_alone() -> None:
         assert "leave out one of the two" in result.stderr
 
 
+def test_a_host_as_a_step_in_bf16_shows_it() -> None:
+    """The step that was given comes out; `--host` with the factor that was found gives the same, in both commands."""
+    sizes = ("--layers", "8", "--vocabulary", "0", "--sequence", "512", "--link", "256", "--world", "2,8")
+    shown = json.loads(run("nvfp4", *sizes, "--json", "--bf16-step", "2:61.5").stdout)
+    factor, rows = shown["host_factor"], shown["links"][0]["estimates"]
+    assert rows[0]["total"] == pytest.approx(61.5e-3)
+    assert f"host: {factor:.2f} times as long" in " ".join(shown["notes"])
+    stated = json.loads(run("nvfp4", *sizes, "--json", "--host", factor).stdout)
+    assert stated["links"] == shown["links"]
+    usual = json.loads(run("nvfp4", *sizes, "--json").stdout)
+    assert usual["host_factor"] == 1
+    for one, other in zip(rows, usual["links"][0]["estimates"], strict=True):
+        assert one["host"] == pytest.approx(factor * other["host"])
+        assert one["forward"] == other["forward"]
+
+    plan = ("plan", "--shapes", "up=4096x4096", "--world", "2", "--sequence", "16", "--json")
+    plans = [json.loads(CliRunner().invoke(main, [*plan, *more]).stdout) for more in ((), ("--host", "2"))]
+    assert [one["setting"]["host_factor"] for one in plans] == [1, 2]
+    steps = [one["budgets"][0]["step"] for one in plans]
+    assert steps[1]["host"] == pytest.approx(2 * steps[0]["host"])
+    assert steps[1]["total"] > steps[0]["total"]
+    assert any("host: 2 times as long" in note for note in plans[1]["notes"])
+
+
 def test_without_recipes_bf16_alone() -> None:
     result = run("--world", "8", "--json")
     assert [one["name"] for one in json.loads(result.stdout)["links"][0]["estimates"]] == ["bf16"]
@@ -107,6 +131,14 @@ def test_the_largest_model_on_the_most_ranks_takes_less_than_two_seconds() -> No
         (("--world", ""), "'' is not a number of ranks"),
         (("--world", "99999999"), "'99999999' is not a number of ranks"),
         (("--link", "0"), "'0' is not a bandwidth"),
+        (("--bf16-step", "95"), "write its ranks and its milliseconds, as in --bf16-step 8:412.5"),
+        (("--bf16-step", "0:95"), "'0:95' is no step"),
+        (("--bf16-step", "8:nan"), "'8:nan' is no step"),
+        (("--bf16-step", "8:95"), "says nothing of the host: give a step of fewer tokens, or none"),
+        (("--bf16-step", "8:95", "--graph"), "which --bf16-step is about; leave out one of the two"),
+        (("--bf16-step", "8:95", "--host", "2"), "--bf16-step finds what --host states; leave out one of the two"),
+        (("--host", "2", "--graph"), "which --host is about; leave out one of the two"),
+        (("--host", "0"), "0.1<=x<=3"),
         (("--link", "nan"), "'nan' is not a bandwidth"),
         (("--link", "fast"), "'fast' is not a bandwidth"),
         (("--latency", "-1"), "Invalid value for '--latency'"),

@@ -16,8 +16,9 @@ from places import ROOT
 
 from layoutc.cli.estimate import estimate as estimate_command
 from layoutc.cli.plan import plan as plan_command
+from layoutc.estimate.hosts import factor_of
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, link_of
+from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, Machine, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Runs, Use
@@ -33,9 +34,10 @@ STATED = {
     ("step", True): ((1, 12, 0), (0.5, 7, 0)),
     ("gather", False): ((5.2, 23, 1), (5.2, 23, 1)),
     ("step", False): ((5, 31, 14), (5, 31, 7)),
-    ("exchanged", False): ((1, 6, 0), (1, 6, 0)),
+    ("exchanged", False): ((1.6, 6, 0), (1.6, 6, 0)),
     ("H100", False): ((7, 40, 8), (7, 40, 8)),
     ("on-gather", False): ((7.2, 22, 2), (7.2, 15, 0)),
+    ("paired", False): ((4.6, 17, 1), (4.6, 17, 1)),
 }
 
 
@@ -358,3 +360,31 @@ def test_an_h100_is_an_h200_with_slower_memory() -> None:
         (card,) = [one.type for one in command.params if one.name == "card"]
         assert isinstance(card, Choice)
         assert list(card.choices) == list(CARDS)
+
+
+@pytest.mark.parametrize("how", ["compiled", "eager"])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 2.9])
+def test_a_host_is_found_from_a_step(factor: float, how: Runs) -> None:
+    """The step of the host that is found is the one that was given, and only what the host takes has changed."""
+    model = llama("short", 4096, 14336, 32, 8, 8, 512, 1)
+
+    def step(machine: Machine) -> float:
+        return estimate(Use("bf16"), model, 2, NVLINK, machine, how).total
+
+    slower = H100.with_host(factor)
+    changed = {one.name for one in fields(Machine) if getattr(slower, one.name) != getattr(H100, one.name)}
+    assert changed == (set() if factor == 1 else {one.name for one in fields(Machine) if one.name.endswith("_host")})
+    assert factor_of(step(slower), H100, step) == pytest.approx(factor, rel=1e-6)
+
+
+def test_a_step_that_the_card_decides_finds_no_host() -> None:
+    """Nor does one that is longer than any host makes it."""
+    long = llama("long", 4096, 14336, 32, 8, 8, 4096, 4)
+
+    def step(machine: Machine) -> float:
+        return estimate(Use("bf16"), long, 2, NVLINK, machine).total
+
+    with pytest.raises(ValueError, match="says nothing of the host: give a step of fewer tokens, or none"):
+        factor_of(step(H200) * 1.02, H200, step)
+    with pytest.raises(ValueError, match=r"is longer than the .* ms of a host that is 3 times as slow"):
+        factor_of(step(H200.with_host(3)) * 1.1, H200, step)
