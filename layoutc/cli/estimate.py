@@ -125,7 +125,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
     "plain_step",
     callback=_step,
     metavar="RANKS:MS",
-    help="A step in bf16 that was measured, over the first --link: finds --host.",
+    help="A step of FSDP2 in bf16 that was measured, over the first --link: finds --host.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
@@ -168,6 +168,7 @@ def estimate(
     from layoutc.estimate.hosts import factor_of
     from layoutc.estimate.machine import CARDS, link_of
     from layoutc.estimate.step import estimate as estimate_step
+    from layoutc.estimate.work import Use
     from layoutc.report import estimates
     from layoutc.report.describe import as_data
 
@@ -189,7 +190,8 @@ def estimate(
     if plain_step is not None:
         ranks, seconds = plain_step
         try:
-            host = factor_of(seconds, machine, lambda at: estimate_step(uses[0], model, ranks, over[0], at, runs).total)
+            plain = Use("bf16")  # of FSDP2's own gradients, also with --exchange
+            host = factor_of(seconds, machine, lambda at: estimate_step(plain, model, ranks, over[0], at, runs).total)
         except ValueError as error:
             raise click.UsageError(f"--bf16-step {ranks}:{seconds * 1e3:g}: {error}") from error
     machine = machine.with_host(host or 1.0)

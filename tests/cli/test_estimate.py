@@ -97,6 +97,8 @@ def test_a_host_as_a_step_in_bf16_shows_it() -> None:
     assert f"host: {factor:.2f} times as long" in " ".join(shown["notes"])
     stated = json.loads(run("nvfp4", *sizes, "--json", "--host", factor).stdout)
     assert stated["links"] == shown["links"]
+    exchanged = json.loads(run("nvfp4", *sizes, "--json", "--bf16-step", "2:61.5", "--exchange").stdout)
+    assert exchanged["host_factor"] == factor
     usual = json.loads(run("nvfp4", *sizes, "--json").stdout)
     assert usual["host_factor"] == 1
     for one, other in zip(rows, usual["links"][0]["estimates"], strict=True):
