@@ -211,7 +211,7 @@ def estimate(
             "exchange": exchange,
             "on_gather": on_gather,
             "runs": runs,
-            "host_factor": 1.0 if host is None else host,
+            "host_factor": host or 1.0,
         }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from click import Choice
+from click import Choice, FloatRange
 from numpy_models import recipe
 from places import ROOT
 
 from layoutc.cli.estimate import estimate as estimate_command
 from layoutc.cli.plan import plan as plan_command
-from layoutc.estimate.hosts import factor_of
+from layoutc.estimate.hosts import LEAST, MOST, factor_of
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, Machine, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
@@ -375,6 +375,13 @@ def test_a_host_is_found_from_a_step(factor: float, how: Runs) -> None:
     changed = {one.name for one in fields(Machine) if getattr(slower, one.name) != getattr(H100, one.name)}
     assert changed == (set() if factor == 1 else {one.name for one in fields(Machine) if one.name.endswith("_host")})
     assert factor_of(step(slower), H100, step) == pytest.approx(factor, rel=1e-6)
+
+
+def test_a_host_that_is_found_can_be_stated() -> None:
+    for command in (estimate_command, plan_command):
+        (stated,) = (one.type for one in command.params if one.name == "host")
+        assert isinstance(stated, FloatRange)
+        assert (stated.min, stated.max) == (LEAST, MOST)
 
 
 def test_a_step_that_the_card_decides_finds_no_host() -> None:

@@ -92,20 +92,17 @@ class Again:
     def of(
         cls, prepared: PreparedLaunch, names: Sequence[str], dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     ) -> Again | None:
-        """For an operator that returns the buffers `names`; None if one of them is not new. dtypes: as of
-        PreparedLaunch."""
+        """For an operator that returns the buffers `names`; None if one of them is not new. dtypes: those that some
+        of them are given in, as for PreparedLaunch."""
         made = {one.name: one for one in prepared.results}
-        results = [made[name] for name in names]
-        if any(one.position is None for one in results):
+        results, new = [made[name] for name in names], list(prepared.new)
+        positions = tuple([one.position for one in results if one.position is not None])
+        if len(positions) < len(results):
             return None
-        new = list(prepared.new)
-        for one in results:
-            assert one.position is not None
-            template = new[one.position]
-            shape = (template.numel(),) if one.is_flat else template.shape
-            dtype = dtypes.get(one.name, template.dtype)
-            new[one.position] = launch.template(shape, dtype, template.device)
-        return cls(prepared.bound, tuple(new), tuple([one.position for one in results if one.position is not None]))
+        for one, at in zip(results, positions, strict=True):
+            shape = (new[at].numel(),) if one.is_flat else new[at].shape
+            new[at] = launch.template(shape, dtypes.get(one.name, new[at].dtype), new[at].device)
+        return cls(prepared.bound, tuple(new), positions)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor] | None:
         """The results; None if another device is the current one, on which kernels would run."""
