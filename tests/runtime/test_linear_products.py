@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import layoutc
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.products import choice, linear, shared_inputs
+from layoutc.runtime.products import choice, linear, shared_inputs, weight_operand
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight import operators
 
@@ -170,7 +170,7 @@ def test_an_operand_is_kept_while_the_planes_stay(recipe: str) -> None:
     assert same_bits(out(held), expected)
     assert held._readings["rowwise", "operand"].side is not kept
     held._planes["rowwise_data"].untyped_storage().resize_(0)
-    assert linear._kept_side(held, "rowwise") is None
+    assert weight_operand.kept_side(held, "rowwise") is None
 
 
 @checks_in_python

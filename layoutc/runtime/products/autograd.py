@@ -11,7 +11,7 @@ tensor for each transposed weight: several times what a plain weight takes of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import linear
+from layoutc.runtime.products import linear, steady_linear
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, transform, without_torch_function
@@ -60,25 +60,35 @@ class LowPrecisionLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, keeps: Keeps) -> Tensor:
         """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. keeps: what backward will need of x."""
         x = arrived(x)
-        out: Tensor
-        out, *saved = call(_linear, weight, x, weight, bias, mode, keeps)
+        made: list[Tensor] | None = steady_linear.forward(x, weight, bias, mode, keeps)
+        out, *saved = call(_linear, weight, x, weight, bias, mode, keeps) if made is None else made
         ctx.save_for_backward(weight, *(saved or ([] if keeps == "nothing" else [x])))
         ctx.mode, ctx.keeps = mode, keeps
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of those that need one."""
-        weight, *saved = ctx.saved_tensors
-        grad = arrived(grad)
-        needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
-        keeps = ctx.keeps if trains else "nothing"
-        made: Sequence[Tensor] = call(_linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, keeps)
-        of_input = made[0] if needs_input else None
-        of_weight = made[-1] if trains else None
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-        return of_input, of_weight, of_bias, None, None
+        gradients = _gradients_once if torch.is_grad_enabled() else _gradients
+        return gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of x, weight and bias, of those that need one."""
+    weight, *saved = ctx.saved_tensors
+    grad = arrived(grad)
+    needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
+    keeps: Keeps = ctx.keeps if trains else "nothing"
+    made: list[Tensor] | None = steady_linear.backward(grad, weight, saved, ctx.mode, needs_input, keeps)
+    if made is None:
+        made = call(_linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, keeps)
+    of_input = made[0] if needs_input else None
+    of_weight = made[-1] if trains else None
+    of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+    return of_input, of_weight, of_bias, None, None
+
+
+_gradients_once = once_differentiable(_gradients)
 
 
 class DequantizedLinear(torch.autograd.Function):

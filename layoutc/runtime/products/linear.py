@@ -34,11 +34,10 @@ from layoutc.runtime.products.choice import (
     choose,
     recipes_of,
 )
+from layoutc.runtime.products.weight_operand import keep_side, kept_side, weight_buffers
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward
-from layoutc.runtime.weight import gathered_in_graphs, operators
-from layoutc.runtime.weight.flattening import whole_and_window
-from layoutc.runtime.weight.pending_writes import check_readable
+from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Buffers = Mapping[str, Tensor]
@@ -79,10 +78,10 @@ def ways_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Ways:
 
     A piece that cuts blocks, and a transposed weight, are dequantized.
     """
-    return _plan_of(weight, x, mode).ways
+    return plan_of(weight, x, mode).ways
 
 
-def _plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
+def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
     """Of a weight with x, or gradients: looked up where sizes are numbers. In a traced graph they may be symbols."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
@@ -122,7 +121,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     keeps: what backward needs of x to compute the gradient of the weight.
     """
     m, k = weight.shape
-    ways, recipes, _ = plan = _plan_of(weight, x, mode)
+    ways, recipes, _ = plan = plan_of(weight, x, mode)
     _count(weight, plan, ("forward",))
     kept = ways.grad_weight if keeps == "quantized" else "dequantize"
     wanted = {"rowwise": ways.forward, "columnwise": kept}
@@ -145,7 +144,7 @@ def backward(
     """
     m, k = weight.shape
     tokens, trains = prod(grad.shape[:-1]), keeps != "nothing"
-    ways, recipes, _ = plan = _plan_of(weight, grad, mode)
+    ways, recipes, _ = plan = plan_of(weight, grad, mode)
     asked: Mapping[ProductName, bool] = {"grad_input": needs_input, "grad_weight": trains}
     _count(weight, plan, compress(asked, asked.values()))
     flat = grad.reshape(tokens, m)
@@ -173,7 +172,7 @@ def backward(
 def _kept(recipe: Recipe, way: Way, saved: Sequence[Tensor], keeps: Keeps, k: int) -> Buffers:
     """Activations (tokens, k), columnwise: as forward gave them, or quantized from x, which was saved."""
     if keeps == "quantized":
-        return dict(zip(_names(recipe.LAYOUT, "columnwise", way), saved, strict=True))
+        return dict(zip(names_of(recipe.LAYOUT, "columnwise", way), saved, strict=True))
     return _activations(recipe, saved[0], k, {"columnwise": way}, in_backward=True)["columnwise"]
 
 
@@ -229,11 +228,11 @@ def again(x: Tensor) -> Tensor:
 
 
 def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str, Buffers]:
-    return {name: {one: found[one] for one in _names(layout, name, way)} for name, way in ways.items()}
+    return {name: {one: found[one] for one in names_of(layout, name, way)} for name, way in ways.items()}
 
 
 @cache
-def _names(layout: Layout, orientation: str, way: Way) -> tuple[str, ...]:
+def names_of(layout: Layout, orientation: str, way: Way) -> tuple[str, ...]:
     """What a product reads of an orientation: buffers for a kernel, planes for the reference."""
     if way == "reference":
         return layout.sources[orientation]
@@ -259,7 +258,7 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     weight = cast(QuantizedTensor, right.t()) if right._transposed else right
     if left.shape[1] != right.shape[0]:
         return None  # torch says so better
-    plan = _plan_of(weight, left, mode)
+    plan = plan_of(weight, left, mode)
     _count(weight, plan, (name,))
     way: Way = getattr(plan.ways, name)
     if way == "dequantize":
@@ -282,46 +281,16 @@ def _multiply(
     free, contracted = (m, k) if orientation == "rowwise" else (k, m)
     if way == "kernel":
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
-        b = _kept_side(weight, orientation)
+        b = kept_side(weight, orientation)
         if b is None:
             with computed_in_backward() if name == "grad_input" else nullcontext():  # not kept from forward to backward
                 right = weight_buffers(weight, orientation)
             b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
-            _keep_side(weight, orientation, b)
+            keep_side(weight, orientation, b)
         return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
     whole = weight._dequantize(orientation, torch.float32)
     return (values @ (whole.t() if orientation == "rowwise" else whole)).to(dtype)
-
-
-class _KeptSide(NamedTuple):
-    """An operand that consists of views of a weight's planes."""
-
-    planes: Mapping[str, Tensor]  # all of them, as they were
-    side: scaled_mm.Side
-
-
-def _kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | None:
-    """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
-    kept: _KeptSide | None = weight._readings.get((orientation, "operand"))
-    planes = weight._planes
-    if kept is None or type(planes) is not dict or weight._writes.waiting or len(planes) != len(kept.planes):
-        return None
-    for name, plane in kept.planes.items():
-        if planes.get(name) is not plane or not plane.untyped_storage().nbytes():
-            return None
-    return kept.side
-
-
-def _keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
-    """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
-    planes = weight._planes
-    is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
-    if not is_stored or type(planes) is not dict or operators.traced(side.codes):
-        return
-    own = {plane.untyped_storage()._cdata for plane in planes.values()}
-    if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
-        weight._readings[orientation, "operand"] = _KeptSide(dict(planes), side)
 
 
 def _grad_weight(
@@ -337,14 +306,3 @@ def _grad_weight(
     left = operators.dequantize(gradient, grad, tokens, m, "columnwise", torch.float32)
     right = operators.dequantize(activation, x, tokens, k, "columnwise", torch.float32)
     return (left.t() @ right).to(like.dtype)
-
-
-def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
-    """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
-    swizzled = bool(weight.LAYOUT.swizzled)
-    if (handle := gathered_in_graphs.handle(weight._planes)) is not None:
-        window = whole_and_window(weight)[1]
-        return gathered_in_graphs.lay_out(type(weight), handle, window, (orientation,), swizzled)
-    check_readable(weight)
-    planes = weight._planes if orientation in weight.orientations else weight._fetch(orientation)
-    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled, typed=True)

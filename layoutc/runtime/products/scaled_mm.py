@@ -42,10 +42,10 @@ def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: 
     scale = _as(buffers[f"{orientation}_scale"], operand.scale)
     if type(scale) is Tensor and scale.data_ptr() % 16:  # a piece of a larger tensor, which cuBLAS does not take
         scale = scale.clone()
-    scales = [_scale(operand.scaling, scale, free, is_left)]
+    scales = [as_read(operand.scaling, scale, free, is_left)]
     if operand.tensor_scale is not None:
         scales.append(buffers["amax"][:1] * operand.tensor_scale)
-    return Side(codes, scales, *_facts(operand))
+    return Side(codes, scales, *facts(operand))
 
 
 def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,7 +53,7 @@ def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _facts(operand: Operand) -> _Facts:
+def facts(operand: Operand) -> _Facts:
     """As numbers: looking up members of enums takes the host longer than the views do."""
     swizzled = operand.scale.itemsize == 1  # those of 1x32 and 1x16
     kinds, orders = [ScalingType.__members__[operand.scaling]], [SwizzleType.NO_SWIZZLE]
@@ -65,7 +65,7 @@ def _facts(operand: Operand) -> _Facts:
     return _Facts([int(kind.value) for kind in kinds], [int(order.value) for order in orders])
 
 
-def _scale(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
+def as_read(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
     """A scale's buffer in the shape and strides that scaled_mm wants."""
     if scaling == "RowWise":
         return scale[:free].view((free, 1) if is_left else (1, free))

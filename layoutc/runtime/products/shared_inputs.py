@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from layoutc.runtime.captures import capturing, stream_of
 from layoutc.runtime.weight import operators
 
-Buffers = Mapping[str, Tensor]
-Key = tuple[object, ...]
-
 
 class _Entry(NamedTuple):
     x: weakref.ref[Tensor]
     version: int
     stream: int  # what was written on one stream is not there on another
-    quantized: dict[Key, Buffers]
+    quantized: dict[object, Any]
 
 
 _last: _Entry | None = None  # one is enough: those weights follow one another
 
 
-def of(x: Tensor) -> dict[Key, Buffers]:
+def of(x: Tensor) -> dict[object, Any]:
     """What was quantized from x so far, by key, and where to keep more of it: until x is freed, something is written
     into it, or another activation comes. Where nothing can be shared, a dict that nobody else sees."""
     global _last

@@ -1,0 +1,57 @@
+"""A quantized weight as an operand of scaled_mm: as it lies, or laid out for one product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from layoutc.runtime.products import scaled_mm
+from layoutc.runtime.weight import gathered_in_graphs, operators
+from layoutc.runtime.weight.flattening import whole_and_window
+from layoutc.runtime.weight.pending_writes import check_readable
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Buffers = Mapping[str, Tensor]
+
+
+class _KeptSide(NamedTuple):
+    """An operand that consists of views of a weight's planes."""
+
+    planes: Mapping[str, Tensor]  # all of them, as they were
+    side: scaled_mm.Side
+
+
+def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | None:
+    """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
+    kept: _KeptSide | None = weight._readings.get((orientation, "operand"))
+    planes = weight._planes
+    if kept is None or type(planes) is not dict or weight._writes.waiting or len(planes) != len(kept.planes):
+        return None
+    for name, plane in kept.planes.items():
+        if planes.get(name) is not plane or not plane.untyped_storage().nbytes():
+            return None
+    return kept.side
+
+
+def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
+    """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
+    planes = weight._planes
+    is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
+    if not is_stored or type(planes) is not dict or operators.traced(side.codes):
+        return
+    own = {plane.untyped_storage()._cdata for plane in planes.values()}
+    if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
+        weight._readings[orientation, "operand"] = _KeptSide(dict(planes), side)
+
+
+def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
+    """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
+    swizzled = bool(weight.LAYOUT.swizzled)
+    if (handle := gathered_in_graphs.handle(weight._planes)) is not None:
+        window = whole_and_window(weight)[1]
+        return gathered_in_graphs.lay_out(type(weight), handle, window, (orientation,), swizzled)
+    check_readable(weight)
+    planes = weight._planes if orientation in weight.orientations else weight._fetch(orientation)
+    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled, typed=True)
