@@ -49,31 +49,32 @@ def matrix_amax(x: Tensor, block_k: int | None, *, passing: bool = False) -> Ten
     if passing and block_k is None and not torch.is_inference_mode_enabled() and not capturing(x.device):
         amax = _zero(x.device)
     else:
-        amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
+        amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.float32, device=x.device)
     if x.numel():
         key = x.shape, x.stride(), x.dtype, x.device, block_k
         if (bound := _bound.get(key)) is None:
-            bound = _bound[key] = _bind(x, amax, columns, block_k)
+            bound = _bound[key] = _bind(x, amax.view(torch.int32), columns, block_k)
         bound(x, amax)
-    return amax.view(torch.float32)
+    return amax
 
 
 _zeros: dict[tuple[torch.device, int], list[Tensor]] = {}  # by the stream that has filled them
 
 
 def _zero(device: torch.device) -> Tensor:
-    """A zero that nobody has had yet, (1,) int32, at a multiple of 16 bytes: a fill for each would be a launch.
+    """A zero that nobody has had yet, (1,) fp32, at a multiple of 16 bytes: a fill for each would be a launch.
 
     Not in inference mode, whose tensors autograd can't save: others of the same fill may be wanted for backward.
     """
     left = _zeros.setdefault((device, stream_of(device)), [])
     if not left:
-        left += torch.zeros((ZEROS, 4), dtype=torch.int32, device=device)[:, :1].unbind()
+        left += torch.zeros((ZEROS, 4), dtype=torch.float32, device=device)[:, :1].unbind()
     return left.pop()
 
 
 def _bind(x: Tensor, amax: Tensor, columns: int, block_k: int | None) -> Bound:
-    """The launch for matrices like x: products measure the same sizes in each step."""
+    """The launch for matrices like x: products measure the same sizes in each step. amax: as integers, which order
+    amaxes as they are."""
     direct, kernels = _kernels()
     m, k = x.shape
     tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)

@@ -83,12 +83,13 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
     whole = a.kinds in _WHOLE
     # bf16 is the one dtype that every kind of scales gives.
     given = dtype if dtype == torch.bfloat16 or (a.kinds == _WHOLE[0] and dtype == torch.float32) else torch.bfloat16
-    if a.codes.is_cuda and a.kinds == b.kinds == _WHOLE[0]:
-        return scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, given, fast).to(dtype)
-    made = scaled_mm(
-        *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
-        *(given, [], fast and whole),
-    )
+    if a.kinds == b.kinds == _WHOLE[0] and a.codes.is_cuda:
+        made = scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, given, fast)
+    else:
+        made = scaled_mm(
+            *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
+            *(given, [], fast and whole),
+        )
     return made if made.dtype == dtype else made.to(dtype)
 
 
