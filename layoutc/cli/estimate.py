@@ -21,6 +21,7 @@ from layoutc.cli.shared import (
     eager_option,
     graph_option,
     host_option,
+    link_of_word,
     report,
     runs_of,
     words_of,
@@ -28,6 +29,7 @@ from layoutc.cli.shared import (
 )
 
 if TYPE_CHECKING:
+    from layoutc.estimate.links import Rule
     from layoutc.estimate.model import Model
     from layoutc.estimate.work import Use
 
@@ -35,17 +37,8 @@ MODELS = ("llama-8b", "llama-70b", "llama-405b")
 MOST_LAYERS, MOST_SIZE = 1024, 2**31
 
 
-def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[float]:
-    found: list[float] = []
-    for word in words_of(value):
-        try:
-            found.append(float(word))
-        except ValueError:
-            found.append(-1.0)
-        if not (isfinite(found[-1]) and 1e-3 <= found[-1] <= 1e5):
-            message = f"'{word}' is not a bandwidth; write GB/s of a rank, 0.001 to 100000, as in --link 50."
-            raise click.BadParameter(message, ctx, param)
-    return list(dict.fromkeys(found))
+def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[float | str]:
+    return list(dict.fromkeys(link_of_word(ctx, param, word) for word in words_of(value)))
 
 
 def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, float] | None:
@@ -98,8 +91,8 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
     callback=_links,
     default=("50",),
     show_default=True,
-    metavar="GB/S,...",
-    help="Bandwidths of a rank's link, in each direction.",
+    metavar="GB/S|NAME,...",
+    help="Bandwidths of a rank's link, in each direction; nvlink, host-memory and sockets are measured ones.",
 )
 @click.option(
     "--per-host",
@@ -133,10 +126,10 @@ def estimate(
     folder: Path,
     preset: str,
     worlds: list[int],
-    links: list[float],
+    links: list[float | str],
     per_host: int,
     latency: float | None,
-    rule: str,
+    rule: Rule,
     card: str,
     cast: bool,
     low: bool,
@@ -152,12 +145,12 @@ def estimate(
     """Estimate the time of a training step on more ranks and other links than were measured, beside bf16.
 
     Constants are fitted to steps on two H200s, by NVLink and over sockets (tests/bench/RESULTS.md has the residuals).
-    All else is extrapolated.
+    All else is extrapolated. tests/bench/links.py measures the link of your ranks.
 
     \b
     layoutc estimate mxfp8 nvfp4                              an 8B model on 8 to 16,384 ranks, 50 GB/s a rank
     layoutc estimate nvfp4 --model llama-405b --rule tree     latency by the logarithm of the ranks
-    layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
+    layoutc estimate fp8_block --world 2,4 --link 12,nvlink   several links, one of those that were measured
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
     layoutc estimate nvfp4 --on-gather --world 2,8            dequantized by gathers, at the host's cost of bf16
@@ -186,7 +179,7 @@ def estimate(
     check_host(graph, host=host, bf16_step=plain_step)
     if host is not None and plain_step is not None:
         raise click.UsageError("--bf16-step finds what --host states; leave out one of the two")
-    over = [link_of(one * 1e9, per_host, None if latency is None else latency * 1e-6, rule) for one in links]
+    over = [link_of(one, per_host, None if latency is None else latency * 1e-6, rule) for one in links]
     if plain_step is not None:
         ranks, seconds = plain_step
         try:

@@ -21,6 +21,7 @@ from layoutc.cli.shared import (
     eager_option,
     graph_option,
     host_option,
+    link_of_word,
     runs_of,
     words_of,
     worlds_of,
@@ -104,7 +105,12 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @_count("sequence", "Tokens of a sequence.", 8192)
 @_count("batch", "Sequences of a rank in a step.")
 @click.option(
-    "--link", type=click.FloatRange(1e-3, 1e5), default=50.0, show_default=True, metavar="GB/S", help="Of a rank."
+    "--link",
+    callback=link_of_word,
+    default="50",
+    show_default=True,
+    metavar="GB/S|NAME",
+    help="Of a rank; nvlink, host-memory and sockets are measured ones.",
 )
 @_count("per-host", "Ranks of a host.", 8)
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
@@ -288,7 +294,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
         raise click.UsageError(str(error)) from error
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
-    link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
+    link = link_of(asked["link"], asked["per_host"], None, asked["rule"])
     check_host(asked["graph"], host=asked["host"])
     machine = CARDS[asked["card"]].with_host(asked["host"] or 1.0)
     return Setting(picks, dtypes, load, link, machine, runs_of(asked["eager"], asked["graph"]))

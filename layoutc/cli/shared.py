@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,6 +36,23 @@ host_option = click.option(
     metavar="FACTOR",
     help="The host's time, times that of the hosts that were measured.  [default: 1]",
 )
+
+
+LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
+
+
+def link_of_word(ctx: click.Context, param: click.Parameter, word: str) -> float | str:
+    """Bytes a second of `50`, which is GB/s; the name of a link that was measured."""
+    if word in LINKS:
+        return word
+    try:
+        found = float(word)
+    except ValueError:
+        found = -1.0
+    if not (isfinite(found) and 1e-3 <= found <= 1e5):
+        message = f"'{word}' is no link; write GB/s of a rank, 0.001 to 100000, as in --link 50, or {', '.join(LINKS)}."
+        raise click.BadParameter(message, ctx, param)
+    return found * 1e9
 
 
 def check_host(graph: bool, **given: object) -> None:

@@ -32,6 +32,8 @@ class Link:
     far_hop: float
     per_host: int = 8
     reduced: float = 1.0
+    exchanged: float = 1.0
+    disturbed: float = 1.0
     rule: Rule = "ring"
 
     def latency(self, world: int) -> float:
@@ -57,10 +59,12 @@ class Link:
     def exchange(self, bytes_for_each: int, world: int) -> float:
         """Seconds of an all-to-all in which each rank sends so many bytes to each other one, in w-1 rounds.
 
-        Nothing is added up on the way, so it has the whole bandwidth. All that a host sends to others goes through
+        Nothing is added up on the way. All that a host sends to others goes through
         what a ring has between them: from three ranks of a host on, more than a ring's sums in twice as many bytes.
         """
         if world == 1:
             return 0.0
         away = self.per_host * (world - self.per_host)  # parts that a host's ranks send to other hosts
-        return replace(self, rule="ring").latency(world) + bytes_for_each * max(world - 1, away) / self.bandwidth
+        return replace(self, rule="ring").latency(world) + bytes_for_each * max(world - 1, away) / (
+            self.bandwidth * self.exchanged
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from layoutc.estimate.links import Link
+from layoutc.estimate.links import Link, Rule
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,19 @@ NCCL_HOP, NCCL_FAR_HOP = 3.4e-6, 9.6e-6
 NVLINK = Link("NVLink", 256e9, 78e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
 # The same among four, whose bandwidth is fitted to one gather in bf16 by itself: 1.139 ms.
 NVLINK_4 = replace(NVLINK, bandwidth=311e9)
-SOCKETS = Link("sockets", 9.68e9, 364e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
+SOCKETS = Link("sockets", 9.68e9, 364e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93, exchanged=0.70)
+# Through the host's memory (NCCL_P2P_DISABLE=1), as `tests/bench/links.py` measures it, and the share of exchanges over
+# sockets. What it does beside products hardly slows it: with all of the interference six steps would be 12 to 21% too
+# long, without it they are 1 to 8% too short.
+HOST_MEMORY = Link("host memory", 25.3e9, 45e-6, NCCL_HOP, NCCL_FAR_HOP, exchanged=0.96, disturbed=0.0)
+LINKS = {"nvlink": NVLINK, "host-memory": HOST_MEMORY, "sockets": SOCKETS}
 
 
-def link_of(bandwidth: float, per_host: int, far_hop: float | None, rule: str) -> Link:
-    """A link that was not measured: the launch of NVLink's collectives, the share of reduce-scatters over sockets."""
-    hop = NCCL_FAR_HOP if far_hop is None else far_hop
-    name = f"{bandwidth / 1e9:g} GB/s"
-    return Link(
-        name, bandwidth, NVLINK.launch, NCCL_HOP, hop, per_host, SOCKETS.reduced, "tree" if rule == "tree" else "ring"
-    )
+def link_of(link: float | str, per_host: int, far_hop: float | None, rule: Rule) -> Link:
+    """One that was measured, by name; or of so many bytes a second, which was not: with the launch of NVLink's
+    collectives, and the share of reduce-scatters over sockets."""
+    if isinstance(link, str):
+        found = LINKS[link]
+    else:
+        found = Link(f"{link / 1e9:g} GB/s", link, NVLINK.launch, NCCL_HOP, NCCL_FAR_HOP, reduced=SOCKETS.reduced)
+    return replace(found, per_host=per_host, far_hop=found.far_hop if far_hop is None else far_hop, rule=rule)

@@ -60,11 +60,11 @@ class Times:
     spans: Mapping[str, tuple[float, float]]
 
 
-def run(tasks: Sequence[Task], interference: float = 0.0) -> Times:
+def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0) -> Times:
     """Runs the tasks of each stream in order.
 
     interference: while both streams are busy with work that slows the other, each gets 1 / (1 + interference) of its
-    speed. Raises ValueError where tasks wait for one another.
+    speed. disturbed: how much of that the link takes, from 0 to 1. Raises ValueError where tasks wait for one another.
     """
     queues = {stream: [task for task in tasks if task.stream == stream] for stream in STREAMS}
     at = dict.fromkeys(STREAMS, 0)
@@ -88,17 +88,18 @@ def run(tasks: Sequence[Task], interference: float = 0.0) -> Times:
         if not active and not waiting:
             raise ValueError(f"tasks wait for one another: {[q[at[s]].name for s, q in queues.items() if q[at[s] :]]}")
         slowed = prod(task.slowed for task, _ in active.values())
-        pace = 1 / (1 + interference * slowed) if len(active) == 2 else 1.0
-        steps = [left / pace for _, left in active.values()] + [issued - now for issued in waiting]
+        slower = interference * slowed if len(active) == 2 else 0.0
+        pace = {"compute": 1 / (1 + slower), "link": 1 / (1 + slower * disturbed)}
+        steps = [left / pace[stream] for stream, (_, left) in active.items()] + [issued - now for issued in waiting]
         step = min(steps)
         overlapped += step if len(active) == 2 else 0.0
         now += step
         for stream, (task, left) in list(active.items()):
-            if left / pace <= step:
+            if left / pace[stream] <= step:
                 ended[task.name] = now
                 del active[stream]
             else:
-                active[stream] = (task, left - step * pace)
+                active[stream] = (task, left - step * pace[stream])
     return Times(now, overlapped, {name: (started[name], ended[name]) for name in started})
 
 

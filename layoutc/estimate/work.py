@@ -142,7 +142,7 @@ def step(
     made = list(_with_root([times[work] for work in groups], gather, reduce, head))
     optimizer = sum(_optimizer(use, work) for work in groups) + root.rows * ADAM + _written(use, root)
     tasks = tasks_of(made, optimizer / machine.memory)
-    ran = run(tasks, machine.interference)
+    ran = run(tasks, machine.interference, link.disturbed)
     forward, backward = sum(one.forward for one in made), sum(one.backward for one in made)
     return Parts(
         forward=forward,

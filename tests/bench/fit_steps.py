@@ -22,7 +22,7 @@ from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
 from layoutc.estimate.hosts import factor_of
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
+from layoutc.estimate.machine import CARDS, H100, H200, HOST_MEMORY, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Runs, Use, copied_bytes
@@ -74,9 +74,9 @@ class Constants:
     peer_operand_bytes: float = 115.7
 
     def link(self, name: str, world: int = 2) -> Link:
-        """By name; that of four ranks is another. A number is GB/s of a link that was not measured."""
-        if name.isdigit():
-            return link_of(float(name) * 1e9, 8, None, "ring")
+        """By name; that of four ranks is another."""
+        if name == "host-memory":
+            return HOST_MEMORY
         return self.sockets if name == "sockets" else self.nvlink_4 if world == 4 else self.nvlink
 
     def machine_for(self, words: str, how: str, card: Machine = H200) -> Machine:

@@ -85,7 +85,7 @@ EXCHANGED = """
 4096 4 2 NVLink compiled: fp8_current+low 225.6
 """
 # On two H100s, whose memory is slower: steps with gradients reduced in fp32 and, +exchange, exchanged; none is fitted
-# to. All gradients were copied on the stream of backward. The link of 24 GB/s was not measured.
+# to. All gradients were copied on the stream of backward.
 ON_H100S = """
 512 1 2 NVLink compiled: bf16 80.0, bf16+exchange 74.4
 4096 1 2 NVLink compiled: bf16 113.8, torchao 98.6, fp8_current+low 83.8, fp8_block+low 89.2
@@ -93,8 +93,8 @@ ON_H100S = """
 4096 1 2 NVLink compiled-graph: bf16 112.0, torchao 96.3, fp8_current+low 84.0, fp8_current+low+exchange 81.6
 4096 4 2 NVLink compiled-graph: bf16 344.7 341.5, torchao 257.1 254.9, fp8_current+low 245.1 240.5
 4096 4 2 NVLink compiled-graph: fp8_current+low+exchange 241.8 238.7
-4096 1 2 24 eager: bf16 309.1, bf16+exchange 257.4, nvfp4 221.4, nvfp4+exchange 163.5
-4096 1 2 24 eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
+4096 1 2 host-memory eager: bf16 309.1, bf16+exchange 257.4, nvfp4 221.4, nvfp4+exchange 163.5
+4096 1 2 host-memory eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
 # On two H100s: steps whose weights are dequantized on gather, and those beside them, which took turns as called; none
