@@ -31,10 +31,9 @@ from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
 
 SPECS = Path(__file__).parent.parent.parent / "specs"
-# The peer's host, measured inside FSDP2 and not fitted: a gather of a weight takes 117 to 141 us, a linear layer's
-# forward 323 and 237 us more than in bf16, with one cast of an activation, of which backward has three; finding the
-# amaxes of 64 weights after a step takes 2.2 ms. Compiled, its casts are Inductor's kernels, and call no operators.
-PEER_GATHER, PEER_LINEAR, PEER_AMAXES = 129e-6, 280e-6, 2.2e-3 / 64
+# The peer's host, measured inside FSDP2 and not fitted: a gather of a weight takes 117 to 141 us; finding the amaxes of
+# 64 weights after a step takes 2.2 ms. Compiled, its casts are Inductor's kernels, and call no operators.
+PEER_GATHER, PEER_AMAXES = 129e-6, 2.2e-3 / 64
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted. peer_operand_bytes: operand_bytes of the peer in eager mode, whose casts are not fused."""
+    """What is fitted. Of the peer in eager mode: peer_operand_bytes, whose casts are not fused; peer_linear, seconds of
+    the host for each of four casts in a linear layer's step."""
 
     machine: Machine = H200
     nvlink: Link = NVLINK
     nvlink_4: Link = NVLINK_4
     sockets: Link = SOCKETS
-    peer_operand_bytes: float = 115.7
+    peer_operand_bytes: float = 114.0
+    peer_linear: float = 602e-6
 
     def link(self, name: str, world: int = 2) -> Link:
         """By name; that of four ranks is another."""
@@ -84,9 +85,9 @@ class Constants:
         machine = replace(self.machine, name=card.name, memory=card.memory)
         if words != "torchao":
             return machine
-        host = replace(machine, low_host=0.0, eager_low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
+        host = replace(machine, amax_host=0.0, gather_host=PEER_GATHER)
         if how.startswith("eager"):
-            eager = replace(host, cast_host=4 * PEER_LINEAR + PEER_AMAXES)
+            eager = replace(host, cast_host=4 * self.peer_linear + PEER_AMAXES)
             return replace(eager, operand_bytes=self.peer_operand_bytes)
         return replace(host, cast_host=machine.weight_host + PEER_AMAXES)
 
@@ -233,10 +234,11 @@ def points() -> list[Point]:
         (sequence, batch, world), card = map(int, sizes), CARDS[name.lower()]
         (_, plain), *others = (time.rsplit(" ", 1) for time in times.split(", "))
         for words, ms in others:
+            fitted, ms = ms.endswith("*"), ms.rstrip("*")
             where = f"{name}, {world} ranks, {link}, sequence {sequence}, batch {batch}, {how}"
             label = f"paired, {where}, bf16 {plain}: {words}"
             seconds = beside(words, float(plain), blocks(sequence, batch), world, link, how, card)
-            add(label, float(ms), False, seconds)
+            add(label, float(ms), fitted, seconds)
     return made
 
 
@@ -278,20 +280,18 @@ def fit_products() -> float:
 
 
 # The rest follows whole steps: where each begins, and the least that it can be.
-NAMES = (
-    *("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host"),
-    "eager_low_host",
-)
-SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 5e-4, 5e-4, 50.0])
+NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host")
+SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 50.0, 5e-4])
 
 
 def fit_steps(at: Constants) -> Constants:
     """Gauss-Newton of relative residuals, with numeric derivatives and halved steps where a step does not help."""
-    steps = [point for point in points() if point.fitted and point.label.startswith("step")]
+    steps = [point for point in points() if point.fitted and point.label.startswith(("step", "paired"))]
 
     def with_(x: np.ndarray) -> Constants:
-        *own, peer = map(float, x * SCALES)
-        return replace(at, machine=replace(at.machine, **dict(zip(NAMES, own, strict=True))), peer_operand_bytes=peer)
+        *own, peer, linear = map(float, x * SCALES)
+        machine = replace(at.machine, **dict(zip(NAMES, own, strict=True)))
+        return replace(at, machine=machine, peer_operand_bytes=peer, peer_linear=linear)
 
     def residuals(x: np.ndarray) -> np.ndarray:
         made = with_(x)
@@ -320,7 +320,11 @@ FITTED = (
     ("bandwidth among four ranks", 1, "1 gather"),
     ("reduced", 1, "1 sum of reduce-scatters"),
     ("in_step", 1, f"{sum(map(len, recorded.CARD.values()))} sums of products"),
-    (f"{', '.join(NAMES)} and the peer's operand_bytes", len(SCALES), f"{recorded.STEPS.count('*')} steps"),
+    (
+        f"{', '.join(NAMES)} and the peer's operand_bytes and linear",
+        len(SCALES),
+        f"{recorded.STEPS.count('*')} steps and {recorded.PAIRED.count('*')} beside bf16's",
+    ),
 )
 
 
@@ -338,7 +342,7 @@ def main() -> None:
         print(f"{name}: {link.bandwidth / 1e9:.2f} GB/s, launch {link.launch * 1e6:.0f} us, reduced {link.reduced:.3f}")
     print(f"in_step {found.machine.in_step:.3f}")
     print(", ".join(f"{name} {getattr(found.machine, name):.4g}" for name in NAMES))
-    print(f"the peer's operand_bytes, eager: {found.peer_operand_bytes:.4g}")
+    print(f"the peer's operand_bytes, eager: {found.peer_operand_bytes:.4g}, linear {found.peer_linear * 1e6:.0f} us")
     for which, count, basis in FITTED:
         print(f"{count} fitted: {which}, to {basis}")
     print("\n| point | runs, ms | spread | estimate, ms | of the middle | of the nearest | used |")

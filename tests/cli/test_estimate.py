@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 from places import ROOT
 
+from layoutc.cli import shared
 from layoutc.cli.app import main
+from layoutc.estimate.machine import H200, LINKS
 
 SPECS = ROOT / "specs"
 
@@ -78,7 +80,8 @@ def test_eager_models_take_more_of_the_host_in_low_precision_alone() -> None:
     assert (compiled["runs"], eager["runs"]) == ("compiled", "eager")
     (plain, low), (same, more) = (data["links"][0]["estimates"] for data in (compiled, eager))
     assert plain == same
-    assert more["host"] > 1.2 * low["host"]
+    layers, weights = 32, 7  # an activation's and a gradient's amax for each weight
+    assert more["host"] - low["host"] == pytest.approx(layers * weights * 2 * H200.amax_host)
     for name in ("forward", "backward", "optimizer", "bytes_forward"):
         assert more[name] == low[name]
     for command in ("estimate", "plan"):
@@ -112,6 +115,27 @@ def test_a_host_as_a_step_in_bf16_shows_it() -> None:
     assert steps[1]["host"] == pytest.approx(2 * steps[0]["host"])
     assert steps[1]["total"] > steps[0]["total"]
     assert any("host: 2 times as long" in note for note in plans[1]["notes"])
+
+
+def test_links_that_were_measured_have_names() -> None:
+    """With what reduce-scatters and exchanges reach there; both commands take them, and no others."""
+    assert tuple(LINKS) == shared.LINKS
+    args = ("--world", "2", "--json", "--latency", "20", "--rule", "tree")
+    found = json.loads(run("nvfp4", *args, "--link", "host-memory,25.3", "--link", "sockets").stdout)["links"]
+    names = [one["link"]["name"] for one in found]
+    assert names == ["host memory", "25.3 GB/s", "sockets"]
+    measured = {one["link"]["name"]: one["link"] for one in found}
+    assert [measured[name]["exchanged"] for name in names] == [0.96, 1.0, 0.70]
+    assert all((one["far_hop"], one["rule"]) == (20 * 1e-6, "tree") for one in measured.values())
+    of_name, of_number, _ = (one["estimates"][1]["total"] for one in found)
+    assert of_name < of_number  # it was measured that products do not slow it
+    plan = ("plan", "--shapes", "up=4096x4096", "--world", "2", "--json", "--link")
+    totals = []
+    for link in ("host-memory", "25.3", "fast"):
+        result = CliRunner().invoke(main, [*plan, link])
+        totals.append(json.loads(result.stdout)["budgets"][0]["step"]["total"] if result.exit_code == 0 else result)
+    assert totals[0] < totals[1]
+    assert "'fast' is no link; write GB/s of a rank, 0.001 to 100000, as in --link 50, or nvlink" in totals[2].stderr
 
 
 def test_without_recipes_bf16_alone() -> None:

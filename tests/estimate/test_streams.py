@@ -80,6 +80,13 @@ def test_interference_by_hand() -> None:
     assert made.overlapped == pytest.approx(6)
 
 
+def test_a_link_that_is_not_disturbed_by_hand() -> None:
+    """It does its 6 in 6, which slow the other's 4 to 6. Half disturbed, it runs at 4/5 until that is done."""
+    tasks = [Task("a", "compute", 4), Task("b", "link", 6)]
+    assert run(tasks, 0.5, 0.0).spans == {"a": (0, pytest.approx(6)), "b": (0, pytest.approx(6))}
+    assert run(tasks, 0.5, 0.5).spans == {"a": (0, pytest.approx(6)), "b": (0, pytest.approx(6 + (6 - 6 * 0.8)))}
+
+
 def test_memory_is_not_interfered_with_by_hand() -> None:
     """Half of forward is what memory decides, so that both run at 1 / (1 + 1/2 * 1/2): 4 takes 5 beside the gather."""
     groups = [GroupTimes(0, 4, 0, 0, 0, memory_forward=2), GroupTimes(8, 0, 0, 0, 0)]
