@@ -28,7 +28,7 @@ card_option = click.option(
 )
 
 eager_option = click.option(
-    "--eager", is_flag=True, help="Not compiled: with --low, the host launches what finds amaxes."
+    "--eager", is_flag=True, help="Not compiled: with --low, more of the host's time."
 )
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 

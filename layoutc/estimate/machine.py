@@ -22,8 +22,9 @@ class Machine:
     activation or a gradient. interference: of products and attention with the link; see `layoutc.estimate.streams`.
 
     Seconds of the host: group_host, weight_host, cast_host, of a group, of each quantized weight and each weight that
-    is cast, in a step without its gathers, eager and compiled alike, whatever its products are in. amax_host: of a
-    matrix whose amax is found before it is quantized, which compiled models find where they compute it.
+    is cast, in a step without its gathers, eager and compiled alike; low_host: besides of each whose products are in
+    low precision, in eager models. amax_host: of a matrix whose amax is found before it is quantized, there too, since
+    compiled models find it where they compute the matrix.
     copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
     gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose values are made
     where all of the group's codes have arrived.
@@ -41,6 +42,7 @@ class Machine:
     group_host: float
     weight_host: float
     cast_host: float
+    low_host: float
     amax_host: float
     copied_host: float
     plain_gather_host: float
@@ -68,12 +70,13 @@ H200 = Machine(
     in_step=1.09,  # fitted: what products take of steps at batch 4
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
-    token_bytes=17.1,  # fitted, as what follows up to cast_host: whole steps
+    token_bytes=17.1,  # fitted, as what follows up to low_host: whole steps
     operand_bytes=10.2,
     interference=0.863,
-    group_host=6.95e-3,
-    weight_host=0.273e-3,
-    cast_host=0.347e-3,
+    group_host=6.99e-3,
+    weight_host=0.2625e-3,
+    cast_host=0.341e-3,
+    low_host=0.093e-3,
     amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
     copied_host=1.1e-3,  # as H100s had it, py-spy's shares: 8 groups 11.9 ms of 86.6, and 3.0 of 77.2 by one launch
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks

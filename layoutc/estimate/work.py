@@ -221,7 +221,7 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
         own = machine.cast_host if use.cast else machine.weight_host
         if use.on_gather:  # products are those of plain weights
             own = 0.0
-        seconds += work.weights * (own + _amaxes_host(use, machine, runs))
+        seconds += work.weights * (own + _low_host(use, machine, runs))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
         seconds -= machine.copied_host
@@ -233,15 +233,16 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
     return seconds
 
 
-def _amaxes_host(use: Use, machine: Machine, runs: Runs) -> float:
-    """Of a weight's products in low precision in a step: activations and gradients whose scale is one for all need an
-    amax first, which compiled models find where they compute them."""
+def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
+    """Of a weight's products in low precision in a step of an eager model. Activations and gradients whose scale is one
+    for all need an amax first."""
     products = use.plan.products if use.plan and runs == "eager" else None
     if products is None or not any(_low_rate(use, machine, one.name) for one in products.products):
         return 0.0
-    return machine.amax_host * sum(
+    whole = sum(
         any(plane.per_m is None for plane in layout.planes) for layout in (products.activation, products.gradient)
     )
+    return machine.low_host + whole * machine.amax_host
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class Constants:
     nvlink_4: Link = NVLINK_4
     sockets: Link = SOCKETS
     peer_operand_bytes: float = 114.0
-    peer_linear: float = 602e-6
+    peer_linear: float = 606e-6
 
     def link(self, name: str, world: int = 2) -> Link:
         """By name; that of four ranks is another."""
@@ -85,7 +85,7 @@ class Constants:
         machine = replace(self.machine, name=card.name, memory=card.memory)
         if words != "torchao":
             return machine
-        host = replace(machine, amax_host=0.0, gather_host=PEER_GATHER)
+        host = replace(machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
         if how.startswith("eager"):
             eager = replace(host, cast_host=4 * self.peer_linear + PEER_AMAXES)
             return replace(eager, operand_bytes=self.peer_operand_bytes)
@@ -280,8 +280,8 @@ def fit_products() -> float:
 
 
 # The rest follows whole steps: where each begins, and the least that it can be.
-NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host")
-SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 50.0, 5e-4])
+NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host")
+SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 1e-4, 50.0, 5e-4])
 
 
 def fit_steps(at: Constants) -> Constants:

@@ -119,7 +119,7 @@ ON_GATHER = """
 """
 # Steps as called beside bf16 in the same process, by turns: the host's time, which differs from machine to machine, is
 # found from bf16's step (`layoutc.estimate.hosts`). What products in low precision, and the peer, take of it is fitted
-# to four. Steps in low precision are those since eager linear layers are straight-line code, and compiled graphs keep
+# to five. Steps in low precision are those since eager linear layers are straight-line code, and compiled graphs keep
 # launches and find amaxes by rows.
 PAIRED = """
 512 1 2 NVLink compiled H100: bf16 70.2, fp8_block 76.1, nvfp4 77.2
@@ -138,6 +138,9 @@ PAIRED = """
 512 1 2 NVLink eager H200: bf16 46.8, nvfp4 52.8
 512 1 2 NVLink eager H200: bf16 55.3, fp8_current+low 63.4*, fp8_block+low 73.5, nvfp4 61.3, torchao 158.4*
 512 1 2 NVLink eager H200: bf16 59.5, cast nvfp4 57.5, cast fp8_block 59.9
+512 1 2 NVLink eager H200: bf16 63.9, fp8_current+low 78.4*, fp8_block+low 82.9, nvfp4 64.3
+512 1 2 NVLink eager H200: bf16 59.7, cast nvfp4 65.0, cast fp8_block 70.6, cast fp8_current+low 80.3
+512 1 2 NVLink compiled H200: bf16 54.6, fp8_current+low 57.5, nvfp4+on_gather+exchange 44.5
 512 1 2 NVLink compiled H200: bf16 61.2, fp8_current+low 70.5*, fp8_block+low 71.5, cast nvfp4 66.6
 512 1 2 NVLink compiled H200: bf16 61.2, cast fp8_block 63.1
 512 1 1 NVLink eager H200: bf16 51.3, nvfp4 63.0, cast nvfp4 76.5
