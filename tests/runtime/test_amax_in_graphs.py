@@ -16,8 +16,8 @@ from weight_recipes import ALL_PAIRS
 
 import layoutc
 from layoutc.runtime import numerics
+from layoutc.runtime.operands import amax_in_graphs
 from layoutc.runtime.product_mode import Saves
-from layoutc.runtime.products import amax_in_graphs
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import layoutc
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.products import choice, linear, shared_inputs, weight_operand
+from layoutc.runtime.operands import shared_inputs, weight_operand
+from layoutc.runtime.products import choice, linear
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight import operators
 

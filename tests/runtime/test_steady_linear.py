@@ -15,7 +15,8 @@ from torch import Tensor
 
 import layoutc
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.products import autograd, choice, linear, scaled_mm, steady_linear
+from layoutc.runtime.operands import launched, scaled_mm
+from layoutc.runtime.products import autograd, choice, linear, steady_linear
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 
 pytestmark = [
@@ -137,9 +138,9 @@ def test_weights_that_share_an_input_quantize_it_once(monkeypatch: pytest.Monkey
     with layoutc.products("auto"):
         F.linear(x, held), F.linear(x, other)
         launches: list[Any] = []
-        quantize = steady_linear.Quantizing.__call__
+        quantize = launched.Quantizing.__call__
         monkeypatch.setattr(
-            steady_linear.Quantizing, "__call__", lambda self, flat: (launches.append(flat), quantize(self, flat))[1]
+            launched.Quantizing, "__call__", lambda self, flat: (launches.append(flat), quantize(self, flat))[1]
         )
         y = x * 2
         first, second = F.linear(y, held), F.linear(y, other)
@@ -173,6 +174,28 @@ def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
         held._planes["rowwise_data"].untyped_storage().resize_(0)
         assert steady_linear.forward(x, held, None, "auto", "quantized") is None
         assert laid(grad, flat, held, []) is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_codes_that_an_ordinary_forward_has_saved() -> None:
+    """They may be bytes, where several launches made them; straight-line code reads them as scaled_mm wants them."""
+    held, (x, grad) = weight("fp8_current"), case(1)
+    with layoutc.products("auto"):
+        expected = step(x, held, grad)
+        _, *saved = linear.forward(x.detach(), held, None, "auto", "quantized")
+        found = steady_linear.backward(grad, held, [one.view(torch.uint8) for one in saved], "auto", True, "quantized")
+    assert found is not None
+    assert all(same_bits(ours.to(theirs.dtype), theirs) for ours, theirs in zip(found, expected[1:], strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_can_not_be_read_is_not_remembered() -> None:
+    """A weight that FSDP2 has freed says so, and the next one of its size is multiplied as ever."""
+    held, (x, _) = weight("fp8_block"), case(0)
+    held._planes["rowwise_data"].untyped_storage().resize_(0)
+    assert steady_linear.forward(x, held, None, "auto", "quantized") is None
+    assert not steady_linear._forwards
+    assert steady_linear.forward(x, weight("fp8_block"), None, "auto", "quantized") is not None
 
 
 @pytest.mark.usefixtures("kernels")

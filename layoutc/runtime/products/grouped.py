@@ -18,13 +18,14 @@ from torch import Tensor
 
 from layoutc.runtime import library
 from layoutc.runtime.facts import Grouped
+from layoutc.runtime.operands import shared_inputs
+from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
+from layoutc.runtime.products import scaled_grouped_mm
 from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, recipes_of
 from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, again, note_without_kernel
-from layoutc.runtime.products.weight_operand import weight_buffers
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward, grouped_mm
 from layoutc.runtime.weight import operators

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.operands import amax_in_graphs, scaled_mm, shared_inputs
+from layoutc.runtime.operands.weight_operand import keep_side, kept_side, weight_buffers
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
 from layoutc.runtime.products.choice import (
     NAMES,
     OPERANDS,
@@ -34,7 +35,6 @@ from layoutc.runtime.products.choice import (
     choose,
     recipes_of,
 )
-from layoutc.runtime.products.weight_operand import keep_side, kept_side, weight_buffers
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward
 from layoutc.runtime.weight import operators

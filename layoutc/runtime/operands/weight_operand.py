@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from layoutc.runtime.products import scaled_mm
+from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.flattening import whole_and_window
 from layoutc.runtime.weight.pending_writes import check_readable

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import library
-from layoutc.runtime.products.choice import Recipe
 from layoutc.runtime.torch_private import lower_in_inductor
 from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _ROWS = 1024  # the most amaxes that each program of a kernel reads, instead of a launch that reduces them
 
 
-def amax_of(recipe: Recipe, x: Tensor) -> Tensor | None:
+def amax_of(recipe: type[QuantizedTensor], x: Tensor) -> Tensor | None:
     """The amax of an operand (m, k), in its dtype, (1,); or that of each row, (m,), if the kernel that quantizes it
     takes the largest of them. NaN propagates.
 

@@ -1,0 +1,151 @@
+"""Operands by launches that were made before, for tensors of the same sizes, as scaled_mm reads them.
+
+What follows from the sizes is found once: the launch, and which of its results, or of a weight's planes, are codes and
+scales. What is not so simple is None, and left to the ordinary way, which gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.facts import Layout, Operand
+from layoutc.runtime.kernels import amaxes, launch
+from layoutc.runtime.kernels.launch import Launches as Launches
+from layoutc.runtime.kernels.prepared import Again
+from layoutc.runtime.operands import scaled_mm
+from layoutc.runtime.operands.scaled_mm import Side
+from layoutc.runtime.operands.weight_operand import kept_side
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+class Place(NamedTuple):
+    """Where an operand of a product lies among the results of a launch."""
+
+    codes: int
+    scale: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    scaling: str
+    free: int  # size of the dim that is not contracted
+    is_left: bool
+    kinds: list[int]
+    orders: list[int]
+
+    @classmethod
+    def of(cls, layout: Layout, orientation: str, names: Sequence[str], free: int, is_left: bool) -> Place | None:
+        """names: of the results. None if they are not all that scaled_mm reads, as it reads it."""
+        operand = layout.operands[orientation]
+        if not isinstance(operand, Operand) or operand.transposes or operand.tensor_scale is not None:
+            return None
+        codes, scale = (names.index(f"{orientation}_{what}") for what in ("data", "scale"))
+        return cls(
+            codes, scale, (operand.codes, operand.scale), operand.scaling, free, is_left, *scaled_mm.facts(operand)
+        )
+
+    def side(self, results: Sequence[Tensor]) -> Side:
+        """The operand."""
+        codes, scale = results[self.codes], results[self.scale]
+        of_codes, of_scale = self.dtypes
+        codes = codes if codes.dtype == of_codes else codes.view(of_codes)
+        scale = scale if scale.dtype == of_scale else scale.view(of_scale)
+        return Side(codes, [scaled_mm.as_read(self.scaling, scale, self.free, self.is_left)], self.kinds, self.orders)
+
+
+@dataclass(frozen=True, eq=False)  # by identity: a key of what was quantized
+class Quantizing:
+    """A launch that quantizes activations, or gradients, of one size."""
+
+    again: Again
+    device: int | None  # on which card
+    amax: bool  # one of the whole matrix is found first
+
+    @classmethod
+    def of(
+        cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
+    ) -> Self | None:
+        """names: of the buffers that it gives. None if they take more than one launch, or one that draws bits."""
+        kernels, layout = recipe._quantizing(flat), recipe.LAYOUT
+        if kernels is None or layout.stochastic or layout.amax_columns is not None or flat.stride(1) != 1:
+            return None
+        swizzled = bool(layout.swizzled)
+        amax = recipe._shared_amax(flat) if layout.shares_amax else None
+        recipe._quantize_buffers(flat, amax, orientations, swizzled, None, True)
+        again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
+        return None if again is None else cls(again, flat.device.index, amax is not None)
+
+    def __call__(self, flat: Tensor) -> list[Tensor] | None:
+        """The buffers; None if another device is the current one."""
+        if self.device is not None and torch.cuda.current_device() != self.device:
+            return None
+        return self.again(flat, amaxes.matrix_amax(flat, None, passing=True)) if self.amax else self.again(flat)
+
+
+class LayingOut(NamedTuple):
+    """A launch that lays out what a product reads of a weight, beside planes that serve as they are."""
+
+    again: Again
+    planes: tuple[str, ...]  # that the launch reads
+    given: tuple[str, ...]  # planes that serve
+    place: Place  # among the results of the launch and these
+
+    @classmethod
+    def of(cls, weight: QuantizedTensor, orientation: str, free: int) -> LayingOut | None:
+        """None if the weight does not hold the orientation, or is no matter of one launch."""
+        layout, planes, chosen = weight.LAYOUT, weight._planes, (orientation,)
+        if orientation not in weight.orientations or layout.swizzled:
+            return None
+        names = [f"{orientation}_{what}" for what in ("data", "scale")]
+        made = [name for name in names if name not in layout.as_stored]
+        given = [name for name in names if name in layout.as_stored]
+        place = Place.of(layout, orientation, (*made, *given), free, False)
+        kernels = type(weight)._kernels(next(iter(planes.values())))
+        if kernels is None or place is None:
+            return None
+        type(weight)._lay_out(planes, *weight._matrix, chosen, False)
+        moved = tuple([name for name in kernels.moved if name in planes])
+        device = next(iter(planes.values())).device
+        again = kernels.again(launch.laid_out_like(*weight._matrix, device, chosen, False, len(moved)), made, True)
+        served = tuple([layout.as_stored[name] for name in given])
+        return None if again is None else cls(again, moved, served, place)
+
+    def side(self, weight: QuantizedTensor) -> Side | None:
+        """The weight as an operand; None if its planes are not there, or not as kernels read them."""
+        planes, read, results = weight._planes, [], []
+        if weight._writes.waiting:
+            return None
+        for name in self.planes:
+            if (plane := planes.get(name)) is None or not _is_there(plane):
+                return None
+            read.append(plane)
+        for name in self.given:
+            if (plane := planes.get(name)) is None or not _is_there(plane):
+                return None
+            results.append(
+                plane.clone() if plane.data_ptr() & 15 else plane
+            )  # a piece of a larger tensor: as in `side`
+        made = self.again(*read)
+        return None if made is None else self.place.side(made + results)
+
+
+def right(weight: QuantizedTensor, orientation: str, laid: LayingOut | None) -> Side | None:
+    """The weight as the right operand: laid out, or views of planes, which the product before has left."""
+    return kept_side(weight, orientation) if laid is None else laid.side(weight)
+
+
+def is_held(weight: QuantizedTensor) -> bool:
+    """Whether all planes can be read: what is found of weights whose planes can't is not to be kept."""
+    return not weight._writes.waiting and all(map(_is_there, weight._planes.values()))
+
+
+def is_stored(layout: Layout, orientation: str) -> bool:
+    """Whether all that a product reads of a weight are planes as they are."""
+    return all(f"{orientation}_{what}" in layout.as_stored for what in ("data", "scale"))
+
+
+def _is_there(plane: Tensor) -> bool:
+    """Whether a plane is contiguous, at a multiple of 4 bytes, and not freed."""
+    return bool(plane.untyped_storage().nbytes()) and launch.is_readable(plane)
