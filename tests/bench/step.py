@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--graph] [--profile]
 
+With --phases the first rank says where the host's time goes in a step, by timers: medians over turns.
+
 Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
 --eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
 the peak of memory, the loss after the steps, the last fifth of steps over the first, and bytes that are allocated after
@@ -31,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import phases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -174,7 +177,8 @@ class Trial:
                 _wait(device)
                 began = time.perf_counter()
                 self.step()
-                _wait(device)
+                with phases.phase("waits for the card"):
+                    _wait(device)
                 self.times.append((time.perf_counter() - began) * 1e3)
                 self.held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
 
@@ -186,11 +190,14 @@ def prepared(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes
     x = torch.randn(batch, options.sequence, sizes.dim, generator=generator).to(device, torch.bfloat16)
 
     def step() -> Tensor:
-        loss = (model(x) - x.roll(1, 1)).float().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        after()
+        with phases.phase("forward"):
+            loss = (model(x) - x.roll(1, 1)).float().square().mean()
+        with phases.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with phases.phase("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+            after()
         return loss.detach()
 
     mode: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -241,6 +248,7 @@ def taken(
     torch._dynamo.config.recompile_limit = 16 * len(variants)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     trials, runs = [], []
+    spent: dict[str, list[dict[str, tuple[float, float]]]] = {variant: [] for variant in variants}
     for variant in variants:
         try:
             trials.append(prepared(variant, batch, options, sizes, device))
@@ -252,7 +260,11 @@ def taken(
             if options.turns > 1:  # the first step after another's is not its own
                 trial.take(1, device)
                 del trial.times[-1], trial.held[-1]
+            phases.taken(1)
             trial.take(options.steps, device)
+            spent[trial.variant].append(phases.taken(options.steps))
+    if options.phases and dist.get_rank() == 0:
+        print(phases.table({trial.variant: spent[trial.variant] for trial in trials}), flush=True)
     for trial in trials:
         runs.append(measured(trial, options, device))
         if dist.get_rank() == 0:
@@ -329,10 +341,13 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--phases", action="store_true", help="where the host's time goes, by timers")
     parser.add_argument("--trace", help="a folder for traces of a step, for Perfetto or chrome://tracing")
     parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.phases:
+        phases.measure()
     if options.trace:
         Path(options.trace).mkdir(parents=True, exist_ok=True)
     cards = torch.cuda.is_available()
