@@ -129,6 +129,23 @@ def test_a_kernel_is_scaled_mm_on_the_same_bytes(recipe: str) -> None:
     assert same_bits(of_x, by_hand(gradient.quantize(g), held, "columnwise", e5m2))
 
 
+@on_cpus
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*((one, torch.bfloat16) for one in ON_CPU), ("fp8_current", torch.float32)]
+)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_product_into_memory_that_is_there(recipe: str, dtype: torch.dtype, fast: bool) -> None:
+    """The same bytes as in new memory, in a view of a tensor of more dims as well."""
+    layout, read = module(recipe).LAYOUT, linear.scaled_mm.side
+    a, b = (module(recipe).quantize(weight(rows, K, seed=rows)).buffers() for rows in (TOKENS, M))
+    sides = read(layout, "rowwise", a, TOKENS, is_left=True), read(layout, "rowwise", b, M, is_left=False)
+    assert linear.scaled_mm.gives(sides[0].kinds, dtype)
+    assert not linear.scaled_mm.gives(sides[0].kinds, torch.float16)
+    out = torch.empty(2, TOKENS // 2, M, dtype=dtype)
+    linear.scaled_mm.multiply_into(out.view(-1, M), *sides, fast=fast)
+    assert same_bits(out.flatten(0, 1), linear.scaled_mm.multiply(*sides, dtype, fast=fast))
+
+
 @pytest.mark.parametrize("tokens", [TOKENS, 160])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -> None:

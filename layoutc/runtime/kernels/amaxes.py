@@ -45,17 +45,32 @@ def matrix_amax(x: Tensor, block_k: int | None, *, passing: bool = False) -> Ten
     x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax. passing: one that lives as long as a
     step, so that its memory may be a part of something larger.
     """
-    columns = 1 if block_k is None else cdiv(x.shape[1], block_k)
-    if passing and block_k is None and not torch.is_inference_mode_enabled() and not capturing(x.device):
-        amax = _zero(x.device)
+    if passing and block_k is None:
+        amax = passing_zero(x.device)
     else:
-        amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.float32, device=x.device)
+        amax = torch.zeros(_shape(x, block_k), dtype=torch.float32, device=x.device)
     if x.numel():
-        key = x.shape, x.stride(), x.dtype, x.device, block_k
-        if (bound := _bound.get(key)) is None:
-            bound = _bound[key] = _bind(x, amax.view(torch.int32), columns, block_k)
-        bound(x, amax)
+        measuring(x, block_k)(x, amax)
     return amax
+
+
+def _shape(x: Tensor, block_k: int | None) -> tuple[int, ...]:
+    return (1,) if block_k is None else (1, cdiv(x.shape[1], block_k))
+
+
+def measuring(x: Tensor, block_k: int | None) -> Bound:
+    """The launch that raises amaxes of matrices like x, from zeros: products measure the same sizes in each step."""
+    key = x.shape, x.stride(), x.dtype, x.device, block_k
+    if (bound := _bound.get(key)) is None:
+        bound = _bound[key] = _bind(x, block_k)
+    return bound
+
+
+def passing_zero(device: torch.device) -> Tensor:
+    """An amax to be raised, (1,) fp32, that lives as long as a step: a part of something larger, where it can be."""
+    if torch.is_inference_mode_enabled() or capturing(device):
+        return torch.zeros((1,), dtype=torch.float32, device=device)
+    return _zero(device)
 
 
 _zeros: dict[tuple[torch.device, int], list[Tensor]] = {}  # by the stream that has filled them
@@ -72,17 +87,17 @@ def _zero(device: torch.device) -> Tensor:
     return left.pop()
 
 
-def _bind(x: Tensor, amax: Tensor, columns: int, block_k: int | None) -> Bound:
-    """The launch for matrices like x: products measure the same sizes in each step. amax: as integers, which order
-    amaxes as they are."""
+def _bind(x: Tensor, block_k: int | None) -> Bound:
+    """A launch that reads amaxes as integers, which are in the same order."""
     direct, kernels = _kernels()
+    amax = torch.zeros(_shape(x, block_k), dtype=torch.int32, device=x.device)
     m, k = x.shape
     tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)
     block = tile_k if block_k is None else block_k
     cover = covered(tile_k, block)
     even = m % tile_m == 0 and k % cover == 0
     constants = direct.Constants((block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)))
-    args = x, amax, m, k, *x.stride(), columns
+    args = x, amax, m, k, *x.stride(), amax.shape[-1]
     made: Bound = direct.Bound(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps, None, constants)
     return made
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from torch import Tensor
 from layoutc.runtime.facts import Layout, Operand
 from layoutc.runtime.kernels import amaxes, launch
 from layoutc.runtime.kernels.launch import Launches as Launches
-from layoutc.runtime.kernels.prepared import Again
 from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.operands.scaled_mm import Side
 from layoutc.runtime.operands.weight_operand import kept_side
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:  # both need Triton
+    from layoutc.runtime.kernels.direct import Bound
+    from layoutc.runtime.kernels.prepared import Again
 
 
 class Place(NamedTuple):
@@ -57,31 +60,51 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # by identity: a key of what was quantized
 class Quantizing:
-    """A launch that quantizes activations, or gradients, of one size."""
+    """A launch that quantizes activations, or gradients, of one size: contiguous, in any shape with as many columns."""
 
     again: Again
     device: int | None  # on which card
-    amax: bool  # one of the whole matrix is found first
+    amax: Bound | None  # finds that of the whole matrix first
 
     @classmethod
     def of(
         cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
     ) -> Self | None:
         """names: of the buffers that it gives. None if they take more than one launch, or one that draws bits."""
+        key = recipe, flat.shape, flat.dtype, flat.device, tuple(names)  # weights of several sizes share an operand
+        if key not in _quantizing:
+            _quantizing[key] = cls._found(recipe, flat, names, orientations)
+        return _quantizing[key]  # type: ignore[return-value]
+
+    @classmethod
+    def _found(
+        cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
+    ) -> Self | None:
         kernels, layout = recipe._quantizing(flat), recipe.LAYOUT
-        if kernels is None or layout.stochastic or layout.amax_columns is not None or flat.stride(1) != 1:
+        if kernels is None or layout.stochastic or layout.amax_columns is not None:
             return None
         swizzled = bool(layout.swizzled)
         amax = recipe._shared_amax(flat) if layout.shares_amax else None
         recipe._quantize_buffers(flat, amax, orientations, swizzled, None, True)
         again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
-        return None if again is None else cls(again, flat.device.index, amax is not None)
+        return (
+            None
+            if again is None
+            else cls(again, flat.device.index, None if amax is None else amaxes.measuring(flat, None))
+        )
 
-    def __call__(self, flat: Tensor) -> list[Tensor] | None:
+    def __call__(self, x: Tensor) -> list[Tensor] | None:
         """The buffers; None if another device is the current one."""
         if self.device is not None and torch.cuda.current_device() != self.device:
             return None
-        return self.again(flat, amaxes.matrix_amax(flat, None, passing=True)) if self.amax else self.again(flat)
+        if self.amax is None:
+            return self.again(x)
+        amax = amaxes.passing_zero(x.device)
+        self.amax(x, amax)
+        return self.again(x, amax)
+
+
+_quantizing: Launches[Quantizing | None] = Launches()
 
 
 class LayingOut(NamedTuple):
@@ -129,6 +152,11 @@ class LayingOut(NamedTuple):
             )  # a piece of a larger tensor: as in `side`
         made = self.again(*read)
         return None if made is None else self.place.side(made + results)
+
+
+def template(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A tensor without memory of a shape, else like another one: results are made like it in less time."""
+    return launch.template(shape, like.dtype, like.device)
 
 
 def right(weight: QuantizedTensor, orientation: str, laid: LayingOut | None) -> Side | None:

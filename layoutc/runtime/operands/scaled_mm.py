@@ -81,8 +81,7 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
     Engine do so in forward, and not for gradients.
     """
     whole = a.kinds in _WHOLE
-    # bf16 is the one dtype that every kind of scales gives.
-    given = dtype if dtype == torch.bfloat16 or (a.kinds == _WHOLE[0] and dtype == torch.float32) else torch.bfloat16
+    given = dtype if gives(a.kinds, dtype) else torch.bfloat16
     if a.kinds == b.kinds == _WHOLE[0] and a.codes.is_cuda:
         made = scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, given, fast)
     else:
@@ -91,6 +90,23 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
             *(given, [], fast and whole),
         )
     return made if made.dtype == dtype else made.to(dtype)
+
+
+def multiply_into(out: Tensor, a: Side, b: Side, *, fast: bool = False) -> None:
+    """As `multiply`, into an `out` of a dtype that `gives`."""
+    if a.kinds == b.kinds == _WHOLE[0] and out.is_cuda:
+        scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, out.dtype, fast, out=out)
+    else:
+        scaled_mm(
+            *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
+            *(out.dtype, [], fast and a.kinds in _WHOLE),
+            out=out,
+        )
+
+
+def gives(kinds: list[int], dtype: torch.dtype) -> bool:
+    """Whether scaled_mm gives a dtype for kinds of scales of the left operand: bf16 for all, fp32 for one scale."""
+    return dtype == torch.bfloat16 or (kinds == _WHOLE[0] and dtype == torch.float32)
 
 
 _WHOLE = [[int(kind.value)] for kind in (ScalingType.TensorWise, ScalingType.RowWise)]  # no scale along the contraction

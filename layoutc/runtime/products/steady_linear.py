@@ -22,8 +22,6 @@ from layoutc.runtime.products.choice import Keeps
 from layoutc.runtime.torch_private import dispatch_modes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_unsafe_view: Any = torch.ops.aten._unsafe_view.default
-
 
 class Forward(NamedTuple):
     """What forward does for activations of one size."""
@@ -32,38 +30,42 @@ class Forward(NamedTuple):
     left: Place
     saved: tuple[int, ...]  # of the results: what backward multiplies with gradients
     weight: LayingOut | None  # None: all that is read are planes
+    out: Tensor  # a template, without memory
 
     @classmethod
-    def of(cls, weight: QuantizedTensor, flat: Tensor, mode: Mode, keeps: Keeps) -> Self | None:
+    def of(cls, weight: QuantizedTensor, x: Tensor, mode: Mode, keeps: Keeps) -> Self | None:
         """None where calls are not straight-line code."""
-        ways, recipes, _ = linear.plan_of(weight, flat, mode)
+        ways, recipes, _ = linear.plan_of(weight, x, mode)
         layout = recipes.activation.LAYOUT
         if ways.forward != "kernel" or (keeps == "quantized" and ways.grad_weight != "kernel"):
             return None
         kept = linear.names_of(layout, "columnwise", "kernel") if keeps == "quantized" else ()
         names = (*linear.names_of(layout, "rowwise", "kernel"), *kept)
         orientations = ("rowwise", "columnwise")[: 2 if kept else 1]
+        flat = x.flatten(0, -2)
         quantizing = Quantizing.of(recipes.activation, flat, names, orientations)
         left = Place.of(layout, "rowwise", names, flat.shape[0], True)
-        if quantizing is None or left is None:
+        if quantizing is None or left is None or not scaled_mm.gives(left.kinds, x.dtype):
             return None
         saved = tuple(range(len(names) - len(kept), len(names)))
         is_stored = launched.is_stored(weight.LAYOUT, "rowwise")
         laid = None if is_stored else LayingOut.of(weight, "rowwise", weight._matrix[0])
-        return None if laid is None and not is_stored else cls(quantizing, left, saved, laid)
+        out = launched.template((*x.shape[:-1], weight._matrix[0]), x)
+        return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
-    def __call__(self, x: Tensor, flat: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
+    def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
         shared = shared_inputs.of(x)
         if (results := shared.get(self.quantizing)) is None:
-            if (results := self.quantizing(flat)) is None:
+            if (results := self.quantizing(x)) is None:
                 return None
             shared[self.quantizing] = results
-        out = scaled_mm.multiply(self.left.side(results), right, x.dtype, fast=True)
+        out = torch.empty_like(self.out)  # no view: FSDP2 warns of modules that return one
+        scaled_mm.multiply_into(out.view(-1, out.shape[-1]), self.left.side(results), right, fast=True)
         out = out if bias is None else out + bias.to(x.dtype)
-        return [_unsafe_view(out, [*x.shape[:-1], out.shape[1]]), *[results[at] for at in self.saved]]
+        return [out, *[results[at] for at in self.saved]]
 
 
 class Backward(NamedTuple):
@@ -74,17 +76,19 @@ class Backward(NamedTuple):
     weight: LayingOut | None  # None: as of Forward
     columnwise: Place | None  # gradients, for that of the weight; None: it is not needed
     saved: Place | None
+    of_input: Tensor  # a template, without memory
 
     @classmethod
-    def of(cls, weight: QuantizedTensor, flat: Tensor, mode: Mode, needs_input: bool, trains: bool) -> Self | None:
+    def of(cls, weight: QuantizedTensor, grad: Tensor, mode: Mode, needs_input: bool, trains: bool) -> Self | None:
         """None where calls are not straight-line code."""
-        ways, recipes, _ = linear.plan_of(weight, flat, mode)
+        ways, recipes, _ = linear.plan_of(weight, grad, mode)
         gradient, activation, (m, k) = recipes.gradient.LAYOUT, recipes.activation.LAYOUT, weight._matrix
         asked = {"rowwise": (needs_input, ways.grad_input), "columnwise": (trains, ways.grad_weight)}
         orientations = tuple([name for name, (wanted, _) in asked.items() if wanted])
         if not orientations or any(wanted and way != "kernel" for wanted, way in asked.values()):
             return None
         names = [name for one in orientations for name in linear.names_of(gradient, one, "kernel")]
+        flat = grad.flatten(0, -2)
         quantizing = Quantizing.of(recipes.gradient, flat, names, orientations)
         if quantizing is None:
             return None
@@ -93,29 +97,29 @@ class Backward(NamedTuple):
             rowwise = Place.of(gradient, "rowwise", names, flat.shape[0], True)
             is_stored = launched.is_stored(weight.LAYOUT, "columnwise")
             laid = None if is_stored else LayingOut.of(weight, "columnwise", k)
-            if rowwise is None or (laid is None and not is_stored):
+            if rowwise is None or (laid is None and not is_stored) or not scaled_mm.gives(rowwise.kinds, grad.dtype):
                 return None
         if trains:
             columnwise = Place.of(gradient, "columnwise", names, m, True)
             saved = Place.of(activation, "columnwise", linear.names_of(activation, "columnwise", "kernel"), k, False)
             if columnwise is None or saved is None:
                 return None
-        return cls(quantizing, rowwise, laid, columnwise, saved)
+        of_input = launched.template((*grad.shape[:-1], k), grad)
+        return cls(quantizing, rowwise, laid, columnwise, saved, of_input)
 
-    def __call__(
-        self, grad: Tensor, flat: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor]
-    ) -> list[Tensor] | None:
+    def __call__(self, grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor]) -> list[Tensor] | None:
         right = None
         if self.rowwise is not None:
             right = launched.right(weight, "columnwise", self.weight)
             if right is None:
                 return None
-        if (results := self.quantizing(flat)) is None:
+        if (results := self.quantizing(grad)) is None:
             return None
         made: list[Tensor] = []
         if self.rowwise is not None and right is not None:
-            found = scaled_mm.multiply(self.rowwise.side(results), right, grad.dtype)
-            made.append(_unsafe_view(found, [*grad.shape[:-1], found.shape[1]]))
+            of_input = torch.empty_like(self.of_input)
+            scaled_mm.multiply_into(of_input.view(-1, of_input.shape[-1]), self.rowwise.side(results), right)
+            made.append(of_input)
         if self.columnwise is not None and self.saved is not None:
             made.append(scaled_mm.multiply(self.columnwise.side(results), self.saved.side(saved), grad.dtype))
         return made
@@ -130,14 +134,13 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     """As `linear.forward`; None: that must do it."""
     if _is_unusual(x, weight) or keeps == "input":
         return None
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    key = type(weight), weight._matrix, flat.shape, flat.stride(), flat.dtype, flat.device, mode, keeps
+    key = type(weight), weight._matrix, x.shape, x.dtype, x.device, mode, keeps
     found = _forwards.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if not launched.is_held(weight):
             return None
-        found = _forwards[key] = Forward.of(weight, flat, mode, keeps)
-    return None if found is None else found(x, flat, weight, bias)
+        found = _forwards[key] = Forward.of(weight, x, mode, keeps)
+    return None if found is None else found(x, weight, bias)
 
 
 def backward(
@@ -146,19 +149,21 @@ def backward(
     """As `linear.backward`; None: that must do it."""
     if _is_unusual(grad, weight) or keeps == "input":
         return None
-    flat = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
     trains = keeps == "quantized"
-    key = type(weight), weight._matrix, flat.shape, flat.stride(), flat.dtype, flat.device, mode, needs_input, trains
+    key = type(weight), weight._matrix, grad.shape, grad.dtype, grad.device, mode, needs_input, trains
     found = _backwards.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if not launched.is_held(weight):
             return None
-        found = _backwards[key] = Backward.of(weight, flat, mode, needs_input, trains)
-    return None if found is None else found(grad, flat, weight, saved)
+        found = _backwards[key] = Backward.of(weight, grad, mode, needs_input, trains)
+    return None if found is None else found(grad, weight, saved)
 
 
 def _is_unusual(x: Tensor, weight: Any) -> bool:
-    """Whether a call is traced, not with a plain tensor, or not by a quantized weight as it lies, in whole blocks."""
+    """Whether a call is traced, not with a plain, contiguous tensor, or not by a quantized weight as it lies, in whole
+    blocks."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or dispatch_modes() > 0:
+        return True
+    if not x.is_contiguous() or x.dim() < 2:
         return True
     return not isinstance(weight, QuantizedTensor) or bool(weight._halo.rows) or weight._transposed
