@@ -23,8 +23,7 @@ class Machine:
 
     Seconds of the host: group_host, weight_host, cast_host, of a group, of each quantized weight and each weight that
     is cast, in a step without its gathers, eager and compiled alike; low_host: besides of each whose products are in
-    low precision, in eager models. amax_host: of a matrix whose amax is found before it is quantized, there too, since
-    compiled models find it where they compute the matrix.
+    low precision, in eager models.
     copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
     gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose values are made
     where all of the group's codes have arrived.
@@ -43,7 +42,6 @@ class Machine:
     weight_host: float
     cast_host: float
     low_host: float
-    amax_host: float
     copied_host: float
     plain_gather_host: float
     gather_host: float
@@ -76,8 +74,7 @@ H200 = Machine(
     group_host=6.99e-3,
     weight_host=0.2625e-3,
     cast_host=0.341e-3,
-    low_host=0.093e-3,
-    amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
+    low_host=0.163e-3,
     copied_host=1.1e-3,  # as H100s had it, py-spy's shares: 8 groups 11.9 ms of 86.6, and 3.0 of 77.2 by one launch
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=348e-6 * 378 / 622 / 7,  # as H100s had it: 338, 398 and 399 us, where bf16 took 622

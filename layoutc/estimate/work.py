@@ -234,15 +234,10 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
 
 
 def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
-    """Of a weight's products in low precision in a step of an eager model. Activations and gradients whose scale is one
-    for all need an amax first."""
+    """Of a weight's products in low precision in a step of an eager model."""
     products = use.plan.products if use.plan and runs == "eager" else None
-    if products is None or not any(_low_rate(use, machine, one.name) for one in products.products):
-        return 0.0
-    whole = sum(
-        any(plane.per_m is None for plane in layout.planes) for layout in (products.activation, products.gradient)
-    )
-    return machine.low_host + whole * machine.amax_host
+    low = products is not None and any(_low_rate(use, machine, one.name) for one in products.products)
+    return machine.low_host if low else 0.0
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:

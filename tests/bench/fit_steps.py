@@ -85,7 +85,7 @@ class Constants:
         machine = replace(self.machine, name=card.name, memory=card.memory)
         if words != "torchao":
             return machine
-        host = replace(machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
+        host = replace(machine, low_host=0.0, gather_host=PEER_GATHER)
         if how.startswith("eager"):
             eager = replace(host, cast_host=4 * self.peer_linear + PEER_AMAXES)
             return replace(eager, operand_bytes=self.peer_operand_bytes)

@@ -141,6 +141,8 @@ PAIRED = """
 512 1 2 NVLink eager H200: bf16 63.9, fp8_current+low 78.4*, fp8_block+low 82.9, nvfp4 64.3
 512 1 2 NVLink eager H200: bf16 59.7, cast nvfp4 65.0, cast fp8_block 70.6, cast fp8_current+low 80.3
 512 1 2 NVLink compiled H200: bf16 54.6, fp8_current+low 57.5, nvfp4+on_gather+exchange 44.5
+512 1 2 NVLink eager H200: bf16 56.2, fp8_current+low 72.7, fp8_block+low 77.9, nvfp4 58.6
+512 1 2 NVLink eager H200: bf16 51.4, fp8_current+low 62.4, fp8_block+low 68.5
 512 1 2 NVLink compiled H200: bf16 61.2, fp8_current+low 70.5*, fp8_block+low 71.5, cast nvfp4 66.6
 512 1 2 NVLink compiled H200: bf16 61.2, cast fp8_block 63.1
 512 1 1 NVLink eager H200: bf16 51.3, nvfp4 63.0, cast nvfp4 76.5
