@@ -56,9 +56,8 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes
-        may have travelled with those of others.
+        Planes are views of the gather's outputs, which FSDP2 frees. A weight that is dequantized on gather is a plain
+        tensor, and gets values; its planes may have travelled with those of others.
         """
         if isinstance(metadata, packed.Packed):
             return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)

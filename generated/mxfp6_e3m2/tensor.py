@@ -64,8 +64,8 @@ class MXFP6E3M2Tensor(QuantizedTensor):
         """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes
-        may have travelled with those of others.
+        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes may
+        have travelled with those of others.
         """
         if isinstance(metadata, packed.Packed):
             return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)

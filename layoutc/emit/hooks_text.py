@@ -26,6 +26,7 @@ class HooksText:
     post_body: list[str]
     sent: str
     pre_doc: str
+    post_doc: str
 
 
 def gather_text(gather: Gather) -> GatherText:
@@ -60,12 +61,13 @@ def hooks_text(plan: Plan) -> HooksText:
         names = _listed(plan.shared)
         verb = "is" if len(plan.shared) == 1 else "are"
         pre_doc += f" {names}, which {verb} equal on all shards, {verb} sent as metadata."
+    post_doc = _post_doc(plan)
     if not plan.passes_differ:
         pre = [f"{plane.kind} = {_wire(plane)}" for plane in plan.forward.planes]
         post = ["gathered = {", *(f"    {_receive(p, i)}" for i, p in enumerate(plan.forward.planes))]
         kinds = [plane.kind for plane in plan.forward.planes]
         sent = f"({', '.join(kinds)}{',' if len(kinds) == 1 else ''})"
-        return HooksText(pre, [*post, *(f"    {s}" for s in shared), "}"], sent, pre_doc)
+        return HooksText(pre, [*post, *(f"    {s}" for s in shared), "}"], sent, pre_doc, post_doc)
     pre = ["planes: list[Tensor] = []"]
     post = ["gathered: dict[str, Tensor] = {}" if not shared else "gathered = dict(metadata.shared)", "slot = 0"]
     for gather, other in ((plan.forward, "backward"), (plan.backward, "forward")):
@@ -83,7 +85,17 @@ def hooks_text(plan: Plan) -> HooksText:
         f"Forward sends {forward}; backward sends {backward}, {sizes_text}, because FSDP2 expects equal sizes in all "
         f"passes. A {plan.noun} that stays gathered sends all of them once."
     )
-    return HooksText(pre, post[:-1], "tuple(planes)", pre_doc)
+    return HooksText(pre, post[:-1], "tuple(planes)", pre_doc, post_doc)
+
+
+def _post_doc(plan: Plan) -> str:
+    """What becomes of the outputs of a gather; of cut blocks only where a plane has entries of several rows."""
+    gathered = (*plan.forward.planes, *plan.backward.planes)
+    said = ["Planes are views of the gather's outputs, which FSDP2 frees."]
+    if any(plane.per_m not in (None, 1) for plane in gathered):
+        said.append("Scales of blocks that cuts split arrive more than once; they are copied.")
+    said.append(f"A {plan.noun} that is dequantized on gather is a plain tensor, and gets values; its planes may have")
+    return " ".join([*said, "travelled with those of others."])
 
 
 def _wire(plane: Plane) -> str:
