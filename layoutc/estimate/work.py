@@ -219,8 +219,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
-        if use.on_gather:  # products are those of plain weights
-            own = 0.0
+        if use.on_gather:  # products are those of plain weights, and casting is left
+            own = machine.cast_host - machine.weight_host if use.cast else 0.0
         seconds += work.weights * (own + _low_host(use, machine, runs))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):

@@ -101,19 +101,8 @@ ON_H100S = """
 4096 1 2 host-memory eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
-# On two H100s: steps whose weights are dequantized on gather, and those beside them, which took turns as called; none
-# is fitted to.
+# On two H100s: steps as CUDA graphs whose weights are dequantized on gather, and those beside them; none is fitted to.
 ON_GATHER = """
-512 1 2 NVLink compiled: bf16 60.7 62.5 73.1 69.0 67.3 82.9 76.1 72.7, bf16+exchange 55.8 62.7
-512 1 2 NVLink compiled: nvfp4+on_gather 54.5, nvfp4+on_gather+exchange 53.9 66.9 62.9 71.1 67.7 65.2 52.9
-512 1 2 NVLink compiled: fp8_block+on_gather+exchange 50.9 63.1 58.0 72.1 65.5
-512 1 2 NVLink compiled: mxfp8+on_gather+exchange 67.7, fp8_current+on_gather+exchange 57.1 67.2
-512 1 2 NVLink compiled: mxfp8_2d+on_gather+exchange 56.1
-512 1 2 NVLink compiled: cast nvfp4+on_gather+exchange 74.9 66.9, cast fp8_block+on_gather+exchange 66.9
-512 1 2 NVLink eager: bf16 65.7 75.3 69.9, nvfp4+on_gather 60.1, nvfp4+on_gather+exchange 57.5 68.0 61.1 59.3
-512 1 2 NVLink eager: fp8_block+on_gather+exchange 56.1 66.7 58.5
-512 1 2 NVLink eager: mxfp8+on_gather+exchange 65.0, fp8_current+on_gather+exchange 69.0
-512 1 2 NVLink eager: cast nvfp4+on_gather+exchange 63.3
 512 1 2 NVLink compiled-graph: bf16 48.9 49.2 49.0, nvfp4+exchange 38.4 38.5, nvfp4+on_gather+exchange 38.9 39.0 38.9
 512 1 2 NVLink compiled-graph: mxfp8+on_gather+exchange 42.8, fp8_block+on_gather+exchange 42.3
 """
@@ -134,6 +123,23 @@ PAIRED = """
 512 1 2 NVLink eager H100: bf16 67.1, cast fp8_block 82.5, cast nvfp4 81.0
 512 1 2 NVLink eager H100: bf16 56.0, fp8_block 59.2, nvfp4 55.4, mxfp8 56.5
 512 1 2 NVLink eager H100: bf16 58.0, fp8_block 64.8, nvfp4 66.4, mxfp8 66.5
+512 1 2 NVLink compiled H100: bf16 60.7, nvfp4+on_gather+exchange 53.9, fp8_block+on_gather+exchange 50.9
+512 1 2 NVLink compiled H100: bf16 60.7, bf16+exchange 55.8
+512 1 2 NVLink compiled H100: bf16 62.5, fp8_current+on_gather+exchange 57.1, mxfp8_2d+on_gather+exchange 56.1
+512 1 2 NVLink compiled H100: bf16 73.1, nvfp4+on_gather+exchange 66.9, fp8_block+on_gather+exchange 63.1
+512 1 2 NVLink compiled H100: bf16 73.1, mxfp8+on_gather+exchange 67.7, fp8_current+on_gather+exchange 67.2
+512 1 2 NVLink compiled H100: bf16 67.3, nvfp4+on_gather+exchange 62.9, fp8_block+on_gather+exchange 58.0
+512 1 2 NVLink compiled H100: bf16 69.0, bf16+exchange 62.7
+512 1 2 NVLink compiled H100: bf16 82.9, nvfp4+on_gather+exchange 71.1, fp8_block+on_gather+exchange 72.1
+512 1 2 NVLink compiled H100: bf16 76.1, nvfp4+on_gather+exchange 67.7, cast nvfp4+on_gather+exchange 74.9
+512 1 2 NVLink compiled H100: bf16 76.1, cast fp8_block+on_gather+exchange 66.9
+512 1 2 NVLink compiled H100: bf16 72.7, nvfp4+on_gather+exchange 65.2, fp8_block+on_gather+exchange 65.5
+512 1 2 NVLink compiled H100: bf16 72.7, cast nvfp4+on_gather+exchange 66.9
+512 1 2 NVLink eager H100: bf16 65.7, nvfp4+on_gather+exchange 57.5, fp8_block+on_gather+exchange 56.1
+512 1 2 NVLink eager H100: bf16 75.3, nvfp4+on_gather+exchange 68.0, fp8_block+on_gather+exchange 66.7
+512 1 2 NVLink eager H100: bf16 75.3, mxfp8+on_gather+exchange 65.0, fp8_current+on_gather+exchange 69.0
+512 1 2 NVLink eager H100: bf16 69.9, nvfp4+on_gather+exchange 61.1, fp8_block+on_gather+exchange 58.5
+512 1 2 NVLink eager H100: bf16 69.9, cast nvfp4+on_gather+exchange 63.3
 512 1 2 NVLink compiled H200: bf16 55.7, torchao 75.1, fp8_current+low 54.5*, nvfp4 58.2
 512 1 2 NVLink eager H200: bf16 46.8, nvfp4 52.8
 512 1 2 NVLink eager H200: bf16 55.3, fp8_current+low 63.4*, fp8_block+low 73.5, nvfp4 61.3, torchao 158.4*
