@@ -50,7 +50,7 @@ class Place(NamedTuple):
         )
 
     def side(self, results: Sequence[Tensor]) -> Side:
-        """The operand."""
+        """The operand: codes of (free, contracted), and its scale, as scaled_mm takes them."""
         codes, scale = results[self.codes], results[self.scale]
         of_codes, of_scale = self.dtypes
         codes = codes if codes.dtype == of_codes else codes.view(of_codes)
@@ -94,7 +94,7 @@ class Quantizing:
         )
 
     def __call__(self, x: Tensor) -> list[Tensor] | None:
-        """The buffers; None if another device is the current one."""
+        """The buffers of x, (..., columns), in the order of `names`; None if another device is the current one."""
         if self.device is not None and torch.cuda.current_device() != self.device:
             return None
         if self.amax is None:

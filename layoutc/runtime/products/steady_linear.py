@@ -24,7 +24,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Forward(NamedTuple):
-    """What forward does for activations of one size."""
+    """What forward does for activations (..., k) of one size, by weights (m, k)."""
 
     quantizing: Quantizing
     left: Place
@@ -54,6 +54,7 @@ class Forward(NamedTuple):
         return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
     def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
+        """The output (..., m) in x's dtype, and what backward needs of x; None if anything is unlike before."""
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
@@ -69,7 +70,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What backward does for gradients of one size."""
+    """What backward does for gradients (..., m) of one size, by weights (m, k)."""
 
     quantizing: Quantizing
     rowwise: Place | None  # gradients, for that of the input; None: it is not needed
@@ -108,6 +109,10 @@ class Backward(NamedTuple):
         return cls(quantizing, rowwise, laid, columnwise, saved, of_input)
 
     def __call__(self, grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor]) -> list[Tensor] | None:
+        """The gradients of the input (..., k) and of the weight (m, k), those that are needed; None as of Forward.
+
+        saved: what forward gave.
+        """
         right = None
         if self.rowwise is not None:
             right = launched.right(weight, "columnwise", self.weight)
