@@ -14,6 +14,7 @@ import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.shared import (
+    LINKS_HELP,
     MOST_RANKS,
     WORLDS,
     card_option,
@@ -92,7 +93,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
     default=("50",),
     show_default=True,
     metavar="GB/S|NAME,...",
-    help="Bandwidths of a rank's link, in each direction; nvlink, host-memory and sockets are measured ones.",
+    help=f"Bandwidths of a rank's link, in each direction, {LINKS_HELP}",
 )
 @click.option(
     "--per-host",

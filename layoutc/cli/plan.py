@@ -14,6 +14,7 @@ from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.charts import chart_option, check_chart, draw_chart
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import (
+    LINKS_HELP,
     MOST_RANKS,
     WORLDS,
     card_option,
@@ -110,7 +111,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
     default="50",
     show_default=True,
     metavar="GB/S|NAME",
-    help="Of a rank; nvlink, host-memory and sockets are measured ones.",
+    help=f"Of a rank, {LINKS_HELP}",
 )
 @_count("per-host", "Ranks of a host.", 8)
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")

@@ -41,6 +41,9 @@ host_option = click.option(
 LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
 
 
+LINKS_HELP = f"or the name of one that was measured: {', '.join(LINKS)}."
+
+
 def link_of_word(ctx: click.Context, param: click.Parameter, word: str) -> float | str:
     """Bytes a second of `50`, which is GB/s; the name of a link that was measured."""
     if word in LINKS:

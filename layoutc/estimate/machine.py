@@ -95,8 +95,8 @@ NVLINK = Link("NVLink", 256e9, 78e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
 NVLINK_4 = replace(NVLINK, bandwidth=311e9)
 SOCKETS = Link("sockets", 9.68e9, 364e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93, exchanged=0.70)
 # Through the host's memory (NCCL_P2P_DISABLE=1), as `tests/bench/links.py` measures it, and the share of exchanges over
-# sockets. What it does beside products hardly slows it: with all of the interference six steps would be 12 to 21% too
-# long, without it they are 1 to 8% too short.
+# sockets. What it does beside products hardly slows it: with all of the interference six steps would be 11 to 23% too
+# long, without it they are 2 to 7% too short.
 HOST_MEMORY = Link("host memory", 25.3e9, 45e-6, NCCL_HOP, NCCL_FAR_HOP, exchanged=0.96, disturbed=0.0)
 LINKS = {"nvlink": NVLINK, "host-memory": HOST_MEMORY, "sockets": SOCKETS}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H200, Machine
+from layoutc.estimate.machine import H200, HOST_MEMORY, SOCKETS, Machine
 from layoutc.estimate.model import Model
 from layoutc.estimate.step import StepEstimate
 from layoutc.report.tables import Table
@@ -51,7 +51,8 @@ def exchanges(apart: Sequence[int], per_host: int, within: str) -> list[str]:
     """Notes on gradients that are exchanged. apart: worlds where several hosts shard together; within: how not to."""
     notes = [
         "gradients are exchanged, of plain weights too; the time of the link has their copies and sums",
-        "an exchange reaches 0.70 of the bandwidth over sockets, 0.96 through host memory, as measured; else all of it",
+        f"an exchange reaches {SOCKETS.exchanged:.2f} of the bandwidth over sockets, {HOST_MEMORY.exchanged:.2f} "
+        "through host memory, as measured; else all of it",
     ]
     if apart:
         worlds = ", ".join(f"{world:,}" for world in apart)

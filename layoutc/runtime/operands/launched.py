@@ -95,10 +95,10 @@ class Quantizing:
 
     def __call__(self, x: Tensor) -> list[Tensor] | None:
         """The buffers of x, (..., columns), in the order of `names`; None if another device is the current one."""
-        if self.device is not None and torch.cuda.current_device() != self.device:
-            return None
         if self.amax is None:
             return self.again(x)
+        if self.device is not None and torch.cuda.current_device() != self.device:  # the amax comes first
+            return None
         amax = amaxes.passing_zero(x.device)
         self.amax(x, amax)
         return self.again(x, amax)

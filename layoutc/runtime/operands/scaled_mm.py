@@ -80,28 +80,22 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
     fast: let Hopper add up in its tensor cores' own precision, where the kind of scales allows. torchao and Transformer
     Engine do so in forward, and not for gradients.
     """
-    whole = a.kinds in _WHOLE
     given = dtype if gives(a.kinds, dtype) else torch.bfloat16
-    if a.kinds == b.kinds == _WHOLE[0] and a.codes.is_cuda:
-        made = scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, given, fast)
-    else:
-        made = scaled_mm(
-            *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
-            *(given, [], fast and whole),
-        )
+    made = _product(a, b, given, fast)
     return made if made.dtype == dtype else made.to(dtype)
 
 
 def multiply_into(out: Tensor, a: Side, b: Side, *, fast: bool = False) -> None:
     """As `multiply`, into an `out` of a dtype that `gives`."""
-    if a.kinds == b.kinds == _WHOLE[0] and out.is_cuda:
-        scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, out.dtype, fast, out=out)
-    else:
-        scaled_mm(
-            *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
-            *(out.dtype, [], fast and a.kinds in _WHOLE),
-            out=out,
-        )
+    _product(a, b, out.dtype, fast, out=out)
+
+
+def _product(a: Side, b: Side, dtype: torch.dtype, fast: bool, **into: Tensor) -> Tensor:
+    """In new memory, or in `out`."""
+    if a.kinds == b.kinds == _WHOLE[0] and a.codes.is_cuda:
+        return scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, dtype, fast, **into)
+    sides = a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders
+    return scaled_mm(*sides, None, dtype, [], fast and a.kinds in _WHOLE, **into)
 
 
 def gives(kinds: list[int], dtype: torch.dtype) -> bool:
