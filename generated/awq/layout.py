@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "awq")
+require(12, "awq")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
 from .files import FILES
 
-require(11, "fp8_block")
+require(12, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(11, "fp8_block_1d")
+require(12, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

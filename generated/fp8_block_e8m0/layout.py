@@ -22,7 +22,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(11, "fp8_block_e8m0")
+require(12, "fp8_block_e8m0")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

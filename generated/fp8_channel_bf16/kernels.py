@@ -70,10 +70,10 @@ def quantize_tile(
     rowwise_scale = planes[1]  # (m, 1) bfloat16
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (cdiv(m, 128), k) bfloat16
-    rowwise_amax = shared[2]  # (m blocks, 1) float32
+    rowwise_amax = shared[3]  # of whole rows: (m blocks of the tile, 1) float32
     if ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
-        block_amax = lt.load_blocks(rowwise_amax, at, tile.shape[0], tile.shape[1], EVEN, BLOCK=(1, 0))
+        block_amax = rowwise_amax
         scale, divisor = scales(block_amax, HARDWARE)
         scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
@@ -139,11 +139,9 @@ KERNELS = Kernels(
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
     # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
     quantize_sizes={
-        (2, True, True): (128, 64, 1, 4, None),  # one row of large blocks
-        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (2, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
         (2, False, True): (128, 64, 1, 2, 168),  # one row of large blocks
-        (4, True, True): (128, 64, 1, 4, None),
-        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
         (4, False, True): (128, 64, 1, 2, None),  # one row of large blocks
     },
     dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (128, 64, 2)},

@@ -23,7 +23,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(11, "fp8_channel_bf16")
+require(12, "fp8_channel_bf16")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -18,7 +18,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
-require(11, "fp8_current")
+require(12, "fp8_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

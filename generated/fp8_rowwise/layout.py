@@ -21,7 +21,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(11, "fp8_rowwise")
+require(12, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -73,6 +73,7 @@ LAYOUT = Layout(
     slots_differ=True,
     shares_amax=True,
     amax_columns=1,
+    own_amax=("rowwise",),
     as_stored={
         "rowwise_data": "rowwise_data",
         "rowwise_scale": "rowwise_scale",

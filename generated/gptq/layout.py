@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "gptq")
+require(12, "gptq")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, cdiv, up
 
-require(11, "hybrid_fp8")
+require(12, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(11, "int4_group32")
+require(12, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "int4_packed128_zeros")
+require(12, "int4_packed128_zeros")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "int4_packed32")
+require(12, "int4_packed32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -20,7 +20,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(11, "int8_block")
+require(12, "int8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -50,10 +50,10 @@ def quantize_tile(
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (1, k) float32
     amax = shared[0]  # float32
-    rowwise_amax = shared[2]  # (m blocks, 1) float32
+    rowwise_amax = shared[3]  # of whole rows: (m blocks of the tile, 1) float32
     if ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
-        block_amax = lt.load_blocks(rowwise_amax, at, tile.shape[0], tile.shape[1], EVEN, BLOCK=(1, 0))
+        block_amax = rowwise_amax
         scale, multiplier = scales(block_amax, HARDWARE)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
@@ -115,17 +115,16 @@ KERNELS = Kernels(
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
     # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
     quantize_sizes={
-        (2, True, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (2, True, False): (4, 1024, 1, 4, None),
-        (2, False, True): (4, 1024, 1, 4, None),
-        (4, True, True): (4, 1024, 1, 4, None),
-        (4, True, False): (4, 1024, 1, 4, None),
-        (4, False, True): (4, 1024, 1, 4, None),
+        (2, True, True): (4, 1024, 1, 8, None),  # whole rows, of which four read each scale of a column
+        (2, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
+        (2, False, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, True, True): (4, 1024, 1, 8, None),  # whole rows, of which four read each scale of a column
+        (4, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
+        (4, False, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
     },
     dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},
     lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("columnwise_data",),
     word=4,
     row_blocks={"rowwise": 1},
-    batched=False,
 )

@@ -19,7 +19,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(11, "int8_rowwise")
+require(12, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -71,6 +71,7 @@ LAYOUT = Layout(
     slots_differ=True,
     shares_amax=True,
     amax_columns=1,
+    own_amax=("rowwise",),
     as_stored={
         "rowwise_data": "rowwise_data",
         "rowwise_scale": "rowwise_scale",

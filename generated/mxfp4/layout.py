@@ -24,7 +24,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 
 from .files import FILES
 
-require(11, "mxfp4")
+require(12, "mxfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "mxfp4_gpt_oss")
+require(12, "mxfp4_gpt_oss")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(11, "mxfp6_e3m2")
+require(12, "mxfp6_e3m2")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -24,7 +24,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(11, "mxfp8")
+require(12, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -21,7 +21,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(11, "mxfp8_2d")
+require(12, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

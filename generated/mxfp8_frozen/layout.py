@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
 from .files import FILES
 
-require(11, "mxfp8_frozen")
+require(12, "mxfp8_frozen")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(11, "mxint8")
+require(12, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

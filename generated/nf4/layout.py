@@ -17,7 +17,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(11, "nf4")
+require(12, "nf4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

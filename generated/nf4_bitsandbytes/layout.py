@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(11, "nf4_bitsandbytes")
+require(12, "nf4_bitsandbytes")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -21,7 +21,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(11, "nvfp4")
+require(12, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

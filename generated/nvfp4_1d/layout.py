@@ -23,7 +23,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(11, "nvfp4_1d")
+require(12, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

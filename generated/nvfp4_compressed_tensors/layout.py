@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 from .files import FILES
 from .reference import level_of
 
-require(11, "nvfp4_compressed_tensors")
+require(12, "nvfp4_compressed_tensors")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

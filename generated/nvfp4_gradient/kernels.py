@@ -85,7 +85,7 @@ def quantize_tile(
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
-    seed = tl.load(shared[4])  # (1,) int64
+    seed = tl.load(shared[2])  # (1,) int64
     if ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
         block_amax = lt.block_amax(tile, 1, 16, HARDWARE)

@@ -24,7 +24,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
-require(11, "nvfp4_gradient")
+require(12, "nvfp4_gradient")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

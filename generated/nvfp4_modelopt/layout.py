@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 from .files import FILES
 from .reference import level_of
 
-require(11, "nvfp4_modelopt")
+require(12, "nvfp4_modelopt")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

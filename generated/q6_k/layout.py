@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(11, "q6_k")
+require(12, "q6_k")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(11, "q8_0")
+require(12, "q8_0")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -100,13 +100,13 @@ def _shared_lines(kernels: Kernels) -> list[str]:
     if any(source.inputs.input_max for source in kernels.sources):
         lines.append("input_max = shared[1]  # the largest value of x's dtype")
     if kernels.layout.stochastic:
-        lines.append("seed = tl.load(shared[4])  # (1,) int64")
+        lines.append("seed = tl.load(shared[2])  # (1,) int64")
     rows = {source.source.name: source for source in kernels.sources if source.amax_from == "rows"}
-    for index, name in ((2, "rowwise"), (3, "columnwise")):
+    for index, name in ((3, "rowwise"), (4, "columnwise")):
         if name in rows and rows[name].inputs.block_range:
-            lines.append(f"{name}_range = shared[{index}]  # (2, m blocks, 1) float32: lowest, highest")
+            lines.append(f"{name}_range = shared[{index}]  # lowest, highest of whole rows: (m blocks of the tile, 1)")
         elif name in rows:
-            lines.append(f"{name}_amax = shared[{index}]  # (m blocks, 1) float32")
+            lines.append(f"{name}_amax = shared[{index}]  # of whole rows: (m blocks of the tile, 1) float32")
     return lines
 
 
@@ -192,11 +192,11 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
 
 
 def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
-    """Lines that compute what the scales of blocks depend on, `block_amax` or `lowest` and `highest`, or load it."""
+    """Lines that compute what the scales of blocks depend on, `block_amax` or `lowest` and `highest`, or take it."""
     name, counts = source.source.name, {"UNITS": str(source.units.counts)} if source.units else {}
     at, block = ("at", "tile.shape[0]", "tile.shape[1]", even), blocks_of(source)
     if source.amax_from == "rows" and source.inputs.block_range:
-        return [f"lowest, highest = {call('lt.load_ranges', f'{name}_range', *at, **block)}"]
+        return [f"lowest, highest = {name}_range"]
     if source.inputs.block_range:
         lowest, highest = "lt.block_lowest(blocks)", "lt.block_highest(blocks)"
         if counts:
@@ -206,8 +206,9 @@ def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
     if source.amax_from == "block":
         amax = call("lt.block_amax", _tile(source), bm, bk, "HARDWARE")
         return [f"block_amax = {call('lt.largest_of_units', amax, **counts) if counts else amax}"]
-    pointer = "amax" if source.amax_from == "columns" else f"{name}_amax"
-    return [f"block_amax = {call('lt.load_blocks', pointer, *at, **block)}"]
+    if source.amax_from == "rows":
+        return [f"block_amax = {name}_amax"]
+    return [f"block_amax = {call('lt.load_blocks', 'amax', *at, **block)}"]
 
 
 def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str], sized: bool) -> Lines:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from layoutc.emit.hooks_text import GatherText, HooksText, gather_lines, gather_text, hooks_text
 from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
-from layoutc.emit.size_text import Sizes, in_bytes, start_of
+from layoutc.emit.size_text import Sizes, block_text, in_bytes, start_of
 from layoutc.layout.layout import Buffer, Layout, Plane, Quantization, Source, codes_per_group, is_swizzled
 from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 11
+RUNTIME_INTERFACE = 12
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 
@@ -101,6 +101,7 @@ class RecipeText:
     dispatch_rules: list[str]
     shares_amax: bool
     amax_columns: int | None
+    own_amax: tuple[str, ...]
     slots_differ: bool
     extremes: bool
     zeros: dict[str, tuple[int, ...]]
@@ -160,6 +161,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         dispatch_rules=[f"{rule.operators}: {rule.condition}." for rule in plan.dispatch],
         shares_amax=plan.shares_amax,
         amax_columns=plan.amax_columns,
+        own_amax=plan.own_amax,
         slots_differ=plan.slots_differ,
         extremes=plan.extremes,
         zeros=plan.zeros,
@@ -392,9 +394,3 @@ def _multiples(layout: Layout) -> str:
     if layout.multiple_m == layout.multiple_k == 1:
         return "Both may have any size."
     return f"m must be a multiple of {layout.multiple_m}, and k of {layout.multiple_k}."
-
-
-def block_text(source: Source) -> str:
-    """The size of a source's blocks, as 16x16 or allx1."""
-    block = source.quantization.block
-    return f"{block.m or 'all'}x{block.k or 'all'}"

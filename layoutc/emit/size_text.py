@@ -1,10 +1,10 @@
-"""Sizes of planes and buffers as Python expressions in m and k."""
+"""Sizes of planes and buffers as Python expressions in m and k, and of blocks as text."""
 
 from __future__ import annotations
 
 from math import prod
 
-from layoutc.layout.layout import Buffer, Dim, Layout, Plane, codes_per_group
+from layoutc.layout.layout import Buffer, Dim, Layout, Plane, Source, codes_per_group
 from layoutc.spec.notation import Swizzle
 
 
@@ -96,3 +96,9 @@ def in_units(size: str, bits: int, unit: int) -> str:
 def start_of(name: str, per: int) -> str:
     """The start of a cut, which always falls on a boundary."""
     return name if per == 1 else f"{name} // {per}"
+
+
+def block_text(source: Source) -> str:
+    """The size of a source's blocks, as 16x16 or allx1."""
+    block = source.quantization.block
+    return f"{block.m or 'all'}x{block.k or 'all'}"

@@ -25,7 +25,7 @@ from layoutc.plan.moves import (
     widest,
     word_of,
 )
-from layoutc.plan.tiles import Tile, buffer_tile, dequantize_tile, quantize_tile
+from layoutc.plan.tiles import Tile, buffer_tile, dequantize_tile, quantize_tile, spans_columns
 from layoutc.plan.units import Units, lanes, steps, units_of
 from layoutc.spec.rules import names
 
@@ -34,6 +34,7 @@ ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
 _MOST_PLANES = 6  # of a launch, and buffers
+_MOST_ROWS = 8  # of a program that goes through whole rows
 _WIDEST_MOVE = 256  # the most rows or columns of a tile that is laid out
 
 
@@ -163,6 +164,8 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
 def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
     not_fused = _not_fused(layout, moves)
     choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
+    if apart := _apart(layout):
+        choices = [one for one in choices if sum(one) == 1]
     chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
     in_words = {one: all(_nibbles(source.quantization, layout) for source in written) for _, one, written in chosen}
     return QuantizeKernel(
@@ -173,7 +176,7 @@ def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
             if not_fused is None
         ),
         not_fused=not_fused,
-        not_batched=_not_batched(layout),
+        not_batched=apart or _not_batched(layout),
     )
 
 
@@ -285,16 +288,22 @@ def _source_gap(source: Source) -> str | None:
     return None
 
 
+def _apart(layout: Layout) -> str | None:
+    """Why each source is quantized in a launch of its own; None if one launch quantizes all.
+
+    A program that goes through whole rows should have few of them, so that there are enough programs.
+    """
+    tall = [one for one in layout.sources if (one.whole.m or 1) > _MOST_ROWS]
+    if tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources):
+        return f"blocks of whole rows, and those of {tall[0].whole.m} rows, take a launch each"
+    return None
+
+
 def _not_batched(layout: Layout) -> str | None:
     """Why a launch can't quantize many matrices; None if it can."""
     if layout.stochastic:
         return "elements are rounded by random bits, and each matrix has a seed of its own"
-    if all(source.quantization.block.k or not source.quantization.block.m for source in layout.sources):
-        return None
-    return (
-        "blocks of whole rows need a pass over them first, whose amaxes get new memory at every call, so a table of "
-        "addresses would have to be made and copied each time"
-    )
+    return None
 
 
 def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:

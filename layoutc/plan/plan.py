@@ -15,6 +15,7 @@ from typing import Literal
 
 from layoutc.layout.layout import Buffer, Layout, Level, Plane, Quantization, Record, Source, codes_per_group
 from layoutc.layout.swizzles import canonical
+from layoutc.plan.kernels import inputs_of
 from layoutc.plan.products import Products, products_of
 from layoutc.spec.formats import Format
 
@@ -92,6 +93,15 @@ class Plan:
         """How many columns each value of the shared amax covers; None if one value covers the whole weight."""
         per_k = {source.scale.per_k for source in self.layout.sources if source.scale.per_m is None}
         return next(iter(per_k), None)
+
+    @property
+    def own_amax(self) -> tuple[str, ...]:
+        """Orientations whose scales follow from their blocks alone, where those of others follow from a shared amax."""
+        if not self.shares_amax:
+            return ()
+        own = {source.name for source in self.layout.sources if all(plane.per_m is not None for plane in source.planes)}
+        own -= {source.name for source in self.layout.sources if inputs_of(source.quantization).tensor_amax}
+        return tuple(name for name in self.layout.orientations if self.layout.source(name).name in own)
 
     @property
     def not_weights(self) -> str:

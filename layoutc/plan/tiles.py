@@ -37,6 +37,12 @@ def quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> T
     return _with_room(_quantize_tile(sources, itemsize, in_words), sources)
 
 
+def spans_columns(source: Source) -> bool:
+    """Whether blocks are whole rows, so that a program goes through all columns of its rows, twice."""
+    block = source.quantization.block
+    return block.m is not None and block.k is None
+
+
 def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
     """The same with twice the warps, where random bits, transformed values, or divisions into the elements of two
     sources take registers of their own; with at most 32 elements of a thread, where those are searched for in a long
@@ -66,6 +72,10 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> 
         columns = max(block_k, 1024 // block_m)
         reason = "registers hold the elements of every candidate: 16 of each in a thread"
         return Tile(block_m, columns, 1, max(2, block_m * columns // 512), None, reason)
+    if block_m == 1 and any(spans_columns(source) for source in sources) and not in_words:
+        if len(sources) > 1:
+            return Tile(4, 1024, 1, 8, None, "whole rows, of which four read each scale of a column")
+        return Tile(1, 8192, 1, 8, None, "a whole row, if it has no more columns: registers hold it")
     if block_m == 1:
         reason = "blocks lie along rows: long rows"
         rows, columns, run, warps = 4, 1024, 1, 4

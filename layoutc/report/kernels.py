@@ -15,7 +15,7 @@ _CAPABILITY = {90: "compute capability 8.9 and later", 100: "compute capability 
 _AMAX = {
     "block": "the tile itself",
     "columns": "an amax of each block of columns, over all rows",
-    "rows": "a pass over rows, before the launch",
+    "rows": "a pass over whole rows, in the same launch",
     "tensor": "the amax of the whole weight",
 }
 
@@ -37,6 +37,8 @@ def _overview(kernels: Kernels) -> Table:
     else:
         fused = ", ".join(name for s in kernels.sources for name in (move.buffer.name for move in s.moves))
         how = f"in the same launch: {fused}" if quantize.fused else f"in a second launch, since {quantize.not_fused}"
+        planes = _planes_alone(kernels) if kernels.lay_out is not None and not quantize.fused else ()
+        how += f"; in none for {', '.join(planes)}, whose buffers are planes" if planes else ""
         rows.append(("to buffers", how))
         batch = "one launch for up to 256" if quantize.batched else f"a launch each, since {quantize.not_batched}"
         rows.append(("many weights", batch))
@@ -48,6 +50,13 @@ def _overview(kernels: Kernels) -> Table:
         made = ", ".join(move.buffer.name for move in lay_out.moves) if lay_out else ""
         rows.append(("lay out", f"one launch: {made}" if made else "nothing: every buffer is a plane"))
     return Table(f"{kernels.layout.name}: kernels", (), tuple(rows))
+
+
+def _planes_alone(kernels: Kernels) -> tuple[str, ...]:
+    """Orientations all of whose buffers are planes as they are."""
+    made = {buffer.orientation for buffer in kernels.layout.buffers if buffer.dims and not buffer.is_plane}
+    made |= {record.orientation for record in kernels.layout.records}
+    return tuple(name for name in kernels.layout.orientations if name not in made)
 
 
 def _sources(kernels: Kernels) -> Table:

@@ -144,6 +144,7 @@ class Layout:
     slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
+    own_amax: tuple[str, ...] = ()  # orientations whose scales follow from their blocks alone, where others share one
     history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
     level: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes what is stored of the amax; None: the amax is
     pick: str = ""  # which amax of the history decides the scale: max, most-recent
@@ -231,6 +232,10 @@ class Layout:
             if isinstance(operand, Operand) and not operand.transposes:
                 found |= {f"{name}_data": operand.codes, f"{name}_scale": operand.scale}
         return found
+
+    def takes_amax(self, orientations: Collection[str]) -> bool:
+        """Whether quantizing to these orientations needs the amax that shards share."""
+        return self.shares_amax and any(one not in self.own_amax for one in orientations)
 
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the amax that shards share: one for the weight, or one for each block of columns."""

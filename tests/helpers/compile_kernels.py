@@ -1,7 +1,7 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
-kernels, `amaxes` (of batches and of whole rows; in `all`), and `checks`: what compares a card's conversions with
+kernels, `amaxes` (of batches; in `all`), and `checks`: what compares a card's conversions with
 arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
@@ -109,12 +109,11 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
     none |= set() if kernels.takes_input_max else {"input_max"}
     none |= set() if layout.stochastic else {"seed"}
-    none |= {f"{source}_amax" for source in ("rowwise", "columnwise") if source not in kernels.row_blocks}
     return types | dict.fromkeys(none)
 
 
 def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
-    """(name, kernel, constants, tile, dtype) of the amaxes of a batch, of ranges of whole rows, of sums over ranks."""
+    """(name, kernel, constants, tile, dtype) of the amaxes of a batch, of sums over ranks, and of copies."""
     kernel = batch.amax_batch_kernel
     for dtype in ("bf16", "fp32"):
         tile_m, tile_k, warps = batches.AMAX_TILE
@@ -123,9 +122,6 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
         yield f"amax_batch columns {dtype}", kernel, {"BLOCK_K": 1, "WHOLE": False}, tile, dtype
     tile = (*amaxes.column_tile(24)[:2], 1, amaxes.column_tile(24)[2], None)
     yield "amax_batch 24 columns bf16", kernel, {"BLOCK_K": 24, "WHOLE": False}, tile, "bf16"
-    for rows in (1, 20):
-        tile = (rows, 4096 >> (rows - 1).bit_length(), 1, 4, None)
-        yield f"row_range {rows} bf16", reductions.row_range_kernel, {"BLOCK_M": rows}, tile, "bf16"
     tile = (1, rank_sums.TILE, 1, rank_sums.WARPS, None)
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
@@ -200,9 +196,17 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     return {
         "QUANTIZE": kernels.quantize_tile,
         "AMAXES": 512 if "by_rows" in name else 0,
+        **dict(zip(("ROWWISE_ROWS", "COLUMNWISE_ROWS", "RANGES"), spanning(kernels, asked), strict=True)),
         **sources,
         **dict(zip(("PLANES", "DTYPES", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
     }
+
+
+def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
+    """Rows of blocks that span all columns, of both sources; and a bit for each whose scales depend on ranges."""
+    names = ("rowwise", "columnwise")
+    rowwise, columnwise = (kernels.row_blocks.get(n, 0) if flag else 0 for n, flag in zip(names, asked, strict=True))
+    return rowwise, columnwise, sum(1 << bit for bit, name in enumerate(names) if name in kernels.row_ranges)
 
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:

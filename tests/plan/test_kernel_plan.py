@@ -77,7 +77,15 @@ def test_a_thread_has_one_piece_of_a_row_where_codes_are_stored_in_bytes(path: P
 def test_where_amaxes_come_from(name: str, froms: list[str]) -> None:
     kernels = planned(name)
     assert [source.amax_from for source in kernels.sources] == froms
-    assert kernels.quantize.batched == ("rows" not in froms)
+    assert kernels.quantize.batched
+
+
+def test_whole_rows_and_tall_blocks_take_a_launch_each() -> None:
+    """Else programs that go through whole rows would be as few as tall blocks."""
+    kernels = planned("fp8_channel_bf16")
+    assert kernels.quantize.not_batched == "blocks of whole rows, and those of 128 rows, take a launch each"
+    assert {written for _, written, _ in kernels.quantize.tiles} == {(True, False), (False, True)}
+    assert (True, True) in {written for _, written, _ in planned("fp8_rowwise").quantize.tiles}
 
 
 def test_what_is_fused_and_why_not() -> None:

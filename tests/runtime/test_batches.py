@@ -35,8 +35,7 @@ pytestmark = [
 ]
 
 NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
-# A pass over rows comes first; a seed for each matrix.
-SINGLE = ["fp8_channel_bf16", "fp8_rowwise", "int8_rowwise", "nvfp4_gradient"]
+SINGLE = ["fp8_channel_bf16", "nvfp4_gradient"]  # a launch for each source; a seed for each matrix
 GROUPED = [name for name in NAMES if name not in SINGLE]
 USABLE = launch.usable
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -122,6 +121,7 @@ def test_matrices_of_no_table_go_one_by_one() -> None:
         None,
         ("rowwise",),
         [poisoned("mxfp8", x, ("rowwise",)) for x in xs],
+        (4, 1024),
         (4, 1024),
     )
     assert (sum(table.programs for table in tables), alone) == (8 + 16, [0, 1, 3, 4])

@@ -45,19 +45,21 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], list[Tensor]
     [
         *(("fp8_current", False), ("fp8_current", True), ("fp8_e5m2_current", True)),
         *(("fp8_block", False), ("mxfp8", False)),  # scales of blocks; scales in the GEMM's order
+        ("fp8_rowwise", False),  # planes alone, without the amaxes of columns that other planes need
     ],
 )
 def test_quantizing_again(name: str, by_rows: bool, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cls: Any = import_module(f"layoutc.recipes.{name}").Tensor
     layout, seeded = cls.LAYOUT, torch.Generator().manual_seed(0)
+    orientations = ["rowwise"] if layout.own_amax else list(layout.orientations)
     first, second = (torch.randn(SHAPE, generator=seeded).bfloat16() * scale for scale in (1, 50))
 
     second[-1, -1] = 999  # the amax is that of the last row
 
     def quantized(x: Tensor) -> list[Tensor]:
         rows = x.abs().amax(1)
-        amax = None if not layout.shares_amax else rows if by_rows else rows.amax(0, keepdim=True)
-        arguments = cls.KEY, list(layout.orientations), bool(layout.swizzled), True
+        amax = None if not layout.takes_amax(orientations) else rows if by_rows else rows.amax(0, keepdim=True)
+        arguments = cls.KEY, orientations, bool(layout.swizzled), True
         made: list[Tensor] = torch.ops.layoutc.run_quantize_buffers(x, amax, *arguments)
         return made
 

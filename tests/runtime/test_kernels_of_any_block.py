@@ -30,6 +30,7 @@ import triton.language as tl  # noqa: E402
 
 from layoutc.plan.units import lanes, unit  # noqa: E402
 from layoutc.runtime import triton as lt  # noqa: E402
+from layoutc.runtime.triton.reductions import measured_rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
@@ -179,7 +180,7 @@ def test_planes_to_write_into_and_strides(name: str) -> None:
         assert (torch.cat([spaces[plane][:32], spaces[plane][-32:]]) == 0x5A).all(), plane
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "int4_rows"])  # whole rows are in no batch
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "int4_rows"])  # a launch for each source
 def test_batches(name: str) -> None:
     """Matrices of several shapes in a launch or two."""
     unshipped.add_all()
@@ -243,16 +244,37 @@ def test_amaxes_of_columns(block_k: int) -> None:
     assert torch.equal(bits(batches.batch_amax(xs, block_k)), bits(torch.cat([one.flatten() for one in expected])))
 
 
+@triton.jit
+def rows_kernel(
+    x, first, second, m, k, stride_m, stride_k, BLOCK: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, COVER_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """What is measured of each block of BLOCK whole rows: an amax, or the lowest and the highest value."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK
+    COVER: tl.constexpr = (COVER_M, TILE_K if COVER_M else 0)
+    found = measured_rows(x, row, m, k, stride_m, stride_k, BLOCK, RANGES, TILE_M, TILE_K, 1, False, COVER)
+    at = tl.program_id(0) + tl.arange(0, 1)[:, None]
+    if RANGES:
+        tl.store(first + at, found[0])
+        tl.store(second + at, found[1])
+    else:
+        tl.store(first + at, found)
+
+
 @pytest.mark.parametrize("block_m", [1, 3, 16, 20])
 def test_amaxes_and_ranges_of_rows(block_m: int) -> None:
     """A NaN makes both ends of a range NaN; 0 is in every range."""
-    for x in (weight(70, 300, 1), weight(5, 33, 2).nan_to_num(1.0, 2.0, -3.0), torch.full((20, 8), 2.0)):
-        blocks = numerics.to_blocks(x, block_m, None)
-        assert torch.equal(bits(amaxes.row_amax(x, block_m)), bits(numerics.block_amax(blocks)))
+    tile = lanes(block_m), 0 if lanes(block_m) == block_m else block_m, 128
+    whole = [weight(70, 300, 1), weight(5, 33, 2).nan_to_num(1.0, 2.0, -3.0), torch.full((20, 8), 2.0)]
+    for x in (*whole, weight(64, 70, 4).t(), *(one.bfloat16() for one in whole)):
+        blocks = numerics.to_blocks(x.float(), block_m, None)
+        first, second = torch.empty(2, len(blocks), 1)
+        rows_kernel[len(blocks),](x, first, second, *x.shape, *x.stride(), block_m, False, *tile)
+        assert torch.equal(bits(first), bits(numerics.block_amax(blocks)))
+        rows_kernel[len(blocks),](x, first, second, *x.shape, *x.stride(), block_m, True, *tile)
         lowest, highest = numerics.block_range(blocks)
-        found = amaxes.row_range(x, block_m)
-        assert torch.equal(bits(found[0] + 0.0), bits(torch.clamp(lowest, max=0.0) + 0.0))
-        assert torch.equal(bits(found[1] + 0.0), bits(torch.clamp(highest, min=0.0) + 0.0))
+        assert torch.equal(bits(first + 0.0), bits(torch.clamp(lowest, max=0.0) + 0.0))
+        assert torch.equal(bits(second + 0.0), bits(torch.clamp(highest, min=0.0) + 0.0))
 
 
 @triton.jit

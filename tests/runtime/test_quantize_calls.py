@@ -185,6 +185,20 @@ def test_bad_arguments_are_refused_in_words_and_change_nothing(recipe: str) -> N
         assert same_tensors(q.planes(), before)
 
 
+@pytest.mark.parametrize("recipe", [*SHARED, "fp8_rowwise", "int8_rowwise"])
+def test_which_orientations_take_the_shared_amax(recipe: str) -> None:
+    """Codes of those that do change with it; of others, none."""
+    layout, x = module(recipe).LAYOUT, weight(128, 256)
+    amax = x.abs().max().expand(layout.amax_shape(256))
+    for one in layout.orientations:
+        made = [
+            module(recipe).quantize_reference(x, amax=shared, orientations=(one,))
+            for shared in (amax.clone(), amax * 64)
+        ]
+        equal = all(same_bits(*(planes[name] for planes in made)) for name in made[0] if name != "amax")
+        assert equal == (one in layout.own_amax) == (not layout.takes_amax((one,)))
+
+
 @each_recipe
 def test_a_plain_out_is_refused_in_words(recipe: str) -> None:
     """With its class, not with an attribute that it lacks."""

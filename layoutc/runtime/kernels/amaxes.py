@@ -1,4 +1,4 @@
-"""Amaxes of one matrix on a card: of all of it, of each block of columns, or of each block of rows; ranges of rows."""
+"""Amaxes of one matrix on a card: of all of it, or of each block of columns."""
 
 from __future__ import annotations
 
@@ -100,30 +100,3 @@ def _bind(x: Tensor, block_k: int | None) -> Bound:
     args = x, amax, m, k, *x.stride(), amax.shape[-1]
     made: Bound = direct.Bound(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps, None, constants)
     return made
-
-
-def row_amax(x: Tensor, block_m: int) -> Tensor:
-    """(m, k) in fp32, bf16 or fp16 -> the amax of each `block_m` rows over all columns, (blocks, 1) fp32."""
-    direct, kernels = _kernels()
-    amax = torch.empty((cdiv(x.shape[0], block_m), 1), dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        direct.run(kernels.row_amax_kernel, (len(amax),), _row_args(x, amax, block_m, 8192), 4)
-    return amax
-
-
-def row_range(x: Tensor, block_m: int) -> Tensor:
-    """The lowest and the highest value of each `block_m` rows over all columns, (2, blocks, 1) fp32; NaN propagates.
-
-    x: (m, k) in fp32, bf16 or fp16. 0 counts as one of the values.
-    """
-    direct, kernels = _kernels()
-    ranges = torch.empty((2, cdiv(x.shape[0], block_m), 1), dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        direct.run(kernels.row_range_kernel, (ranges.shape[1],), _row_args(x, ranges, block_m, 4096), 4)
-    return ranges
-
-
-def _row_args(x: Tensor, out: Tensor, block_m: int, elements: int) -> tuple[object, ...]:
-    """Arguments of the kernels that read whole rows. elements: how many a program holds at a time."""
-    columns = max(elements >> (block_m - 1).bit_length(), 128)
-    return x, out, *x.shape, *x.stride(), block_m, columns, launch.hardware(x.device)

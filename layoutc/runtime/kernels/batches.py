@@ -52,12 +52,13 @@ def split(
     shared: Sequence[Tensor] | None,
     orientations: Sequence[str],
     outs: Sequence[Mapping[str, Tensor]],
-    tile: tuple[int, int],
+    span: tuple[int, int],
+    step: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of the matrices to quantize together, and the indices of those that take a launch each.
 
     names: the planes that the kernel takes, in its order. shared: an fp32 amax for each matrix, if the recipe shares
-    one. outs: planes to write, for each matrix. tile: rows and columns of a program.
+    one. outs: planes to write, for each matrix. span, step: rows and columns of a program, and of its tiles.
 
     Raises ValueError if matrices differ in dtype or device, if the number or the device of amaxes or outs is another,
     and for planes that a kernel can't write into. The kernel can't check any of that, as it only sees addresses.
@@ -76,7 +77,7 @@ def split(
         wide.append(bool(expected) and len(expected[0].shape) > 1)
     base, *_ = starts = _addresses(shared) if shared else (0,) * len(xs)
     offsets = [(start - base) // 4 for start in starts]  # in fp32 values from the first amax
-    return _matrices(xs, shapes, offsets, columns, wide, tile)
+    return _matrices(xs, shapes, offsets, columns, wide, span, step)
 
 
 @lru_cache(maxsize=CACHED)
@@ -164,7 +165,9 @@ def amax_launches(
     for dtype, members in kinds.items():
         matrices, starts = [xs[index] for index in members], [offsets[index] for index in members]
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
-        tables, single = _matrices(matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, cover))
+        tables, single = _matrices(
+            matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, cover), (tile_m, cover)
+        )
         fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
         launches += [(one, (*fixed, one.rows, one.aligned, one.even, level), warps) for one in tables]
         alone += [members[index] for index in single]
@@ -178,16 +181,18 @@ def _matrices(
     offsets: Sequence[int],
     addresses: Sequence[tuple[int, ...]],
     wide: Sequence[bool],
-    tile: tuple[int, int],
+    span: tuple[int, int],
+    step: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of the matrices that a kernel reads, and the indices of those that take a launch each.
 
     shapes: rows and columns as the kernel sees a matrix. offsets: of the amax of each matrix. addresses: those of the
     matrices, then those of each plane. wide: for each of these columns, whether a thread moves 16 bytes at a time.
+    span, step: as for split.
     """
     strided = () if _all_contiguous(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
     fields = [*zip(*shapes, strict=True), tuple(offsets), *addresses]
-    return tables_of(xs[0].device, shapes, fields, [False, True, False, *wide], tile, tile, strided)
+    return tables_of(xs[0].device, shapes, fields, [False, True, False, *wide], span, step, strided)
 
 
 def tables_of(

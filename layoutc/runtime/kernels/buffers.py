@@ -41,6 +41,12 @@ def planes_as_buffers(
 
 
 @lru_cache(maxsize=4096)
+def are_made(layout: Layout, orientations: tuple[str, ...]) -> bool:
+    """Whether some buffer of the orientations is no plane, so that it is made from one."""
+    return bool(layout.laid_out(layout.multiple_m, layout.multiple_k, orientations))
+
+
+@lru_cache(maxsize=4096)
 def _plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
     read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
     return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}

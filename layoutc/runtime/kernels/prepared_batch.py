@@ -30,13 +30,14 @@ Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
 class Binding(NamedTuple):
     """How a recipe's kernel is launched for the matrices of a table.
 
-    names: the planes that the kernel takes, in its order. step: rows and columns of a program. bind: prepares the
-    launch for a table, with the first amax.
+    names: the planes that the kernel takes, in its order. span, step: rows and columns of a program, and of its tiles.
+    bind: prepares the launch for a table, with the first amax.
     """
 
     layout: Layout
     names: tuple[str, ...]
     orientations: tuple[str, ...]
+    span: tuple[int, int]
     step: tuple[int, int]
     bind: Callable[[Table, Tensor | None], Bound]
 
@@ -58,7 +59,7 @@ class PreparedBatch:
     """Quantizes matrices of one recipe, dtype and device, which fit into tables, into planes that it allocates."""
 
     def __init__(self, binding: Binding, xs: Sequence[Tensor]) -> None:
-        layout, names, orientations, self._step, self._bind = binding
+        layout, names, orientations, self._span, self._step, self._bind = binding
         self._device = xs[0].device
         self._shapes = [(x.shape[0], x.shape[1]) for x in xs]
         self._addresses = tuple(map(Tensor.data_ptr, xs))
@@ -142,7 +143,7 @@ class PreparedBatch:
         ms, ks = zip(*self._shapes, strict=True)
         fields = [ms, ks, self._offsets, self._addresses, *planes]
         wide = [False, True, False, True, *self._wide]
-        tables, alone = batches.tables_of(self._device, self._shapes, fields, wide, self._step, self._step)
+        tables, alone = batches.tables_of(self._device, self._shapes, fields, wide, self._span, self._step)
         assert not alone
         if len(self._launches) >= _MOST:
             self._launches.clear()
@@ -167,10 +168,11 @@ def launches_into(
 
     amaxes: an example: later ones lie as they do from the first one. Raises as batches.split.
     """
-    tables, alone = batches.split(binding.layout, binding.names, xs, amaxes, binding.orientations, outs, binding.step)
+    layout, names, orientations, span, step, bind = binding
+    tables, alone = batches.split(layout, names, xs, amaxes, orientations, outs, span, step)
     if alone:
         return None
-    return _bound([(binding.bind(table, amaxes[0] if amaxes else None), table) for table in tables])
+    return _bound([(bind(table, amaxes[0] if amaxes else None), table) for table in tables])
 
 
 def amax_launches(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> Launches | None:

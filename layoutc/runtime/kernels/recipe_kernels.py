@@ -13,7 +13,7 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch, reading
-from layoutc.runtime.kernels.choices import Choice, Covers, Tiles
+from layoutc.runtime.kernels.choices import Choice, Covers, Tiles, fitting
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import Again, PreparedLaunch
 from layoutc.runtime.kernels.prepared_batch import Binding
@@ -23,6 +23,7 @@ from layoutc.runtime.triton.kernels import lay_out_kernel, quantize_kernel
 
 Planes = Mapping[str, Tensor]
 _KINDS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)  # dtypes of planes, by their number in kernels
+_SOURCES = ("rowwise", "columnwise")
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
 
@@ -39,7 +40,7 @@ class Kernels:
     lay_out_tile: Any = None  # None: every buffer is a plane
     serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles = field(default_factory=dict)
-    buffer_sizes: Tiles | None = None  # None: quantizing into buffers takes two launches
+    buffer_sizes: Tiles | None = None  # None: quantizing into buffers that are no planes takes two launches
     covers: Covers = field(default_factory=dict)  # what holds whole blocks, of tiles that do not consist of them
     dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
     codebooks: tuple[float, ...] = ()  # values that dequantizing looks up in memory
@@ -74,10 +75,21 @@ class Kernels:
         m, k = x.shape
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
-            choice = self._choice(self.quantize_sizes, orientations, x.dtype)
-            x, shared = launch.in_runs(x), self._shared_amax(x, amax)
-            run(quantize_kernel, *self._quantizing(x, shared, planes, {}, choice, m, k, False, seed))
+            x, shared = launch.in_runs(x), self._shared_amax(x, amax, orientations)
+            for together in self._together(orientations):
+                choice = self._choice(self.quantize_sizes, together, x.dtype, k)
+                run(quantize_kernel, *self._quantizing(x, shared, planes, {}, choice, m, k, False, seed))
         return planes
+
+    def _together(self, orientations: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The orientations of each launch that quantizes into planes: those of each source, where sources are apart."""
+        served = [one for one in self.serves.values() if any(name in orientations for name in one)]
+        return served if self._apart else [orientations]
+
+    @cached_property
+    def _apart(self) -> bool:
+        """Whether each source is quantized in a launch of its own: there are no tiles for all."""
+        return len(self.serves) > 1 and not any(all(key[1:]) for key in self.quantize_sizes)
 
     def quantize_buffers(
         self,
@@ -90,16 +102,17 @@ class Kernels:
     ) -> dict[str, Tensor]:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations. Raises ValueError as `quantize`.
 
-        Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
-        amax: as for `quantize`; that of the whole matrix may be in x's dtype, and that of each row, (m,), if no buffer
-        is the amax: the kernel takes the largest. typed: those of one launch have the
-        dtypes of `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
+        Takes one launch if all are planes, or m and k are multiples of `word`; else two. swizzled: scales are flat, in
+        the GEMM's order. amax: as for `quantize`; that of the whole matrix may be in x's dtype, and that of each row,
+        (m,), if no buffer is the amax: the kernel takes the largest. typed: those of one launch have the dtypes of
+        `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
         """
         m, k = x.shape
-        amax = self._shared_amax(x, amax, typed)
+        amax = self._shared_amax(x, amax, orientations, typed)
         kept = {"amax": amax} if amax is not None and "amax" in self.layout.as_stored else {}
         shared = {name: self.layout.stored_amax(one.to(torch.float32)) for name, one in kept.items()}
-        if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
+        odd = self.buffer_sizes is None or m % self.word or k % self.word
+        if self._apart or not m or not k or (odd and buffers.are_made(self.layout, orientations)):
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)
         if seed is None and self.layout.stochastic:
@@ -112,10 +125,10 @@ class Kernels:
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
         made = buffers.new(self.layout, m, k, orientations, x.device)
         planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
-        choice = self._choice(self.buffer_sizes, orientations, x.dtype)
-        cover = buffers.cover(self.padding, m, k)
+        choice = self._choice(self.buffer_sizes or self.quantize_sizes, orientations, x.dtype, k)
+        cover = buffers.cover(self.padding, m, k) if made else (m, k)
         arguments = self._quantizing(x, amax, planes, made, choice, *cover, swizzled, seed)
-        if self.row_blocks or self._reorders(orientations, swizzled):  # more than one launch
+        if self._reorders(orientations, swizzled):  # a launch of its own
             run(quantize_kernel, *arguments)
             return self._buffers(planes | shared, made, orientations, swizzled)
         bound = Bound(quantize_kernel, *arguments)
@@ -138,10 +151,11 @@ class Kernels:
         """
         if not xs:
             return
-        if shared is None and self.layout.shares_amax:
+        if shared is None and self.layout.takes_amax(orientations):
             shared = batches.batch_amaxes(xs, self.layout.amax_columns)
-        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
-        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, choice.step)
+        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype, max(x.shape[1] for x in xs))
+        form = choice.span, choice.step
+        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, *form)
         for table in tables:
             run(quantize_kernel, *self._quantizing_batch(table, shared[0] if shared else None, choice, xs[0]))
         for index in alone:
@@ -149,23 +163,24 @@ class Kernels:
 
     def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
         """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, rows, cached = choice
         kind = table.rows, table.aligned, table.even, launch.hardware(x.device)
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *kind[:2]
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover, 0))
-        args = table.entries, *_NONE, amax, input_max, None, None, None, *_NONE, *_NONE
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover, 0, *rows))
+        args = table.entries, *_NONE, amax, input_max, None, *_NONE, *_NONE
         return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
 
-    def binding(self, x: Tensor, orientations: tuple[str, ...]) -> Binding:
-        """How to launch batches of matrices like x, of its dtype and on its device, again and again."""
-        choice = self._choice(self.quantize_sizes, orientations, x.dtype)
+    def binding(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> Binding:
+        """How to launch batches of matrices, of one dtype and on one device, again and again."""
+        x = xs[0]
+        choice = self._choice(self.quantize_sizes, orientations, x.dtype, max(x.shape[1] for x in xs))
 
         def bind(table: batches.Table, amax: Tensor | None) -> Bound:
             return Bound(quantize_kernel, *self._quantizing_batch(table, amax, choice, x))
 
-        return Binding(self.layout, self._written, orientations, choice.step, bind)
+        return Binding(self.layout, self._written, orientations, choice.span, choice.step, bind)
 
     def _quantizing(
         self,
@@ -181,7 +196,7 @@ class Kernels:
     ) -> Arguments:
         """Of a launch that quantizes x, which lies in runs, into planes and buffers; what is missing is not written."""
         m, k = x.shape
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, rows, cached = choice
         step_m, step_k = choice.step
         even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
         device = x.device
@@ -190,34 +205,22 @@ class Kernels:
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:3], *cover, kind[3]))
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:3], *cover, kind[3], *rows))
         stride_m, stride_k = x.stride()
         p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
         b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
-        amax_m, amax_k = self._row_amaxes(x, rowwise, columnwise) if self.row_blocks else (None, None)
         if seed is None and self.layout.stochastic:
             seed = draw_seed(x)
-        shared = amax, input_max, amax_m, amax_k, seed
+        shared = amax, input_max, seed
         args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
-        grid = launch.programs(cover_m, cover_k, step_m, step_k)
+        grid = launch.programs(cover_m, cover_k, *choice.span)
         return Arguments(grid, args, warps, launch.registers(device, registers), constants)
 
-    def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
-        """For each written source whose blocks are whole rows: what their scales depend on, in fp32.
-
-        That is the amax of each block, (blocks, 1); for sources in row_ranges, its range, (2, blocks, 1).
-        """
-        rowwise, columnwise = (
-            (amaxes.row_range if name in self.row_ranges else amaxes.row_amax)(x, self.row_blocks[name])
-            if wanted and name in self.row_blocks
-            else None
-            for name, wanted in zip(("rowwise", "columnwise"), written, strict=True)
-        )
-        return rowwise, columnwise
-
-    def _shared_amax(self, x: Tensor, amax: Tensor | None, passing: bool = False) -> Tensor | None:
+    def _shared_amax(
+        self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], passing: bool = False
+    ) -> Tensor | None:
         """The caller's amax; if there is none and scales need one, that of x. passing: as of matrix_amax."""
-        if amax is None and self.layout.shares_amax:
+        if amax is None and self.layout.takes_amax(orientations):
             return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
@@ -227,15 +230,17 @@ class Kernels:
         prepared = self._prepared.get(key)
         return None if prepared is None else Again.of(prepared, names, self.layout.operand_dtypes if typed else {})
 
-    def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> Choice:
-        key = tiles is self.quantize_sizes, orientations, dtype
+    def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype, k: int) -> Choice:
+        key = tiles is self.quantize_sizes, orientations, dtype, fitting(k) if self.row_blocks else 0
         choice = self._choices.get(key)
         if choice is None:
             written = {name: any(one in orientations for one in served) for name, served in self.serves.items()}
             input_max = torch.finfo(dtype).max if self.takes_input_max else None
             at: tuple[int, *tuple[bool, ...]] = (dtype.itemsize, *written.values())
             flags = written.get("rowwise", False), written.get("columnwise", False)
-            choice = Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), {})
+            spanning = [self.row_blocks.get(name, 0) if written.get(name) else 0 for name in _SOURCES]
+            rows = spanning[0], spanning[1], sum(1 << bit for bit in (0, 1) if _SOURCES[bit] in self.row_ranges)
+            choice = Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), rows, {}).fitted(k)
             self._choices[key] = choice
         return choice
 

@@ -81,10 +81,11 @@ class Quantizing:
         cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
     ) -> Self | None:
         kernels, layout = recipe._quantizing(flat), recipe.LAYOUT
-        if kernels is None or layout.stochastic or layout.amax_columns is not None:
+        takes_amax = layout.takes_amax(orientations)
+        if kernels is None or layout.stochastic or (takes_amax and layout.amax_columns is not None):
             return None
         swizzled = bool(layout.swizzled)
-        amax = recipe._shared_amax(flat) if layout.shares_amax else None
+        amax = recipe._shared_amax(flat) if takes_amax else None
         recipe._quantize_buffers(flat, amax, orientations, swizzled, None, True)
         again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
         return (

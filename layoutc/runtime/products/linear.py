@@ -162,11 +162,16 @@ def backward(
         made.append(_unsafe_view(found, [*grad.shape[:-1], k]))
     if trains:
         if ways.grad_weight == "dequantize":
-            made.append(flat.t() @ saved[0].reshape(tokens, k))
+            made.append(grad_weight_by_values(flat, saved[0]))
         else:
             kept = _kept(recipes.activation, ways.grad_weight, saved, keeps, k)
             made.append(_grad_weight(recipes, ways.grad_weight, quantized["columnwise"], kept, (m, k, tokens), grad))
     return made
+
+
+def grad_weight_by_values(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight (m, k), not in low precision, from gradients (..., m) and activations (..., k)."""
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _kept(recipe: Recipe, way: Way, saved: Sequence[Tensor], keeps: Keeps, k: int) -> Buffers:

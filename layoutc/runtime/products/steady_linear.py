@@ -36,10 +36,10 @@ class Forward(NamedTuple):
     def of(cls, weight: QuantizedTensor, x: Tensor, mode: Mode, keeps: Keeps) -> Self | None:
         """None where calls are not straight-line code."""
         ways, recipes, _ = linear.plan_of(weight, x, mode)
-        layout = recipes.activation.LAYOUT
-        if ways.forward != "kernel" or (keeps == "quantized" and ways.grad_weight != "kernel"):
+        layout, keeps_codes = recipes.activation.LAYOUT, keeps == "quantized" and ways.grad_weight != "dequantize"
+        if ways.forward != "kernel" or (keeps_codes and ways.grad_weight != "kernel"):
             return None
-        kept = linear.names_of(layout, "columnwise", "kernel") if keeps == "quantized" else ()
+        kept = linear.names_of(layout, "columnwise", "kernel") if keeps_codes else ()
         names = (*linear.names_of(layout, "rowwise", "kernel"), *kept)
         orientations = ("rowwise", "columnwise")[: 2 if kept else 1]
         flat = x.flatten(0, -2)
@@ -54,7 +54,8 @@ class Forward(NamedTuple):
         return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
     def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
-        """The output (..., m) in x's dtype, and what backward needs of x; None if anything is unlike before."""
+        """The output (..., m) in x's dtype, and what backward needs of x unless that is x itself; None if anything is
+        unlike before."""
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
@@ -75,8 +76,9 @@ class Backward(NamedTuple):
     quantizing: Quantizing
     rowwise: Place | None  # gradients, for that of the input; None: it is not needed
     weight: LayingOut | None  # None: as of Forward
-    columnwise: Place | None  # gradients, for that of the weight; None: it is not needed
+    columnwise: Place | None  # gradients, for that of the weight; None: it is not needed, or not in low precision
     saved: Place | None
+    multiplies_values: bool  # for the gradient of the weight
     of_input: Tensor  # a template, without memory
 
     @classmethod
@@ -84,6 +86,8 @@ class Backward(NamedTuple):
         """None where calls are not straight-line code."""
         ways, recipes, _ = linear.plan_of(weight, grad, mode)
         gradient, activation, (m, k) = recipes.gradient.LAYOUT, recipes.activation.LAYOUT, weight._matrix
+        multiplies_values = trains and ways.grad_weight == "dequantize"
+        trains = trains and not multiplies_values
         asked = {"rowwise": (needs_input, ways.grad_input), "columnwise": (trains, ways.grad_weight)}
         orientations = tuple([name for name, (wanted, _) in asked.items() if wanted])
         if not orientations or any(wanted and way != "kernel" for wanted, way in asked.values()):
@@ -106,12 +110,12 @@ class Backward(NamedTuple):
             if columnwise is None or saved is None:
                 return None
         of_input = launched.template((*grad.shape[:-1], k), grad)
-        return cls(quantizing, rowwise, laid, columnwise, saved, of_input)
+        return cls(quantizing, rowwise, laid, columnwise, saved, multiplies_values, of_input)
 
     def __call__(self, grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor]) -> list[Tensor] | None:
         """The gradients of the input (..., k) and of the weight (m, k), those that are needed; None as of Forward.
 
-        saved: what forward gave.
+        saved: what forward gave, or x.
         """
         right = None
         if self.rowwise is not None:
@@ -127,6 +131,8 @@ class Backward(NamedTuple):
             made.append(of_input)
         if self.columnwise is not None and self.saved is not None:
             made.append(scaled_mm.multiply(self.columnwise.side(results), self.saved.side(saved), grad.dtype))
+        elif self.multiplies_values:
+            made.append(linear.grad_weight_by_values(grad, saved[0]))
         return made
 
 

@@ -57,7 +57,6 @@ from layoutc.runtime.triton.swizzles import move_swizzled
 from layoutc.runtime.triton.tiles import (
     load_blocks,
     load_codes,
-    load_ranges,
     load_runs,
     round_up,
     store,
@@ -102,7 +101,6 @@ __all__ = [
     "load_blocks",
     "load_codes",
     "load_nibbles",
-    "load_ranges",
     "load_runs",
     "looked_up",
     "matrix_at",

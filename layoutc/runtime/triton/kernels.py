@@ -13,15 +13,16 @@ import triton.language as tl
 
 from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
 from layoutc.runtime.triton.blocks import largest_of
+from layoutc.runtime.triton.reductions import measured_rows
 from layoutc.runtime.triton.tiles import load_runs, round_up, store, tile_of, to_dtype
 
 
 @triton.jit
 def quantize_kernel(
     table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, x
-    x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16; each value is read once
+    x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16
     cover_k,  # the columns that tiles cover: k, and the padding of all buffers that are written
-    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: shared, the largest value of x's dtype, of rows (or ranges)
+    amax, input_max,  # fp32: shared, the largest value of x's dtype
     seed,  # (1,) int64, of random bits that elements are rounded by
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
@@ -31,12 +32,19 @@ def quantize_kernel(
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
     AMAXES: tl.constexpr,  # of one matrix: amax is that of each row, and this a power of two that is no less; 0: one
+    ROWWISE_ROWS: tl.constexpr, COLUMNWISE_ROWS: tl.constexpr,  # of blocks that span all columns, if written; 0: none
+    RANGES: tl.constexpr,  # a bit for each: its scales depend on the lowest and the highest value, not on an amax
 ):  # fmt: skip
-    """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer."""
+    """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer.
+
+    Where blocks span all columns, a program has whole rows, of several tiles. It reads them twice: first for what
+    scales depend on, and then, from the card's cache where they fit, to quantize them.
+    """
     STEP_M: tl.constexpr = COVER_M if COVER_M else TILE_M
     STEP_K: tl.constexpr = COVER_K if COVER_K else TILE_K
+    WHOLE_ROWS: tl.constexpr = ROWWISE_ROWS + COLUMNWISE_ROWS > 0
     if ROWS:
-        fields, row, column, m, k = member_of(table, STEP_M, STEP_K, ROWS, ALIGNED)
+        fields, row, column, m, k = member_of(table, STEP_M, 0 if WHOLE_ROWS else STEP_K, ROWS, ALIGNED)
         x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
         stride_m = k
         stride_k = 1
@@ -55,19 +63,39 @@ def quantize_kernel(
         if PLANES > 5:
             p5 = _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED)
     else:
-        row, column = tile_of(m, cover_k, STEP_M, STEP_K)
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+        row, column = tile_of(m, cover_k, STEP_M, 0 if WHOLE_ROWS else STEP_K)
     if AMAXES:
         amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
-    shared = (amax, input_max, rowwise_amax, columnwise_amax, seed)
     planes = (p0, p1, p2, p3, p4, p5)
     buffers = (b0, b1, b2, b3, b4, b5)
-    # COVER_M and COVER_K stay constants because the tuple is made inside the call.
-    QUANTIZE(
-        tile, source, shared, planes, buffers, (row, column, m, k, COVER_M, COVER_K),
-        ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
-    )  # fmt: skip
+    # COVER_M and COVER_K stay constants because tuples with them are made inside of calls.
+    if WHOLE_ROWS:
+        rowwise = 0  # nothing reads it
+        columnwise = 0
+        if ROWWISE_ROWS:
+            rowwise = measured_rows(
+                x, row, m, k, stride_m, stride_k, ROWWISE_ROWS, RANGES & 1, TILE_M, TILE_K, PIECES, EVEN,
+                (COVER_M, COVER_K),
+            )  # fmt: skip
+        if COLUMNWISE_ROWS:
+            columnwise = measured_rows(
+                x, row, m, k, stride_m, stride_k, COLUMNWISE_ROWS, RANGES & 2, TILE_M, TILE_K, PIECES, EVEN,
+                (COVER_M, COVER_K),
+            )  # fmt: skip
+        for first in range(0, k, STEP_K):
+            at = column + first
+            tile = load_runs(x, row, at, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+            QUANTIZE(
+                tile, source, (amax, input_max, seed, rowwise, columnwise), planes, buffers,
+                (row, at, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
+            )  # fmt: skip
+    else:
+        tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+        QUANTIZE(
+            tile, source, (amax, input_max, seed, None, None), planes, buffers,
+            (row, column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Triton kernels that reduce more than a tile: amaxes and ranges of a matrix, of blocks of columns or of rows; and sums
-over ranks.
+"""What reduces more than a tile: kernels for the amaxes of a matrix, and of blocks of columns; functions for amaxes and
+ranges of blocks of whole rows; sums over ranks.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.blocks import block_amax, to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan, maximum, minimum, power_above
-from layoutc.runtime.triton.tiles import load, tile_of
-from layoutc.runtime.triton.units import largest_of_units
+from layoutc.runtime.triton.blocks import block_amax, block_highest, block_lowest, to_blocks, to_float
+from layoutc.runtime.triton.codes import bits_of, float_of, maximum, minimum, power_above
+from layoutc.runtime.triton.tiles import load, load_runs, tile_of
+from layoutc.runtime.triton.units import largest_of_units, smallest_of_units
 
 
 @triton.jit
@@ -73,53 +73,60 @@ def amax_kernel(
 
 
 @triton.jit
-def row_amax_kernel(
-    x, amax, m, k, stride_m, stride_k, BLOCK_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Writes amax, (m blocks, 1) fp32: the largest magnitude of each BLOCK_M rows over all columns.
-
-    Each program reads one block of rows.
-    """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M
-    ROWS: tl.constexpr = power_above(BLOCK_M)
-    largest = tl.zeros((ROWS, TILE_K), tl.int32)
-    for column in range(0, k, TILE_K):
-        tile = _load_rows(x, row, column, m, k, stride_m, stride_k, BLOCK_M, ROWS, TILE_K)
-        largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
-    tl.store(amax + tl.program_id(0), float_of(tl.max(tl.max(largest, 1), 0)))
+def measured_rows(
+    x, row, m, k, stride_m, stride_k,
+    BLOCK: tl.constexpr, RANGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr,
+):  # fmt: skip
+    """What scales of blocks of whole rows depend on, of TILE_M rows from `row` on: row_amaxes, or row_ranges."""
+    if RANGES:
+        return row_ranges(x, row, m, k, stride_m, stride_k, BLOCK, TILE_M, TILE_K, PIECES, EVEN, COVER)
+    else:
+        return row_amaxes(x, row, m, k, stride_m, stride_k, BLOCK, TILE_M, TILE_K, PIECES, EVEN, COVER)
 
 
 @triton.jit
-def row_range_kernel(
-    x, ranges, m, k, stride_m, stride_k, BLOCK_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Writes ranges, (2, m blocks, 1) fp32: the lowest and the highest value of each BLOCK_M rows over all columns.
+def row_amaxes(
+    x, row, m, k, stride_m, stride_k,
+    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+    COVER: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each BLOCK rows over all columns, of TILE_M rows from `row` on; NaN propagates.
 
-    0 counts as one of the values. NaN propagates. Each program reads one block of rows.
+    (m blocks, 1) fp32, with their number rounded up to a power of two. Other arguments: as of load_runs.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M
-    ROWS: tl.constexpr = power_above(BLOCK_M)
-    lowest = tl.zeros((ROWS, TILE_K), tl.float32)
-    highest = tl.zeros((ROWS, TILE_K), tl.float32)
-    for column in range(0, k, TILE_K):
-        values = to_float(_load_rows(x, row, column, m, k, stride_m, stride_k, BLOCK_M, ROWS, TILE_K))
+    STEP_K: tl.constexpr = COVER[1] if COVER[1] else TILE_K
+    largest = tl.zeros((TILE_M, TILE_K), tl.int32)
+    for column in range(0, k, STEP_K):
+        tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, COVER)
+        largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
+    UNIT: tl.constexpr = BLOCK & -BLOCK
+    units = tl.max(tl.max(to_blocks(largest, UNIT, TILE_K), 3), 1)
+    return largest_of_units(float_of(units), (BLOCK // UNIT, 1))
+
+
+@triton.jit
+def row_ranges(
+    x, row, m, k, stride_m, stride_k,
+    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+    COVER: tl.constexpr,
+):  # fmt: skip
+    """The lowest and the highest value of each BLOCK rows over all columns, as row_amaxes; NaN propagates.
+
+    0 counts as one of the values.
+    """
+    STEP_K: tl.constexpr = COVER[1] if COVER[1] else TILE_K
+    lowest = tl.zeros((TILE_M, TILE_K), tl.float32)
+    highest = tl.zeros((TILE_M, TILE_K), tl.float32)
+    for column in range(0, k, STEP_K):
+        values = to_float(load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, COVER))
         lowest = minimum(lowest, values)
         highest = maximum(highest, values)
-    has_nan = tl.max(tl.max(isnan(lowest).to(tl.int32), 1), 0) > 0
-    number = tl.program_id(0)
-    tl.store(ranges + number, tl.where(has_nan, float("nan"), tl.min(tl.min(lowest, 1), 0)))
-    tl.store(ranges + tl.num_programs(0) + number, tl.where(has_nan, float("nan"), tl.max(tl.max(highest, 1), 0)))
-
-
-@triton.jit
-def _load_rows(
-    x, row, column, m, k, stride_m, stride_k, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr
-):
-    """A tile (ROWS, TILE_K) of BLOCK_M rows of x, with zeros in its other rows and outside the matrix."""
-    if BLOCK_M == ROWS:
-        return load(x, row, column, m, k, stride_m, stride_k, ROWS, TILE_K, False)
-    else:
-        return load(x, row, column, m, k, stride_m, stride_k, ROWS, TILE_K, False, (BLOCK_M, TILE_K))
+    UNIT: tl.constexpr = BLOCK & -BLOCK
+    UNITS: tl.constexpr = (BLOCK // UNIT, 1)
+    lowest = block_lowest(to_blocks(lowest, UNIT, TILE_K))
+    highest = block_highest(to_blocks(highest, UNIT, TILE_K))
+    return smallest_of_units(lowest, UNITS), largest_of_units(highest, UNITS)
 
 
 @triton.jit

@@ -30,8 +30,8 @@ def tile_of(m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(first row, first column) of the tile with the given number, int64."""
-    columns = tl.cdiv(k, TILE_K)
+    """(first row, first column) of the tile with the given number, int64. TILE_K 0: tiles are whole rows."""
+    columns = tl.cdiv(k, TILE_K) if TILE_K else 1
     return (program // columns).to(tl.int64) * TILE_M, (program % columns).to(tl.int64) * TILE_K
 
 
@@ -294,13 +294,6 @@ def load_blocks(
         SPAN_K: tl.constexpr = power_above(TILE_K // BLOCK_K) if BLOCK_K else 1
         WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
         return load(plane, at_m, at_k, count_m, count_k, count_k, 1, SPAN_M, SPAN_K, WHOLE)
-
-
-@triton.jit
-def load_ranges(plane, at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """(lowest, highest) of a tile's blocks of whole rows, as load_blocks, from a plane (2, m blocks, 1)."""
-    lowest = load_blocks(plane, at, TILE_M, TILE_K, EVEN, BLOCK)
-    return lowest, load_blocks(plane + tl.cdiv(at[2], BLOCK[0]), at, TILE_M, TILE_K, EVEN, BLOCK)
 
 
 @triton.jit

@@ -224,7 +224,7 @@ def _quantize_buffers_by_planes(
     if amax is not None:
         rows = amax.numel() > 1 and cls.LAYOUT.amax_columns is None
         amax = (amax.amax(0, keepdim=True) if rows else amax).to(torch.float32)
-    elif cls.LAYOUT.shares_amax:
+    elif cls.LAYOUT.takes_amax(orientations):
         amax = cls._shared_amax(x)
     planes = cls._quantize_matrix(x, amax, orientations, None, seed)
     if amax is not None and "amax" in cls.LAYOUT.stored:
@@ -248,7 +248,7 @@ def _run_quantize_buffers(
         return made
     cls, (m, k) = recipe_of(recipe), x.shape
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
-    found = amax is None and cls.LAYOUT.shares_amax
+    found = amax is None and cls.LAYOUT.takes_amax(chosen)
     amax = cls._shared_amax(x) if found else amax  # in memory of its own
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
         kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls._quantizing(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from layoutc.runtime import numerics
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, batches, launch
+from layoutc.runtime.kernels import amaxes, batches, buffers, launch
 from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class RecipeMethods:
             return None
         from layoutc.runtime.kernels.prepared_batch import PreparedBatch
 
-        return PreparedBatch(kernels.binding(xs[0], tuple(orientations)), xs)
+        return PreparedBatch(kernels.binding(xs, tuple(orientations)), xs)
 
     @classmethod
     def _launches_into(
@@ -106,7 +106,7 @@ class RecipeMethods:
             return None
         from layoutc.runtime.kernels.prepared_batch import launches_into
 
-        return launches_into(kernels.binding(xs[0], tuple(orientations)), xs, amaxes, outs)
+        return launches_into(kernels.binding(xs, tuple(orientations)), xs, amaxes, outs)
 
     @classmethod
     def _quantize_buffers(
@@ -122,7 +122,7 @@ class RecipeMethods:
 
         typed: in the dtypes of `Layout.operand_dtypes`, as far as one launch writes them."""
         kernels = cls._quantizing(x)
-        if kernels is None or kernels.buffer_sizes is None:
+        if kernels is None or (kernels.buffer_sizes is None and buffers.are_made(cls.LAYOUT, orientations)):
             return None
         return kernels.quantize_buffers(x, amax, orientations, swizzled, seed, typed)
 
