@@ -307,15 +307,15 @@ class Layout:
         return _sent(self, which, cuts, k)
 
     def slots(self, which: PassName, cuts: Cuts, k: int) -> tuple[int, ...]:
-        """The bytes of each slot that a pass's planes are padded to, if the two passes differ; else ().
+        """The bytes of each slot that a pass's planes are padded to, if the passes' planes differ in bytes; else ().
 
         FSDP2 needs the same sizes in each pass, so a slot has the size of the larger of the two passes' planes.
         """
         if which == "both" or not (self.slots_differ or (self.passes_differ and not cuts.aligned(self.block_rows))):
             return ()
         passes: tuple[PassName, ...] = ("forward", "backward")
-        sizes = ([facts.nbytes for facts in self.sent(one, cuts, k).values()] for one in passes)
-        return tuple(map(max, zip_longest(*sizes, fillvalue=0)))
+        forward, backward = ([facts.nbytes for facts in self.sent(one, cuts, k).values()] for one in passes)
+        return () if forward == backward else tuple(map(max, zip_longest(forward, backward, fillvalue=0)))
 
 
 @lru_cache(maxsize=4096)

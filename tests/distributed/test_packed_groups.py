@@ -177,7 +177,8 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
         ("fp8_current", True, True, 128, True),
         ("fp8_delayed", True, False, 128, True),
         ("mxfp8", True, False, 128, True),
-        ("fp8_rowwise", True, False, 128, False),  # its kernel needs a launch of its own for each weight
+        ("fp8_rowwise", True, False, 128, True),
+        ("fp8_channel_bf16", True, False, 256, False),  # each orientation takes a launch of its own
     ],
 )
 def test_cast_weights_are_quantized_where_they_are_sent_from(
@@ -237,8 +238,7 @@ def codes_are_the_same(recipe: str, cast: bool, kernels: bool, width: int, optio
         with counted() as taken:
             assert same(steps(), expected)
         passes = 1 if options.get("reshard_after_forward", True) is False else 2
-        # The reference quantizes into tensors of its own; the passes of fp8_rowwise send planes of different sizes.
-        own = (cast and not kernels) or recipe == "fp8_rowwise"
+        own = cast and not kernels  # the reference quantizes into tensors of its own
         assert len(taken) == (0 if own else layers * passes + layers), len(taken)
         with counted(lambda: dist.get_rank() == 0) as taken:
             assert same(steps(), expected)
@@ -263,7 +263,9 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
         ("mxfp8", {"reshard_after_forward": False}),
         ("fp8_current", {"reshard_after_forward": False}),
         ("fp8_delayed", {}),
-        ("fp8_rowwise", {}),
+        ("fp8_rowwise", {}),  # backward has fewer planes
+        ("fp8_rowwise", {"reshard_after_forward": False}),
+        ("fp8_block_1d", {}),  # other planes, of the same sizes
         ("fp8_block", {}),
     ],
 )
@@ -279,6 +281,9 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
         ("mxfp8", True, 128, {}),
         ("fp8_current", True, 128, {"reshard_after_forward": False}),
         ("fp8_block", True, 256, {}),
+        ("fp8_rowwise", False, 128, {}),
+        ("fp8_rowwise", True, 128, {}),
+        ("fp8_block_1d", True, 256, {}),
     ],
 )
 def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:

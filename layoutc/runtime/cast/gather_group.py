@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 from layoutc.runtime.cast.shared_amax import decide_all
-from layoutc.runtime.facts import Layout, PassName
+from layoutc.runtime.facts import Facts, Layout, PassName
 from layoutc.runtime.fsdp2 import hooks, packed
 from layoutc.runtime.fsdp2.pack import is_filling
 from layoutc.runtime.fsdp2.wire import Arrived
@@ -82,18 +82,26 @@ class Example(NamedTuple):
 
     gathering: Any
     sent: tuple[int, ...]  # which of the planes that were quantized
-    shared: tuple[tuple[str, int | None], ...]  # those that all ranks have: which ones, None for the amax
+    shared: tuple[tuple[str, int | None, Facts], ...]  # those that all ranks have: which ones, None for the amax
+    zeros: tuple[Tensor, ...]  # in slots that only the other pass has planes for
 
     def again(self, planes: Sequence[Tensor], extra: dict[str, Tensor]) -> Sent:
         """The same with other bytes."""
         gathering = self.gathering
         if self.shared:
-            gathering.shared = {name: extra[name] if at is None else planes[at] for name, at in self.shared}
-        sent = tuple([planes[at] for at in self.sent])
+            gathering.shared = {
+                name: extra[name] if at is None else _typed(planes[at], facts) for name, at, facts in self.shared
+            }
+        sent = (*[planes[at] for at in self.sent], *self.zeros)
         if gathering.route.world == 1:
             gathering.alone = sent[1:]
             return sent[:1], gathering
         return sent, gathering
+
+
+def _typed(plane: Tensor, facts: Facts) -> Tensor:
+    """A plane of a batch, which may be bytes."""
+    return plane if plane.dtype == facts.dtype else plane.view(facts.dtype).view(facts.shape)
 
 
 class Part:
@@ -305,16 +313,19 @@ def _note(
     sent, gathering = part
     route = gathering.route
     everything, travels = (*sent, *gathering.alone), layout.travels[route.which]
-    if route.slots or len(everything) != len(travels):
-        return
     positions = tuple(map(names.index, travels))
-    for one, plane in zip(everything, [planes[position] for position in positions], strict=True):
+    for one, plane in zip(everything, [planes[position] for position in positions], strict=False):
         if (one.data_ptr(), one.shape, one.dtype) != (plane.data_ptr(), plane.shape, plane.dtype):
             return
     if route.world > 1 and all(leg.joined is None for leg in route.legs.values()):
         gathering.before = Arrived()  # what arrives are views of FSDP2's outputs, the same in each gather
-    shared = tuple([(name, names.index(name) if name in names else None) for name in gathering.shared])
-    examples[at] = Example(gathering, positions, shared)
+    shared = tuple(
+        [
+            (name, names.index(name) if name in names else None, Facts(tuple(plane.shape), plane.dtype))
+            for name, plane in gathering.shared.items()
+        ]
+    )
+    examples[at] = Example(gathering, positions, shared, everything[len(travels) :])
 
 
 def _one_by_one(

@@ -33,8 +33,8 @@ class Weight:
     shard: weakref.ref[Any]
     gathering: Gathering
     sources: tuple[steady.Source, ...] | None  # the planes that were sent; None: values are quantized in each gather
-    outputs: list[Tensor]  # FSDP2's, in the order of legs
-    starts: tuple[int, ...]  # of legs in the row of each rank, in bytes
+    outputs: list[Tensor]  # FSDP2's, in the order of legs; then those of slots that the other pass fills
+    starts: tuple[int, ...]  # of these in the row of each rank, in bytes
 
     def is_steady(self) -> bool:
         """True if the shard would send what lies where it lay, to where it arrived."""
@@ -50,7 +50,7 @@ class Weight:
     def pieces(self) -> Iterator[tuple[PlaneInPlace | None, int]]:
         """Its planes, None for one that is not copied in words; and where each starts in a row, in bytes."""
         planes = {name: plane for name, plane, _ in self.sources or ()}
-        for name, output, start in zip(self.gathering.route.legs, self.outputs, self.starts, strict=True):
+        for name, output, start in zip(self.gathering.route.legs, self.outputs, self.starts, strict=False):
             # Of a weight whose values are quantized into the row, only the output is used.
             yield in_words(planes.get(name, output), output), start
 
@@ -64,7 +64,7 @@ class Weight:
     def member(self) -> Member:
         """As one of those that are quantized into a row."""
         route = self.gathering.route
-        slots = [Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), self.starts, strict=True)]
+        slots = [Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), self.starts, strict=False)]
         state, parts = hooks.gathered_of(self.sharding), Parts(route.world, 0, 0)
         shard: Any = self.shard()
         return Member(shard.QUANTIZED, weakref.ref(self.param), state, tuple(slots), parts, self.gathering)
@@ -137,9 +137,12 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     route, before = metadata.route, metadata.before
     legs = route.legs.values()
     outputs = gathered.outputs_of(param)
-    if route.slots or route.world == 1 or before is None or not before.planes or any(map(Tensor.is_inference, outputs)):
+    if route.world == 1 or before is None or not before.planes or any(map(Tensor.is_inference, outputs)):
         return None
-    if list(sizes) != [leg.sent * leg.width for leg in legs] or any(leg.joined is not None for leg in legs):
+    own_sizes = [leg.sent * leg.width for leg in legs]
+    if list(sizes[: len(own_sizes)]) != own_sizes or any(leg.joined is not None for leg in legs):
+        return None
+    if len(sizes) != len(route.slots or own_sizes):
         return None
     sources = None
     if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:

@@ -1,9 +1,10 @@
 """How planes travel through an all-gather: out of a shard as bytes, and back as planes of the whole weight.
 
 Usually nothing is copied: the bytes of all ranks, in rank order, are the plane. A copy is needed in three cases: a cut
-falls inside a block (ranks on both sides send its scale, and one of them is picked), a pass has fewer bytes than the
-other one (FSDP2 allocates outputs once, so they are filled up), and a dim other than the first is sharded. Such planes
-are joined in tensors that FSDP2 frees and allocates together with its outputs.
+falls inside a block (ranks on both sides send its scale, and one of them is picked), a plane has fewer bytes than that
+of the other pass (FSDP2 allocates outputs once, so it is filled up), and a dim other than the first is sharded. Such
+planes are joined in tensors that FSDP2 frees and allocates together with its outputs. Where the other pass has a plane
+more, zeros are sent.
 """
 
 from __future__ import annotations
@@ -155,13 +156,16 @@ def copies_of_all(weights: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Ten
 
 
 def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes in slots of fixed sizes in bytes, padded with zeros."""
+    """Planes in slots of fixed sizes in bytes: those of a slot's size as they are, others padded with zeros."""
     filled = []
     for slot, nbytes in enumerate(slots):
-        buffer = planes[0].new_zeros(nbytes)
-        if slot < len(planes):
-            buffer[: planes[slot].numel()] = planes[slot].reshape(-1)
-        filled.append(buffer)
+        plane = planes[slot] if slot < len(planes) else None
+        if plane is None or plane.numel() != nbytes:
+            buffer = planes[0].new_zeros(nbytes)
+            if plane is not None:
+                buffer[: plane.numel()] = plane.reshape(-1)
+            plane = buffer
+        filled.append(plane)
     return tuple(filled)
 
 
