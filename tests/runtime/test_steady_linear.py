@@ -18,6 +18,7 @@ from layoutc.runtime.kernels import launch
 from layoutc.runtime.operands import launched, scaled_mm
 from layoutc.runtime.products import autograd, choice, linear, steady_linear
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
+from layoutc.runtime.weight.planes import GatheredPlanes, Home
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
@@ -117,6 +118,28 @@ def test_later_calls_are_straight_line_code(recipe: str, monkeypatch: pytest.Mon
     for ours, theirs in zip(found, expected, strict=True):
         assert len(ours) == len(theirs) == 3
         assert all(map(same_bits, ours, theirs))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_weights_whose_passes_gather_other_planes() -> None:
+    """Each pass finds its own, and what a product has left of forward's serves forward alone."""
+    held, (x, grad) = weight("fp8_rowwise"), case(0)
+    every, home = dict(held._planes), Home(lambda: None, lambda *_: {})
+    held._planes = planes = GatheredPlanes(
+        {name: every[name] for name in ("rowwise_data", "rowwise_scale")}, home, (M, K)
+    )
+    assert steady_linear.forward(x, held, None, "auto", "quantized") is None  # nothing is kept of the weight yet
+    expected = linear.forward(x.detach(), held, None, "auto", "quantized")
+    found = steady_linear.forward(x, held, None, "auto", "quantized")
+    assert found is not None
+    assert all(map(same_bits, found, expected))
+    planes.clear()
+    planes.update({name: every[name] for name in ("columnwise_data", "columnwise_scale")})
+    assert steady_linear.forward(x, held, None, "auto", "quantized") is None
+    gradients = linear.backward(grad, held, [x.detach()], "auto", True, "quantized")
+    found = steady_linear.backward(grad, held, [x.detach()], "auto", True, "quantized")
+    assert found is not None
+    assert all(map(same_bits, found, gradients))
 
 
 @pytest.mark.usefixtures("kernels")

@@ -27,7 +27,7 @@ def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | Non
     """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
     kept: _KeptSide | None = weight._readings.get((orientation, "operand"))
     planes = weight._planes
-    if kept is None or type(planes) is not dict or weight._writes.waiting or len(planes) != len(kept.planes):
+    if kept is None or not isinstance(planes, dict) or weight._writes.waiting or len(planes) != len(kept.planes):
         return None
     for name, plane in kept.planes.items():
         if planes.get(name) is not plane or not plane.untyped_storage().nbytes():
@@ -39,7 +39,7 @@ def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -
     """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
     planes = weight._planes
     is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
-    if not is_stored or type(planes) is not dict or operators.traced(side.codes):
+    if not is_stored or not isinstance(planes, dict) or operators.traced(side.codes):
         return
     own = {plane.untyped_storage()._cdata for plane in planes.values()}
     if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
