@@ -16,6 +16,8 @@ gradients in bf16 (layoutc.exchange_gradients).
 that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture. With --turns N all variants are held at once and take N
 turns of --steps each, since hosts are now fast and now slow; peaks of memory are then of all.
+Each step begins when all ranks and cards are at rest. With --together N it is N steps in a row that do, as in trainers
+that read losses every N steps: the host then works ahead while the card ends the step before.
 """
 
 from __future__ import annotations
@@ -169,17 +171,18 @@ class Trial:
     times: list[float] = field(default_factory=list)  # ms of each step
     held: list[int] = field(default_factory=list)  # bytes that are allocated after each
 
-    def take(self, steps: int, device: torch.device) -> None:
-        """So many steps, each timed from when all ranks are at rest."""
+    def take(self, steps: int, device: torch.device, together: int = 1) -> None:
+        """So many steps, or runs of steps that are taken together, each timed from when all ranks are at rest."""
         with self.mode(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
             for _ in range(steps):
                 dist.barrier()
                 _wait(device)
                 began = time.perf_counter()
-                self.step()
+                for _ in range(together):
+                    self.step()
                 with phases.phase("waits for the card"):
                     _wait(device)
-                self.times.append((time.perf_counter() - began) * 1e3)
+                self.times.append((time.perf_counter() - began) * 1e3 / together)
                 self.held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
 
 
@@ -261,8 +264,8 @@ def taken(
                 trial.take(1, device)
                 del trial.times[-1], trial.held[-1]
             phases.taken(1)
-            trial.take(options.steps, device)
-            spent[trial.variant].append(phases.taken(options.steps))
+            trial.take(options.steps, device, options.together)
+            spent[trial.variant].append(phases.taken(options.steps * options.together))
     if options.phases and dist.get_rank() == 0:
         print(phases.table({trial.variant: spent[trial.variant] for trial in trials}), flush=True)
     for trial in trials:
@@ -336,7 +339,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     for name, value in (("layers", 8), ("dim", 4096), ("ffn", 14336), ("heads", 32), ("kv-heads", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4), ("turns", 1)):
+    for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4), ("turns", 1), ("together", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--graph", action="store_true")
@@ -358,8 +361,8 @@ def main() -> None:
     sizes = Sizes(options.layers, options.dim, options.ffn, options.heads, options.kv_heads)
     runs: list[Run] = []
     for batch in options.batch:
-        together = [options.variants] if options.turns > 1 else [[variant] for variant in options.variants]
-        for variants in together:
+        held = [options.variants] if options.turns > 1 else [[variant] for variant in options.variants]
+        for variants in held:
             runs += taken(variants, batch, options, sizes, device)
             gc.unfreeze()
             gc.collect()
@@ -371,7 +374,12 @@ def main() -> None:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
                 ran |= {"torch": torch.__version__, "world": dist.get_world_size()}
-                ran |= {"eager": options.eager, "graph": options.graph, "saves": options.saves}
+                ran |= {
+                    "eager": options.eager,
+                    "graph": options.graph,
+                    "saves": options.saves,
+                    "together": options.together,
+                }
                 json.dump({**ran, "rows": [asdict(run) for run in runs]}, file)
     dist.destroy_process_group()
 
