@@ -17,7 +17,7 @@ from torch import Tensor
 from layoutc.ints.rects import Rect
 from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import Facts, Layout
+from layoutc.runtime.facts import Facts, Layout, laid_out_names
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.planes import TracedPlanes, owner
 
@@ -119,10 +119,20 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
 
 def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
-    whole = _now(cls, handle, orientation)
-    buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
-    made = [buffers[name] for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
-    return library.own_all(made, *whole.values())
+    whole, gathered = _now(cls, handle, orientation), owner(handle)
+    names = _names(cls.LAYOUT, m, k, orientation, swizzled)
+    if gathered is None or gathered.matrix != (m, k):
+        buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
+        return library.own_all([buffers[name] for name in names], *whole.values())
+    laid, needed = laid_out_names(cls.LAYOUT, (orientation,), swizzled)
+    made: dict[str, Tensor] = {}
+    if laid:
+        planes = [whole[name] for name in needed]
+        made = dict(zip(laid, operators.run_lay_out(planes, m, k, recipe, [orientation], swizzled), strict=True))
+    stored = cls.LAYOUT.as_stored
+    return [
+        made[name] if name in made else whole[stored[name]].clone().view(facts.shape) for name, facts in names.items()
+    ]
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:

@@ -291,7 +291,7 @@ def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientatio
     return values  # a kernel's are new
 
 
-def _run_lay_out(
+def run_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool, typed: bool = False
 ) -> list[Tensor]:
     key = recipe, m, k, planes[0].device, tuple(orientations), swizzled, typed
@@ -388,7 +388,7 @@ library.define(
 library.define(
     "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled, bool typed=False) "
     "-> Tensor[]",
-    _run_lay_out,
+    run_lay_out,
     _fake_lay_out,
 )
 _quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
