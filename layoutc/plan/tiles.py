@@ -74,7 +74,8 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> 
         return Tile(block_m, columns, 1, max(2, block_m * columns // 512), None, reason)
     if block_m == 1 and any(spans_columns(source) for source in sources) and not in_words:
         if len(sources) > 1:
-            return Tile(4, 1024, 1, 8, None, "whole rows, of which four read each scale of a column")
+            columns = max(1024, block_k)
+            return Tile(4, columns, 1, columns // 128, None, "whole rows, of which four read each scale of a column")
         return Tile(1, 8192, 1, 8, None, "a whole row, if it has no more columns: registers hold it")
     if block_m == 1:
         reason = "blocks lie along rows: long rows"

@@ -221,6 +221,32 @@ gemm:
 """
 
 
+ROWS_AND_RUNS = """
+layoutc: 1
+name: fp8_rows_and_runs
+summary: whole rows, and long runs of them
+element: {format: e4m3}
+scale: {format: f32, rule: amax-over-max}
+orientations:
+  rowwise:
+    block: {m: 1, k: all}
+    data: {layout: m k}
+    scale: {layout: m}
+  columnwise:
+    block: {m: 1, k: 2048}
+    data: {layout: k m}
+    scale: {layout: m k/2048}
+"""
+
+
+def test_whole_rows_beside_blocks_that_are_longer_than_a_tile_of_them() -> None:
+    """A tile has whole blocks of both, whether or not the matrix has as many columns."""
+    unshipped.add("fp8_rows_and_runs", ROWS_AND_RUNS)
+    for k in (64, 2048, 4100):
+        for asked in (("rowwise", "columnwise"), ("rowwise",), ("columnwise",)):
+            compare("fp8_rows_and_runs", weight(6, k, 5), asked)
+
+
 def test_planes_that_a_gemm_reads_in_another_order() -> None:
     """They are no part of a prepared launch, which gives planes as they are; all that is made beside them is."""
     unshipped.add("fp8_turned", TURNED)

@@ -37,10 +37,13 @@ class Choice(NamedTuple):
         return (self.step[0], _ALL) if any(self.rows[:2]) else self.step
 
     def fitted(self, k: int) -> Choice:
-        """The same for matrices of at most k columns, where blocks span them: without columns that would be idle."""
+        """The same for matrices of at most k columns, where blocks span them: without columns that would be idle.
+
+        Blocks of another source may need these.
+        """
         rows, columns, pieces, warps, registers = self.tile
-        fit = fitting(k)
-        if not any(self.rows[:2]) or self.cover[0] or pieces > 1 or fit >= columns:
+        fit, alone = fitting(k), self.rowwise != self.columnwise
+        if not (alone and any(self.rows[:2])) or self.cover[0] or pieces > 1 or fit >= columns:
             return self
         return self._replace(tile=(rows, fit, pieces, max(warps * fit // columns, 1), registers))
 

@@ -75,7 +75,8 @@ class Kernels:
         m, k = x.shape
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
-            x, shared = launch.in_runs(x), self._shared_amax(x, amax, orientations)
+            shared = self._shared_amax(x, amax, orientations)
+            x = launch.in_rows(x) if self.row_blocks else launch.in_runs(x)  # a program goes through few whole rows
             for together in self._together(orientations):
                 choice = self._choice(self.quantize_sizes, together, x.dtype, k)
                 run(quantize_kernel, *self._quantizing(x, shared, planes, {}, choice, m, k, False, seed))
