@@ -250,6 +250,12 @@ def test_gather_counts_what_the_rows_of_each_rank_touch(name: str, rows: int, co
         assert gather.filling >= 0
         assert gather.nbytes >= sum(whole[plane].nbytes for plane in gather.planes)
     assert gathers["forward"].bytes_per_rank == gathers["backward"].bytes_per_rank, "FSDP2 sizes slots once"
+    cuts = Cuts(m, per_rank, world)
+    sizes = {which: [plane.nbytes for plane in gather.planes.values()] for which, gather in gathers.items()}
+    for which in ("forward", "backward"):
+        slots = layout.slots(which, cuts, k)
+        assert bool(slots) is (sizes["forward"] != sizes["backward"]), "planes go as they are where passes are alike"
+        assert all(own <= slot for own, slot in zip(sizes[which], slots, strict=False))
 
 
 @pytest.mark.parametrize("shape", [(136, 64), (128, 72)])
