@@ -121,7 +121,7 @@ def test_what_is_kept_changes_no_bytes(recipe: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         prepared.Requantization, "__call__", lambda self, pairs: (launched.append(len(pairs)), original(self, pairs))[1]
     )
-    batched = recipe not in ("fp8_delayed", "int8_rowwise")  # a history, and a pass over rows, take more than a launch
+    batched = recipe != "fp8_delayed"  # a history takes more than a launch
     for step, event in enumerate(EVENTS if batched else EVENTS[3:8]):
         for one, trained in ((model, optimizer), (other, fresh)):
             give_gradients(one, step)

@@ -79,6 +79,7 @@ class Codes:
         self.weights, self.members, self.quantizing = weights, members, quantizing
         self.sharing = [at for at, weight in enumerate(weights) if weight.gathering.shared]
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
+        self.unread = [one for weight in weights for one in weight.outputs[len(weight.gathering.route.legs) :]]
 
     def is_steady(self) -> bool:
         """True if all of them would send what lies where it lay."""
@@ -105,6 +106,8 @@ class Codes:
 
     def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
+        for output in self.unread:  # of slots that the other pass fills: FSDP2's steps have them too, and plans
+            gathered.allocate(output)
         copied = self._copied()
         for at, weight in enumerate(self.weights):
             weight.deliver(copied.get(at, weight.gathering.shared))
@@ -147,6 +150,9 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     sources = None
     if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:
         return None
+    sent = dict(zip(route.legs, own_sizes, strict=True))
+    if any(plane.nbytes != sent.get(name, plane.nbytes) for name, plane, _ in sources or ()):
+        return None  # a shard that cuts blocks sends a part of what it has
     starts = tuple(accumulate(sizes[:-1], initial=start))
     # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
     own = replace(
