@@ -23,7 +23,7 @@ from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts, Layout, PassName
 from layoutc.runtime.fsdp2 import hooks, packed
 from layoutc.runtime.fsdp2.pack import is_filling
-from layoutc.runtime.fsdp2.wire import Arrived
+from layoutc.runtime.fsdp2.wire import Arrived, filled
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -83,7 +83,6 @@ class Example(NamedTuple):
     gathering: Any
     sent: tuple[int, ...]  # which of the planes that were quantized
     shared: tuple[tuple[str, int | None, Facts], ...]  # those that all ranks have: which ones, None for the amax
-    zeros: tuple[Tensor, ...]  # in slots that only the other pass has planes for
 
     def again(self, planes: Sequence[Tensor], extra: dict[str, Tensor]) -> Sent:
         """The same with other bytes."""
@@ -92,7 +91,9 @@ class Example(NamedTuple):
             gathering.shared = {
                 name: extra[name] if at is None else _typed(planes[at], facts) for name, at, facts in self.shared
             }
-        sent = (*[planes[at] for at in self.sent], *self.zeros)
+        sent = tuple([planes[at] for at in self.sent])
+        if gathering.route.slots:
+            sent = filled(sent, gathering.route.slots)
         if gathering.route.world == 1:
             gathering.alone = sent[1:]
             return sent[:1], gathering
@@ -325,7 +326,7 @@ def _note(
             for name, plane in gathering.shared.items()
         ]
     )
-    examples[at] = Example(gathering, positions, shared, everything[len(travels) :])
+    examples[at] = Example(gathering, positions, shared)
 
 
 def _one_by_one(

@@ -87,7 +87,7 @@ def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gatheri
         return tensors, gathering
     route, planes = gathering.route, shard._planes
     every, names = (*tensors, *gathering.alone), shard.LAYOUT.travels[route.which]
-    if all(map(_is_view, every, [planes[name] for name in names])):  # what is in slots after them is zeros
+    if all(map(_is_view, every, [planes[name] for name in names])):  # nobody reads what is in slots after them
         gathering.before = Arrived() if all(leg.joined is None for leg in route.legs.values()) else None
         shared = {name: planes[name] for name in gathering.shared}
         sources = tuple(Source(name, planes[name], planes[name].data_ptr()) for name in (*names, *shared))

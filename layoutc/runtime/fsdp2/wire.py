@@ -3,8 +3,7 @@
 Usually nothing is copied: the bytes of all ranks, in rank order, are the plane. A copy is needed in three cases: a cut
 falls inside a block (ranks on both sides send its scale, and one of them is picked), a plane has fewer bytes than that
 of the other pass (FSDP2 allocates outputs once, so it is filled up), and a dim other than the first is sharded. Such
-planes are joined in tensors that FSDP2 frees and allocates together with its outputs. Where the other pass has a plane
-more, zeros are sent.
+planes are joined in tensors that FSDP2 frees and allocates together with its outputs.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
     In a group of one rank FSDP2 hands back only the first tensor, so the others go into the metadata.
     """
     if gathering.route.slots:
-        planes = _fill(planes, gathering.route.slots)
+        planes = filled(planes, gathering.route.slots)
     if gathering.route.world == 1:
         gathering.alone = planes[1:]
         return planes[:1], gathering
@@ -155,18 +154,21 @@ def copies_of_all(weights: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Ten
     return [{name: next(copied) for name in weight} for weight in weights]
 
 
-def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes in slots of fixed sizes in bytes: those of a slot's size as they are, others padded with zeros."""
-    filled = []
+def filled(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Planes in slots of fixed sizes in bytes: those of a slot's size as they are, smaller ones padded with zeros.
+
+    A slot that the other pass alone fills has the first bytes of the first plane, which nobody reads: no memory of its
+    own.
+    """
+    made = []
     for slot, nbytes in enumerate(slots):
-        plane = planes[slot] if slot < len(planes) else None
-        if plane is None or plane.numel() != nbytes:
+        plane = planes[slot] if slot < len(planes) else planes[0].reshape(-1)[:nbytes]
+        if plane.numel() != nbytes:
             buffer = planes[0].new_zeros(nbytes)
-            if plane is not None:
-                buffer[: plane.numel()] = plane.reshape(-1)
+            buffer[: plane.numel()] = plane.reshape(-1)
             plane = buffer
-        filled.append(plane)
-    return tuple(filled)
+        made.append(plane)
+    return tuple(made)
 
 
 def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
