@@ -121,6 +121,16 @@ def test_later_calls_are_straight_line_code(recipe: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("kernels")
+def test_autocast_rounds_no_gradient_of_a_weight() -> None:
+    """Forward outside of it and backward inside: the ordinary call turns it off."""
+    held, (x, grad) = weight("fp8_rowwise"), case(0)
+    given: Any = (grad, held, [x.detach()], "auto", True, "quantized")
+    assert steady_linear.backward(*given) is not None
+    with torch.autocast("cpu", torch.float16):
+        assert steady_linear.backward(*given) is None
+
+
+@pytest.mark.usefixtures("kernels")
 def test_weights_whose_passes_gather_other_planes() -> None:
     """Each pass finds its own, and what a product has left of forward's serves forward alone."""
     held, (x, grad) = weight("fp8_rowwise"), case(0)

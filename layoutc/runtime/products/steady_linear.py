@@ -117,6 +117,8 @@ class Backward(NamedTuple):
 
         saved: what forward gave, or x.
         """
+        if self.multiplies_values and torch.is_autocast_enabled(grad.device.type):
+            return None  # which would round what is multiplied
         right = None
         if self.rowwise is not None:
             right = launched.right(weight, "columnwise", self.weight)
