@@ -11,7 +11,7 @@ fp8_channel_bf16: E4M3 weights, divided by a BF16 scale of each row; columnwise 
 fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax.
 fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
 fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
-fp8_rowwise: E4M3 weights with one FP32 scale for each row , columnwise for each column.
+fp8_rowwise: E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1).
 hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
 int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.

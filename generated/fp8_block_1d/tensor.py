@@ -40,9 +40,9 @@ class FP8Block1DTensor(QuantizedTensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
         """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, padded to the
-        same sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them
-        once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, filled up to
+        the same sizes where they differ, because FSDP2 expects equal sizes in all passes. A weight that stays gathered
+        sends all of them once.
         """
         if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
             return sent

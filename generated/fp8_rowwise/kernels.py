@@ -2,7 +2,7 @@
 # Layout id a93daaa57939: changes when stored bytes or arithmetic change, and only then.
 """Kernels of fp8_rowwise: the arithmetic of reference.py, byte for byte, and what a program does with one tile.
 
-E4M3 weights with one FP32 scale for each row , columnwise for each column.
+E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 """
 
 import triton

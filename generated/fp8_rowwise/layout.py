@@ -2,7 +2,7 @@
 # Layout id a93daaa57939: changes when stored bytes or arithmetic change, and only then.
 """Layout facts of fp8_rowwise.
 
-E4M3 weights with one FP32 scale for each row , columnwise for each column.
+E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
@@ -46,8 +46,8 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 
 LAYOUT = Layout(
     name="fp8_rowwise",
-    summary="E4M3 weights with one FP32 scale for each row , columnwise for each column",
-    spec_sha256="b1c953a9c674bbd96253f1eda89696b535786e1becf4ccb117da741a943ef7fa",
+    summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
+    spec_sha256="d20f13c106d01b517f17e3cfb4373dc0bab1009c271761863144909e326f1930",
     layout_id="a93daaa57939",
     language=1,
     shard_rows=1,

@@ -2,7 +2,7 @@
 # Layout id a93daaa57939: changes when stored bytes or arithmetic change, and only then.
 """The reference of fp8_rowwise: its arithmetic in plain torch, on any device. Kernels match it byte for byte.
 
-E4M3 weights with one FP32 scale for each row , columnwise for each column.
+E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 """
 
 from collections.abc import Mapping

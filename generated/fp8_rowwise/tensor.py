@@ -22,7 +22,7 @@ from .layout import LAYOUT
 
 @register
 class FP8RowwiseTensor(QuantizedTensor):
-    """E4M3 weights with one FP32 scale for each row , columnwise for each column.
+    """E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 
     It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
@@ -40,8 +40,9 @@ class FP8RowwiseTensor(QuantizedTensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
         """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data, padded to the same sizes, because
-        FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data, filled up to the same sizes where
+        they differ, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them
+        once.
         """
         if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
             return sent

@@ -80,7 +80,7 @@ def hooks_text(plan: Plan) -> HooksText:
         post += [f"    slot += {len(gather.planes)}"]
     post = [line.replace('": ', '"] = ', 1).rstrip(",") if line.startswith("    gathered[") else line for line in post]
     forward, backward = _listed(plan.forward.planes), _listed(plan.backward.planes)
-    sizes_text = "padded to the same sizes" if plan.slots_differ else "of the same sizes"
+    sizes_text = "filled up to the same sizes where they differ" if plan.slots_differ else "of the same sizes"
     pre_doc = (
         f"Forward sends {forward}; backward sends {backward}, {sizes_text}, because FSDP2 expects equal sizes in all "
         f"passes. A {plan.noun} that stays gathered sends all of them once."

@@ -84,8 +84,9 @@ class Kernels:
 
     def _together(self, orientations: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The orientations of each launch that quantizes into planes: those of each source, where sources are apart."""
-        served = [one for one in self.serves.values() if any(name in orientations for name in one)]
-        return served if self._apart else [orientations]
+        if not self._apart:
+            return [orientations]
+        return [served for served in self.serves.values() if any(name in orientations for name in served)]
 
     @cached_property
     def _apart(self) -> bool:
