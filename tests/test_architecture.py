@@ -246,7 +246,11 @@ def test_generated_code_needs_torch_and_the_runtime_alone() -> None:
         assert all(name.startswith("layoutc.runtime") for name in ours(path)), path
 
 
-OF_FSDP2 = {"layoutc.runtime.sharding.registry", "layoutc.runtime.fsdp2.steady_group"}
+OF_FSDP2 = {
+    "layoutc.runtime.sharding.registry",
+    "layoutc.runtime.fsdp2.steady_group",
+    "layoutc.runtime.fsdp2.steady_reduction",
+}
 
 
 def test_private_names_of_fsdp2_stand_in_two_files() -> None:

@@ -1,7 +1,8 @@
 """Private names of torch that layoutc needs, other than FSDP2's: each appears here once, with what is relied on.
 
 tests/runtime/test_torch_private.py has a test for each; if a release of torch fails one, that says what has changed.
-FSDP2's private names are read in `sharding` and in `fsdp2.steady_group`, and call stacks in `callers`.
+FSDP2's private names are read in `sharding` and in `fsdp2.steady_group` and `steady_reduction`, and call stacks in
+`callers`.
 """
 
 from __future__ import annotations

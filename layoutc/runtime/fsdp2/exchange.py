@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2.gradient_rows import Turns
+from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch, Turns
 from layoutc.runtime.kernels.rank_chunks import rank_chunks
 from layoutc.runtime.kernels.rank_sums import rank_sum
 from layoutc.runtime.sharding import registry
@@ -123,6 +123,15 @@ class Exchange:
         if self._turns.is_result(int(numel)) or dtype is not torch.float32:
             return torch.empty(*size, dtype=dtype, device=device)
         return GradientBuffer((int(numel),), device, self._ranks, _Kept())
+
+    @staticmethod
+    def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """The buffer of a reduction, (numel,), with gradients in it."""
+        if dtype is not torch.float32:
+            return CopiesInOneLaunch.joined(grads, ranks, numel, dtype)
+        made = GradientBuffer((numel,), grads[0].device, ranks, _Kept())
+        made.kept.grads = tuple(grads)
+        return made
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

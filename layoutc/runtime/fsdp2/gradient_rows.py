@@ -60,3 +60,11 @@ class CopiesInOneLaunch:
         """The buffer of a reduction, or its result, which gradients are views of."""
         made: Tensor = super().allocate(size, dtype=dtype, device=device)  # type: ignore[misc]
         return made if self._turns.is_result(made.numel()) else made.as_subclass(GradientRows)
+
+    @staticmethod
+    def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What is reduced of gradients, (numel,): FSDP2's buffer once they were copied into it."""
+        made = torch.empty(ranks, numel // ranks, dtype=dtype, device=grads[0].device)
+        if not rank_chunks(grads, ranks, made):
+            torch.ops.fsdp.chunk_cat(grads, 0, ranks, out=made)
+        return made.view(numel)

@@ -1,4 +1,4 @@
-"""A group whose gathers are much like the ones before: FSDP2's own, in fewer steps.
+"""A group whose gathers and reductions are much like the ones before: FSDP2's own, in fewer steps.
 
 FSDP2 asks the hooks of every weight, copies what has arrived into a tensor of each, and calls hooks again. Here one
 kernel copies planes into what the rank sends, and another takes them from where all ranks' bytes have arrived: into
@@ -6,7 +6,7 @@ FSDP2's outputs, or dequantized, for weights whose gathers leave values and whic
 the bytes that FSDP2 would send, in its order, so each rank may gather in one way or the other. The first gather of a
 pass is FSDP2's, and so are those in CUDA graphs, under transforms, and of groups that have something else in them.
 
-With `registry` and `gathered` the only module that reads FSDP2's private names.
+With `steady_reduction`, `registry` and `gathered` the only module that reads FSDP2's private names.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2 import codes
+from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
 from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, runs_of
+from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.torch_private import profiling, transform
+from layoutc.runtime.torch_private import profiling, transform, without_torch_function
 
 FORWARD: PassName = "forward"  # whose values packs leave
 MOST_FAILURES = 4  # gathers after which FSDP2 is left to it
@@ -120,6 +121,8 @@ class _ReduceScatter(CopiesInOneLaunch, DefaultReduceScatter):
 class SteadyGroup(FSDPParamGroup):
     """FSDP2's group of parameters, with `carry`."""
 
+    _reduces: bool | None  # whether FSDP2 reduces gradients as is known; None before it does
+    _reduction: Reduction | None  # once there were gradients
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
@@ -148,6 +151,25 @@ class SteadyGroup(FSDPParamGroup):
         super().wait_for_unshard()
         self._learn(result, metadata)
 
+    def post_backward(self, *unused: Any) -> None:
+        """Reduces the gradients that backward has left, and frees what was gathered."""
+        if self._reduces is None:
+            self._reduces = steady_reduction.is_known(self)
+        grads = steady_reduction.gradients_of(self) if self._reduces and self._is_eager() else None
+        if grads is not None and self._reduction is None:
+            self._reduction = steady_reduction.reduction_of(self, grads)
+        if grads is None or self._reduction is None:
+            super().post_backward(*unused)
+            return
+        with self._labelled("FSDP::post_backward_reduce"):
+            steady_reduction.take(self)
+            steady_reduction.reduce(self, self._reduction, grads)
+
+    def _to_unsharded(self) -> None:
+        """Puts the gathered parameters into their modules, without asking their class for what FSDP2 compares."""
+        with without_torch_function():
+            super()._to_unsharded()  # type: ignore[no-untyped-call]
+
     def forget_rows(self) -> None:
         """From now on, gathers are FSDP2's, until `carry` is called again."""
         self._pack, self._rows, self._failures = None, {}, MOST_FAILURES
@@ -172,7 +194,10 @@ class SteadyGroup(FSDPParamGroup):
             return False
         if not self.unshard_in_backward and self._training_state is TrainingState.PRE_BACKWARD:
             return False
-        return transform() is None and not capturing(self.device)
+        return self._is_eager()
+
+    def _is_eager(self) -> bool:
+        return transform() is None and not capturing(self.device) and not torch.compiler.is_compiling()
 
     def _mesh_of_hooks(self) -> Any:
         return self.fsdp_params[0].shard_mesh_from_root
@@ -212,7 +237,7 @@ class SteadyGroup(FSDPParamGroup):
         if work is not None:
             work.wait()
         result.row.arrive(output)
-        self._to_unsharded()  # type: ignore[no-untyped-call]
+        self._to_unsharded()
         done = self.device_handle.Event()
         done.record()
         if in_forward and work is None:
@@ -232,7 +257,8 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
         return
     if group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
-        group._pack, group._leader, group._rows, group._failures = pack, leader, {}, 0
+        group._pack, group._leader, group._rows, group._failures, group._reduction = pack, leader, {}, 0, None
+        group._reduces = None
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())
 

@@ -1,4 +1,5 @@
-"""What FSDP2 keeps of weights that it has gathered. Only `registry` and `steady_group` read its private names too."""
+"""What FSDP2 keeps of weights that it has gathered. Only `registry`, and
+`steady_group` and `steady_reduction`, read its private names too."""
 
 from __future__ import annotations
 

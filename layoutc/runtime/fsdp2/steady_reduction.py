@@ -1,0 +1,174 @@
+"""Gradients of a group that are reduced much like in the steps before: FSDP2's own reduction, in fewer steps.
+
+FSDP2 goes through a group's parameters four times after each backward, and asks the tensor's class whenever it reads
+the gradient of a quantized weight. Here what is the same in all steps is found once. The same bytes travel, in the same
+collective, on the same streams, so each rank may reduce in one way or the other. FSDP2 is left whatever is not plain:
+gradients that are accumulated, or missing, hooks on them, replicas, offloading, tensor parallelism, and divisors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, ReduceScatterState
+
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.torch_private import without_torch_function
+
+_OF_GROUP = (
+    *("_reduce_scatter_process_group", "_reduce_scatter_comm", "_reduce_dtype", "_orig_dtype", "_post_reduce_event"),
+    *("reduce_grads", "reshard_after_backward", "gradient_divide_factor", "force_sum_reduction_for_comms", "mesh_info"),
+    *("_all_reduce_hook", "_all_reduce_hook_stream", "_partial_reduce_output", "_wait_for_post_backward", "modules"),
+)
+_OF_PARAM = (
+    *("sharded_param", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor", "fsdp_placement"),
+    *("offload_to_cpu", "is_dtensor", "unsharded_accumulated_grad"),
+)
+_OF_FACTORS = (
+    *("reduce_scatter_group", "all_reduce_group", "reduce_dtype", "device_type", "factor"),
+    "force_sum_reduction_for_comms",
+)
+
+
+class Joins(Protocol):
+    """A reduction of FSDP2's that copies gradients into what a rank sends by itself."""
+
+    def joined(self, grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What is passed as `input_tensor`: (numel,) in dtype, the chunks of each rank in a row."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> Any:
+        """As FSDP2 calls it, on the stream that sends."""
+
+
+class Reduction(NamedTuple):
+    """What is the same whenever a group's gradients are reduced. starts: of each gradient in what the rank keeps."""
+
+    params: tuple[Any, ...]
+    starts: tuple[int, ...]
+    numel: int  # that a rank keeps, padding included
+    dtype: torch.dtype
+    op: Any
+
+
+def is_known(group: FSDPParamGroup) -> bool:
+    """True if this torch has what is used here, under the names that are known: FSDP2 of torch 2.11 has one reduction
+    in flight, since then there are as many as it is told. Only to be called once the group was gathered for backward.
+    """
+    one, several = "reduce_scatter_state", ("reduce_scatter_states", "reduce_scatter_max_input_buffers")
+    names = (one,) if hasattr(group.comm_ctx, one) else (*several, "_last_post_reduce_events")
+    return (
+        ReduceScatterState._fields == ("reduce_scatter_input", "event")
+        and list(signature(_get_gradient_divide_factors).parameters) == list(_OF_FACTORS)
+        and all(hasattr(group.comm_ctx, name) for name in ("reduce_scatter_stream", *names))
+        and all(hasattr(group, name) for name in _OF_GROUP)
+        and all(hasattr(param, name) for param in group.fsdp_params for name in _OF_PARAM)
+    )
+
+
+def gradients_of(group: FSDPParamGroup) -> list[Tensor] | None:
+    """The gradients that backward has left in a group's gathered weights; None if FSDP2 would do more than reduce
+    them."""
+    if group._training_state is not TrainingState.PRE_BACKWARD or not group.reduce_grads:
+        return None
+    if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
+        return None
+    if group._all_reduce_hook is not None or group._all_reduce_hook_stream is not None:
+        return None
+    if group._partial_reduce_output is not None or not hasattr(group._reduce_scatter_comm, "joined"):
+        return None
+    grads: list[Tensor] = []
+    with without_torch_function():
+        for param in group.fsdp_params:
+            shard, whole = param.sharded_param, getattr(param, "_unsharded_param", None)
+            grad = None if whole is None else whole.grad
+            if type(grad) is not Tensor or param.unsharded_accumulated_grad is not None:
+                return None
+            if shard.grad is not None or getattr(shard, "_post_accumulate_grad_hooks", None):
+                return None
+            grads.append(grad)
+    return grads if all(grad.dtype is grads[0].dtype for grad in grads) else None
+
+
+def reduction_of(group: FSDPParamGroup, grads: Sequence[Tensor]) -> Reduction | None:
+    """None for a group of which FSDP2 does more than to reduce gradients over its ranks."""
+    if type(group.mesh_info) is not FSDPMeshInfo or len(group.modules) > 1 or any(not grad.numel() for grad in grads):
+        return None
+    params, ranks = tuple(group.fsdp_params), group._reduce_scatter_process_group.size()
+    if getattr(group, "_num_param_groups", 1) > 1:
+        return None
+    if any(param.fsdp_placement.dim or param.offload_to_cpu or param.is_dtensor for param in params):
+        return None
+    dtype = group._reduce_dtype or grads[0].dtype
+    before, after, op, _ = _get_gradient_divide_factors(
+        group._reduce_scatter_process_group, None, dtype, group.device.type, None, False
+    )
+    if before is not None or after is not None:
+        return None
+    numels = [cdiv(grad.shape[0], ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
+    *starts, numel = accumulate(numels, initial=0)
+    return Reduction(params, tuple(starts), numel, dtype, op)
+
+
+def take(group: FSDPParamGroup) -> None:
+    """Frees the gathered weights' gradients, which somebody else holds, and the weights, if backward is to do that."""
+    group._training_state = TrainingState.POST_BACKWARD
+    with without_torch_function():
+        for param in group.fsdp_params:
+            param._unsharded_param.grad = None
+    if group.reshard_after_backward:
+        group.reshard()
+
+
+@torch.no_grad()
+def reduce(group: FSDPParamGroup, reduction: Reduction, grads: list[Tensor]) -> None:
+    """As FSDP2's foreach_reduce, and what its post_backward does before and after it. Empties `grads`."""
+    context, handle, over = group.comm_ctx, group.device_handle, group._reduce_scatter_process_group
+    current, stream = handle.current_stream(), context.reduce_scatter_stream
+    comm: Joins = group._reduce_scatter_comm  # type: ignore[assignment]
+    _wait_for_others(context, current)
+    group._wait_for_post_backward()  # type: ignore[no-untyped-call]
+    sent = comm.joined(grads, over.size(), reduction.numel * over.size(), reduction.dtype)
+    grads.clear()  # they may be freed: they were copied on this stream, or what is sent holds them
+    stream.wait_stream(current)
+    with handle.stream(stream):
+        summed = torch.empty(reduction.numel, dtype=reduction.dtype, device=group.device)
+        comm(output_tensor=summed, input_tensor=sent, group=over, op=reduction.op)
+        sends = stream.record_event()
+        kept = summed if group._orig_dtype is None else summed.to(group._orig_dtype)
+        for param, start in zip(reduction.params, reduction.starts, strict=True):
+            shard = torch.as_strided(kept, param.sharded_size, param.contiguous_sharded_stride, start)
+            param.sharded_param.grad = param.to_sharded_dtensor(shard)
+        done = sends if kept is summed else stream.record_event()
+    group._post_reduce_event = done
+    _note(context, ReduceScatterState(sent, sends), stream, done)
+
+
+# ------------------------------------------------------------------------------------------ two generations of FSDP2
+def _wait_for_others(context: Any, current: Any) -> None:
+    """Frees what reductions before have sent, but for as many as may be in flight beside the next."""
+    if hasattr(context, "reduce_scatter_state"):
+        before, context.reduce_scatter_state = context.reduce_scatter_state, None
+        if before is not None and before.event is not None:
+            current.wait_event(before.event)
+        return
+    states = context.reduce_scatter_states
+    while len(states) >= context.reduce_scatter_max_input_buffers:
+        oldest = states.pop(0)
+        if oldest.event is not None:
+            current.wait_event(oldest.event)
+
+
+def _note(context: Any, state: ReduceScatterState, stream: Any, done: Any) -> None:
+    """Leaves a reduction in flight, where FSDP2 looks for it."""
+    if hasattr(context, "reduce_scatter_state"):
+        context.reduce_scatter_state = state
+        return
+    context.reduce_scatter_states.append(state)
+    context._last_post_reduce_events[stream] = done
