@@ -26,13 +26,15 @@ class Member:
 @dataclass(frozen=True)
 class Group:
     """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
-    FSDP2 does with the root. exchange: gradients travel in the dtype that backward made, where that is the narrower."""
+    FSDP2 does with the root. exchange: gradients travel in the dtype that backward made, where that is the narrower.
+    replicas: of which the ranks that the weights are cut over hold one."""
 
     members: tuple[Member, ...]
     ranks: int
     stays: bool
     dtypes: Dtypes
     exchange: bool = False
+    replicas: int = 1
 
     def gather(self, which: str) -> Gathered:
         """Bytes of a gather, in forward or in backward. Without one, as of a root in backward: nothing is sent."""
@@ -75,6 +77,18 @@ class Group:
     def copied(self) -> int:
         """Bytes of the tensor that they travel in beside what FSDP2 sends, which lives until it is sent."""
         return 0 if self.at_once else self.packed
+
+    @cached_property
+    def reduces_in_few_steps(self) -> bool:
+        """Whether gradients are reduced without FSDP2's loops: beside quantized weights that gather in few steps, over
+        shards alone, cut on dim 0, where all weights are trained."""
+        pieces = [one.piece for one in self.members]
+        on_gather = [one for one in pieces if one.plan is not None and one.on_gather]
+        if self.ranks == 1 or self.replicas > 1 or all(one.plan is None for one in pieces):
+            return False
+        if on_gather and not (self.packed and all(one.packs for one in on_gather)):
+            return False
+        return all(one.trains and not one.placed.dim and one.placed.parts == 1 for one in pieces)
 
     @cached_property
     def trained(self) -> tuple[Piece, ...]:
@@ -131,7 +145,7 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
         key = layer.name if by_name else layer.weights
         if key not in made:
             made[key] = tuple(
-                Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange)
+                Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange, mesh.replicas)
                 for members in _split(layer, use, picks, mesh, stays)
             )
         return made[key]

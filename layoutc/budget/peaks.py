@@ -109,14 +109,15 @@ def _input(group: Group) -> int:
 def _reducing(group: Group) -> int:
     """Bytes beside that input: whole gradients while they are joined in it, then what is left of them; in an exchange
     what is sent, what arrives and the sum. The variables of FSDP2's loop over gradients keep the last one, and the last
-    one that it has put in another order, as one of experts that are cut on their rows, until all is done."""
+    one that it has put in another order, as one of experts that are cut on their rows, until all is done; without that
+    loop nothing is kept."""
     if not group.trained:
         return 0
     sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]
     ordered = [at for at, piece in enumerate(group.trained) if piece.placed.dim][-1:]
     again = sum(sizes[at] for at in ordered)
     last = sum(sizes[at] for at in {len(sizes) - 1, *ordered})
-    if group.ranks == 1:
+    if group.ranks == 1 or group.reduces_in_few_steps:
         again = last = 0
     converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
     if group.exchanges:  # the last one is among those that are kept

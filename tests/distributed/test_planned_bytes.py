@@ -51,6 +51,7 @@ from layoutc.runtime.fsdp2 import exchange as exchanges
 from layoutc.runtime.fsdp2 import on_gather as arriving
 from layoutc.runtime.fsdp2 import pack as packs
 from layoutc.runtime.fsdp2.exchange import GradientBuffer
+from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
 from layoutc.runtime.sharding import meshes, registry
@@ -333,7 +334,7 @@ def counts_as_planned(
     assert backward.nbytes["reduced"] + exchanged == traffic.reduced
     assert backward.nbytes["replicated"] == traffic.replicated
     assert sum(one.nbytes["exchanged"] for one in (forward, backward, update)) == traffic.exchanged
-    assert (peak_forward, watched.most) == (found.peaks.forward, found.peaks.backward)
+    assert (peak_forward, watched.most) == (found.peaks.forward, found.peaks.backward), (watched.most, found.peaks)
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:
         here += resident(piece, rank if piece.placed.ranks == mesh.shards else rank // experts, dtypes)
@@ -356,14 +357,15 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
     """Also looks where a group has just been gathered, where it has its gradients and still is, where the part of a
     gradient that FSDP2 takes has just been cut, where gradients that were exchanged are about to be added up, and where
     weights are about to be dequantized on gather; and at planes that travel together, as long as they live."""
-    originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
+    looked_at = [(FSDPParamGroup, "_to_unsharded"), (FSDPParamGroup, "post_backward"), (SteadyGroup, "post_backward")]
+    originals = {(cls, name): getattr(cls, name) for cls, name in looked_at}
     cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
     dequantize, fill = arriving.dequantize_all, packs.Pack.fill
 
-    def looking(name: str) -> Callable[..., Any]:
+    def looking(original: Callable[..., Any]) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
             watched.look()
-            return originals[name](self, *args)
+            return original(self, *args)
 
         return looked
 
@@ -384,8 +386,8 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         fill(self, sent, mesh)
         watched.look(sent)
 
-    for name in originals:
-        setattr(FSDPParamGroup, name, looking(name))
+    for (cls, name), original in originals.items():
+        setattr(cls, name, looking(original))
     FSDPParam._get_grad_inner_tensor = cutting
     exchanges.rank_sum = adding_up
     arriving.dequantize_all, packs.Pack.fill = dequantizing, filling
@@ -394,8 +396,8 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
     finally:
         FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
         arriving.dequantize_all, packs.Pack.fill = dequantize, fill
-        for name, original in originals.items():
-            setattr(FSDPParamGroup, name, original)
+        for (cls, name), original in originals.items():
+            setattr(cls, name, original)
 
 
 CASES = [

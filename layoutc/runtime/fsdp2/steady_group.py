@@ -153,17 +153,23 @@ class SteadyGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduces the gradients that backward has left, and frees what was gathered."""
+        grads = self._gradients()
+        if not grads or self._reduction is None:
+            super().post_backward(*unused)  # type: ignore[no-untyped-call]
+            return
+        with self._labelled("FSDP::post_backward_reduce"):
+            steady_reduction.take(self)
+            steady_reduction.reduce(self, self._reduction, grads)
+
+    def _gradients(self) -> list[Tensor]:
+        """Those that are reduced in few steps; none of what is left to FSDP2, which frees them as it goes."""
         if self._reduces is None:
             self._reduces = steady_reduction.is_known(self)
         grads = steady_reduction.gradients_of(self) if self._reduces and self._is_eager() else None
         if grads is not None and self._reduction is None:
             self._reduction = steady_reduction.reduction_of(self, grads)
-        if grads is None or self._reduction is None:
-            super().post_backward(*unused)
-            return
-        with self._labelled("FSDP::post_backward_reduce"):
-            steady_reduction.take(self)
-            steady_reduction.reduce(self, self._reduction, grads)
+            self._reduces = self._reduction is not None
+        return grads if grads is not None and self._reduces else []
 
     def _to_unsharded(self) -> None:
         """Puts the gathered parameters into their modules, without asking their class for what FSDP2 compares."""
