@@ -142,6 +142,27 @@ def lower_in_inductor(operator: Any, lower: Callable[..., Any]) -> None:
         lowering.register_lowering(operator, type_promotion_kind=None)(lambda *args: lower(lowering.lowerings, *args))
 
 
+def lowered_node() -> Any:
+    """The node of the traced graph that Inductor lowers, in a function that `lower_in_inductor` was given."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.current_node
+
+
+def called_in_inductor(operator: Any, *args: Any, reuses: bool = True) -> list[Any]:
+    """What an operator that returns several tensors is to Inductor, in such a function: a call of it.
+
+    reuses: whether other results may be written into its memory once nobody reads it any more.
+    """
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    made: list[Any] = fallback_handler(operator, add_to_fallback_set=False)(*args)  # type: ignore[no-untyped-call]
+    if not reuses:
+        V.graph.never_reuse_buffers.update(one.get_name() for one in made)
+    return made
+
+
 def call_in_inductor(operator: str, function: str) -> None:
     """Has graphs that Inductor writes in Python from now on call a function in the place of an operator.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.torch_private import in_backward
 
 HOOKS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # of FSDP2's groups
@@ -40,7 +41,9 @@ def measure() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     for name in HOOKS:
-        setattr(FSDPParamGroup, name, _timed(f"FSDP2 {name}", getattr(FSDPParamGroup, name)))
+        for group in (SteadyGroup, FSDPParamGroup):
+            if name in vars(group):
+                setattr(group, name, _timed(f"FSDP2 {name}", getattr(group, name)))
     graph = CompiledFxGraph.__call__
 
     def call(self: Any, inputs: Any) -> Any:

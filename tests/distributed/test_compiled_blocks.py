@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.torch_private import scaled_mm_on_cpus
+from layoutc.runtime.weight import gathered_in_graphs
 
 OWN_CODES = ("mxfp8", "fp8_rowwise", "nvfp4_1d")  # for each orientation; the two last in slots, and under one amax
 STEPS = 3
@@ -247,3 +251,88 @@ def reads_and_refuses(recipe: str) -> None:
 def test_what_a_graph_reads_of_a_gathered_weight(two: Ranks, recipe: str) -> None:
     """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""
     two.run(reads_and_refuses, recipe)
+
+
+class Twice(nn.Module):
+    """Layers of which one is read twice, with arithmetic in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 256) -> (n, 256)."""
+        return x + self.up(torch.tanh(self.down(torch.tanh(self.up(x)))))
+
+
+def stepped(model: Any, x: Tensor) -> Tensor:
+    """Forward and backward; the output."""
+    out = model(x)
+    out.float().square().mean().backward()
+    return out.detach()  # type: ignore[no-any-return]
+
+
+def laid_out(lines: list[str]) -> list[str]:
+    """The variables with what the operator has returned, and with its parts."""
+    made = [line.split(" = ")[0] for line in lines if "lay_out_gathered(" in line]
+    return made + [line.split(" = ")[0] for line in lines if any(f"= {name}[" in line for name in made)]
+
+
+def read_where_they_lie() -> None:
+    """Inductor's graphs: nothing else that they compute is written into the codes, and they compute what graphs do that
+    copy them."""
+    from torch._inductor.utils import run_and_get_code
+
+    found: dict[bool, list[list[Tensor]]] = {False: [], True: []}
+    for copies, seen in found.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Twice())
+        layoutc.quantize_(model, "fp8_rowwise")
+        layoutc.set_products_(model, "low")
+        model[0].compile(fullgraph=True)
+        fully_shard(model[0])
+        fully_shard(model)
+        x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+        calls: list[str] = []
+        for _ in range(2):
+            own = gathered_in_graphs._is_only_multiplied
+            with (
+                torch._functorch.config.patch(enable_autograd_cache=False),
+                torch._inductor.config.patch(fx_graph_cache=False),
+                mock.patch.object(gathered_in_graphs, "_is_only_multiplied", (lambda _: False) if copies else own),
+            ):
+                out, code = run_and_get_code(stepped, model, x)
+            for one in code:
+                lines = [line.strip() for line in one.splitlines()]
+                reused = [line for line in lines if line.endswith("# reuse")]
+                assert copies or not [name for name in laid_out(lines) for line in reused if f" {name};" in line]
+                calls += [line for line in lines if "lay_out_gathered(" in line]
+            seen.append([out, *(param.grad.to_local().clone() for param in model.parameters())])
+            for param in model.parameters():
+                param.grad = None
+        assert {"'rowwise'", "'columnwise'"} <= {word.strip(" )") for call in calls for word in call.split(",")}
+        assert [call.endswith(", False, False)") for call in calls] == [not copies] * len(calls)
+    for some, others in zip(*found.values(), strict=True):
+        assert all(map(torch.equal, some, others))
+
+
+@pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
+def test_products_read_gathered_codes_where_they_lie(two: Ranks) -> None:
+    two.run(read_where_they_lie, seconds=COLD)
+
+
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_codes_that_others_read_are_copied(otherwise: bool) -> None:
+    """In terms of graphs: parts of what an operator returns, and their views, which products alone read, or not."""
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.layoutc.lay_out_gathered.default, (x,))
+    codes, scale = (graph.call_function(operator.getitem, (made, at)) for at in range(2))
+    flipped = graph.call_function(aten.t.default, (graph.call_function(aten.view.dtype, (codes, torch.float8_e4m3fn)),))
+    product = graph.call_function(aten._scaled_mm_v2.default, (x, flipped, [x], [0], [0], [scale], [0], [0]))
+    results = [product, graph.call_function(aten.sum.default, (codes,))] if otherwise else [product]
+    graph.output(tuple(results))
+    assert all(map(gathered_in_graphs._is_only_multiplied, made.users)) is not otherwise
+    unread = graph.call_function(operator.getitem, (made, 2))
+    assert not gathered_in_graphs._is_only_multiplied(unread)

@@ -275,6 +275,36 @@ def test_inductor_lowers_an_operator_as_it_is_told() -> None:
         assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
 
 
+@pytest.mark.parametrize("reuses", [True, False])
+def test_inductor_writes_into_what_an_operator_returned_unless_told_not_to(reuses: bool) -> None:
+    """The operator gives memory of its own, in which Inductor has the next result once it was read."""
+    kept: list[Tensor] = []
+    users: list[int] = []
+    with torch.library._scoped_library("layoutc_tests", "FRAGMENT") as library:  # type: ignore[attr-defined]
+        name = f"held_{reuses}".lower()
+        library.define(f"{name}(Tensor x) -> Tensor[]")
+
+        def held(x: Tensor) -> list[Tensor]:
+            kept[:] = [x * 2, x * 3]
+            return list(kept)
+
+        library.impl(name, held, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"layoutc_tests::{name}", lambda x: [x * 1, x * 1], lib=library)
+        operator: Any = getattr(torch.ops.layoutc_tests, name).default
+
+        def lower(_: Any, x: Any) -> Any:
+            users.append(len(private.lowered_node().users))
+            return private.called_in_inductor(operator, x, reuses=reuses)
+
+        private.lower_in_inductor(operator, lower)
+        x = torch.randn(2048, 2048)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            found = torch.compile(lambda x: [one.abs() @ x for one in operator(x)], fullgraph=True)(x)
+    assert users[0] >= 1
+    assert all(map(torch.equal, found, ((x * 2).abs() @ x, (x * 3).abs() @ x)))
+    assert all(map(torch.equal, kept, (x * 2, x * 3))) is not reuses
+
+
 def test_inductor_writes_a_call_of_a_function_in_the_place_of_an_operator() -> None:
     """Which gets the operator's arguments, and gives what the operator would."""
     from torch._inductor.utils import run_and_get_code

@@ -155,7 +155,7 @@ class SteadyGroup(FSDPParamGroup):
         """Reduces the gradients that backward has left, and frees what was gathered."""
         grads = self._gradients()
         if not grads or self._reduction is None:
-            super().post_backward(*unused)  # type: ignore[no-untyped-call]
+            super().post_backward(*unused)
             return
         with self._labelled("FSDP::post_backward_reduce"):
             steady_reduction.take(self)

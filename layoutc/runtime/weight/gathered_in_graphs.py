@@ -8,8 +8,10 @@ forward had.
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,14 @@ from layoutc.ints.rects import Rect
 from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, laid_out_names
+from layoutc.runtime.torch_private import called_in_inductor, lower_in_inductor, lowered_node
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.planes import TracedPlanes, owner
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
+
+aten = torch.ops.aten
 
 
 # ---------------------------------------------------------------------------------------------- what the runtime calls
@@ -72,11 +77,14 @@ def dequantize(
 def lay_out(
     cls: type[QuantizedTensor], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
-    """The buffers of orientations of a window of the weight; none aliases a plane.
+    """The buffers of orientations of a window of the weight; none aliases a plane, unless Inductor can tell that all
+    who read it are products.
 
     One node for each orientation, so that the graph drops those that it does not read and nothing is gathered for them.
     """
     cls.LAYOUT.check_swizzled(swizzled)
+    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
+        lower_in_inductor(_lay_out, _lower_lay_out)
     m, k = window.shape
     buffers: dict[str, Tensor] = {}
     for orientation in orientations:
@@ -117,7 +125,10 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
     return library.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
 
 
-def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
+def _run_lay_out(
+    handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
+) -> list[Tensor]:
+    """copies: False if planes that are read as they are stored may be returned as they are."""
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
     whole, gathered = _now(cls, handle, orientation), owner(handle)
     names = _names(cls.LAYOUT, m, k, orientation, swizzled)
@@ -129,10 +140,10 @@ def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: st
     if laid:
         planes = [whole[name] for name in needed]
         made = dict(zip(laid, operators.run_lay_out(planes, m, k, recipe, [orientation], swizzled), strict=True))
-    stored = cls.LAYOUT.as_stored
-    return [
-        made[name] if name in made else whole[stored[name]].clone().view(facts.shape) for name, facts in names.items()
-    ]
+    for name, plane in cls.LAYOUT.as_stored.items():
+        if name in names and name not in made:
+            made[name] = (whole[plane].clone() if copies else whole[plane]).view(names[name].shape)
+    return [made[name] for name in names]
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
@@ -174,7 +185,9 @@ def _fake_dequantize(handle: Tensor, window: list[int], recipe: str, orientation
     return handle.new_empty(_sizes(window), dtype=dtype)
 
 
-def _fake_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
+def _fake_lay_out(
+    handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
+) -> list[Tensor]:
     named = _names(operators.recipe_of(recipe).LAYOUT, *_sizes(window), orientation, swizzled)
     return [_like(facts, handle) for facts in named.values()]
 
@@ -182,6 +195,27 @@ def _fake_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: s
 def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
     return _like(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
 
+
+# ------------------------------------------------------------------------------------------------- in Inductor's graphs
+def _lower_lay_out(lowerings: Any, *args: Any) -> Any:
+    """The operator itself, without copies where what it returns is only read by products, before the graph ends."""
+    only_read = len(args) == _COPIES and all(map(_is_only_multiplied, lowered_node().users))
+    return called_in_inductor(_lay_out, *args, *([False] if only_read else []), reuses=not only_read)
+
+
+def _is_only_multiplied(node: Any) -> bool:
+    """True for a product, and for a view or a part that only products read."""
+    if node.target in _PRODUCTS:
+        return True
+    return node.target in _VIEWS and bool(node.users) and all(map(_is_only_multiplied, node.users))
+
+
+_PRODUCTS = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
+_VIEWS = (
+    *(operator.getitem, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.view.default, aten.view.dtype, aten.reshape.default),  # Inductor makes views reshapes
+)
+_COPIES = 5  # the place of `copies` in arguments
 
 # A recorded CUDA graph would always read the memory that the weight had when it was recorded.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -192,7 +226,8 @@ library.define(
     _TAGS,
 )
 library.define(
-    "lay_out_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, bool swizzled) -> Tensor[]",
+    "lay_out_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, bool swizzled, "
+    "bool copies=True) -> Tensor[]",
     _run_lay_out,
     _fake_lay_out,
     _TAGS,
