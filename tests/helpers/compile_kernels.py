@@ -164,6 +164,7 @@ def compiled(
         "ranges": "*fp32",
         "seed": "*i64",
     }
+    pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

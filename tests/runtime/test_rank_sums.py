@@ -89,6 +89,21 @@ def test_chunks_of_ranks_are_those_of_torch(
     assert not rank_chunks(grads, ranks, out.to(torch.float64))
 
 
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_chunks_of_gradients_that_lie_elsewhere_each_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a launch has arguments for, and fewer; at addresses that are multiples of 16, and that are not."""
+    monkeypatch.setattr(launch, "usable", lambda *_: True)
+    ranks = 2
+    for turn in range(3):
+        memory = torch.randn(count, 256).to(torch.bfloat16)
+        grads = [one[turn : turn + 16 + 2 * (at % 8)].view(-1, 2) for at, one in enumerate(memory)]
+        expected = in_rows(grads, ranks).to(torch.float32)
+        out = torch.full_like(expected, -1)
+        assert rank_chunks(grads, ranks, out)
+        assert torch.equal(bits(out), bits(expected))
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
 def test_fsdp2_copies_gradients_by_the_kernel(

@@ -111,25 +111,47 @@ def amax_batch_kernel(
 
 @triton.jit
 def rank_chunks_kernel(
-    table,  # of gradients: ranks, elements of a chunk, where chunks begin in a rank's row, address, elements in all
-    out,  # (ranks, row), of DTYPE or fp32
+    table,  # of gradients: ranks, elements of a chunk, where chunks begin in a rank's row, which it is, elements in all
+    out,  # (ranks, row), of the gradients' dtype or fp32
     row,
-    DTYPE: tl.constexpr,
+    grad0,
+    grad1,
+    grad2,
+    grad3,
+    grad4,
+    grad5,
+    grad6,
+    grad7,
+    grad8,
+    grad9,
+    grad10,
+    grad11,
+    grad12,
+    grad13,
+    grad14,
+    grad15,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """out[rank, start + i] = gradient[rank * chunk + i], flat; zeros beyond its end. Each program copies a tile.
 
-    ALIGNED: all numbers and addresses of the table are multiples of 16.
+    ALIGNED: all addresses, and numbers of the table, are multiples of 16.
     """
     fields, rank, first, _, chunk = member_of(table, 1, TILE, ROWS, ALIGNED)
-    start, numel = tl.load(fields + 2 * ROWS), tl.load(fields + 4 * ROWS)
+    start, which, numel = tl.load(fields + 2 * ROWS), tl.load(fields + 3 * ROWS), tl.load(fields + 4 * ROWS)
+    grads = (grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
+    others = (grad8, grad9, grad10, grad11, grad12, grad13, grad14, grad15)
+    at = grad0.to(tl.int64)
+    for index in tl.static_range(8):
+        at = tl.where(which == index, grads[index].to(tl.int64), at)
+        at = tl.where(which == index + 8, others[index].to(tl.int64), at)
+    grad = at.to(grad0.dtype)
     if ALIGNED:
-        start, numel = tl.multiple_of(start, 16), tl.multiple_of(numel, 16)
+        start, numel, grad = tl.multiple_of(start, 16), tl.multiple_of(numel, 16), tl.multiple_of(grad, 16)
     i = first + tl.arange(0, TILE)
-    at = rank * chunk + i
-    values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0.0)
+    entry = rank * chunk + i
+    values = tl.load(grad + entry, mask=(i < chunk) & (entry < numel), other=0.0)
     if out.dtype.element_ty == tl.float32:
         values = to_float(values)
     tl.store(out + rank * row + start + i, values, mask=i < chunk)
