@@ -24,9 +24,9 @@ class Machine:
     Seconds of the host: group_host, weight_host, cast_host, of a group, of each quantized weight and each weight that
     is cast, in a step without its gathers, eager and compiled alike; low_host: besides of each whose products are in
     low precision, in eager models.
-    copied_host: what FSDP2's own copy of a group's gradients takes more of it than one launch. plain_gather_host,
-    gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose values are made
-    where all of the group's codes have arrived.
+    copied_host: what FSDP2's own reduction of a group's gradients takes more of it than that in few steps.
+    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose
+    values are made where all of the group's codes have arrived.
     """
 
     name: str
@@ -75,7 +75,7 @@ H200 = Machine(
     weight_host=0.2625e-3,
     cast_host=0.341e-3,
     low_host=0.163e-3,
-    copied_host=1.1e-3,  # as H100s had it, py-spy's shares: 8 groups 11.9 ms of 86.6, and 3.0 of 77.2 by one launch
+    copied_host=1.1e-3,  # 8 groups: 14.4 ms and 5.8 of H200s' host; 11.9 and 3.0 of H100s', py-spy's shares
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=348e-6 * 378 / 622 / 7,  # as H100s had it: 338, 398 and 399 us, where bf16 took 622
     values_gather_host=348e-6 * 368 / 1091 / 7,  # as H100s had it: 391, 354 and 358 us, where bf16 took 1091

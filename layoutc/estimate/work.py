@@ -211,7 +211,7 @@ def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head:
 def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> float:
     """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
 
-    FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are copied by one launch.
+    FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are reduced in few steps.
     """
     if runs == "graph":
         return 0.0

@@ -73,8 +73,8 @@ STEPS = """
 4096 1 1 NVLink compiled: fp8_current+low 87.6, fp8_block+low 88.8
 4096 4 1 NVLink compiled: bf16 334.5 329.3, torchao 254.5 250.7, fp8_current+low 227.6 223.0*, fp8_block+low 250.4
 4096 1 1 NVLink eager: bf16 104.5 105.6 105.1 106.1, torchao 188.7, fp8_current+low 90.5, fp8_block+low 101.0
-4096 1 4 NVLink eager: bf16 107, torchao 182
-4096 1 4 NVLink compiled: bf16 108, torchao 104
+4096 1 4 NVLink eager: bf16 107 109.2, torchao 182 193.1, fp8_current+low 81.8, fp8_rowwise+low 94.9, nvfp4 102.5
+4096 1 4 NVLink compiled: bf16 108 107.3, torchao 104 88.9, fp8_current+low 75.5, fp8_rowwise+low 95.2, nvfp4 100.5
 4096 1 2 sockets eager: bf16 848 1012.2 790.0*, fp8_block 642 653.9*, nvfp4 554 567.0 568.4*, mxfp8 715, cast nvfp4 550
 4096 1 2 sockets eager: torchao 748, fp8_current+low 651.6
 4096 1 2 host-memory eager: bf16 300.9 303.3, nvfp4 208.1 207.1, fp8_block 233.0, fp8_current+low 227.6 225.9
