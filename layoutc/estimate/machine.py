@@ -25,8 +25,8 @@ class Machine:
     is cast, in a step without its gathers, eager and compiled alike; low_host: besides of each whose products are in
     low precision, in eager models.
     copied_host: what FSDP2's own reduction of a group's gradients takes more of it than that in few steps.
-    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one whose
-    values are made where all of the group's codes have arrived.
+    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
+    whose values are made where all of the group's codes have arrived.
     """
 
     name: str
