@@ -267,3 +267,26 @@ def shows() -> None:
 
 def test_profiles_show_reductions_as_fsdp2_does(two: Ranks) -> None:
     two.run(shows)
+
+
+def changes_dtype() -> None:
+    """What is kept of a reduction is not taken for gradients that are reduced in another dtype."""
+    found = []
+    for changed in (False, True):
+        model = mixer("nvfp4", mixed=False, mode="dequantize", layers=LAYERS)
+        with counted() as taken:
+            seen = stepped(model)
+            for layer in model:
+                group = layer._get_fsdp_state()._fsdp_param_group
+                assert group._reduce_dtype is None
+                assert group._reduction.dtype is torch.float32
+                if changed:
+                    group._reduction = group._reduction._replace(dtype=torch.bfloat16)
+            seen += stepped(model)
+        assert len(taken) == 4 * LAYERS
+        found.append(seen)
+    assert same(*found)
+
+
+def test_gradients_of_another_dtype(two: Ranks) -> None:
+    two.run(changes_dtype)

@@ -166,7 +166,7 @@ class SteadyGroup(FSDPParamGroup):
         if self._reduces is None:
             self._reduces = steady_reduction.is_known(self)
         grads = steady_reduction.gradients_of(self) if self._reduces and self._is_eager() else None
-        if grads is not None and self._reduction is None:
+        if grads and (self._reduction is None or not self._reduction.is_of(self, grads)):
             self._reduction = steady_reduction.reduction_of(self, grads)
             self._reduces = self._reduction is not None
         return grads if grads is not None and self._reduces else []

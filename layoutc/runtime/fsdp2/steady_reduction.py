@@ -56,6 +56,10 @@ class Reduction(NamedTuple):
     dtype: torch.dtype
     op: Any
 
+    def is_of(self, group: FSDPParamGroup, grads: Sequence[Tensor]) -> bool:
+        """False if these gradients are reduced in another dtype."""
+        return self.dtype is (group._reduce_dtype or grads[0].dtype)
+
 
 def is_known(group: FSDPParamGroup) -> bool:
     """True if this torch has what is used here, under the names that are known: FSDP2 of torch 2.11 has one reduction
