@@ -91,7 +91,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Setting:
-    """What budgets of one plan have in common. runs: how steps run."""
+    """What budgets of one plan have in common. runs: how steps run. together: how many follow one another."""
 
     picks: Picks
     dtypes: Dtypes
@@ -99,6 +99,7 @@ class Setting:
     link: Link
     machine: Machine
     runs: Runs = "compiled"
+    together: int = 1
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
@@ -120,7 +121,8 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         if key not in works:
             works[key] = work_of(layer, own, mesh)
         ordered.append(works[key])
-    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.runs)
+    root = work_of(model.root, groups.root, mesh)
+    parts = step(use, ordered, root, at.load, at.link, at.machine, at.runs, at.together)
     alike = _alike(model, groups)
     members = [member for group in groups.every for member in group.members]
     taken = sum(member.weight.elements for member in members if member.piece.plan is not None)

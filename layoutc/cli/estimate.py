@@ -25,6 +25,7 @@ from layoutc.cli.shared import (
     link_of_word,
     report,
     runs_of,
+    together_option,
     words_of,
     worlds_of,
 )
@@ -114,6 +115,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @eager_option
 @graph_option
 @host_option
+@together_option
 @click.option(
     "--bf16-step",
     "plain_step",
@@ -139,6 +141,7 @@ def estimate(
     eager: bool,
     graph: bool,
     host: float | None,
+    together: int,
     plain_step: tuple[int, float] | None,
     as_json: bool,
     **sizes: int | None,
@@ -156,6 +159,7 @@ def estimate(
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
     layoutc estimate nvfp4 --on-gather --world 2,8            dequantized by gathers, at the host's cost of bf16
     layoutc estimate nvfp4 --sequence 512 --link 250 --world 8 --bf16-step 8:310     on a host whose bf16 takes 310 ms
+    layoutc estimate nvfp4 --sequence 512 --world 8 --together 10     ten steps in a row, the host works ahead
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
@@ -185,14 +189,16 @@ def estimate(
         ranks, seconds = plain_step
         try:
             plain = Use("bf16")  # of FSDP2's own gradients, also with --exchange
-            host = factor_of(seconds, machine, lambda at: estimate_step(plain, model, ranks, over[0], at, runs).total)
+            host = factor_of(
+                seconds, machine, lambda at: estimate_step(plain, model, ranks, over[0], at, runs, together).total
+            )
         except ValueError as error:
             raise click.UsageError(f"--bf16-step {ranks}:{seconds * 1e3:g}: {error}") from error
     machine = machine.with_host(host or 1.0)
     for link in over:
-        rows = [estimate_step(use, model, world, link, machine, runs) for world in worlds for use in uses]
+        rows = [estimate_step(use, model, world, link, machine, runs, together) for world in worlds for use in uses]
         made.append((link, rows))
-    notes = estimates.measured(machine, host)
+    notes = estimates.measured(machine, host, together)
     if exchange:
         apart = [world for world in worlds if world > per_host]
         notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
@@ -205,6 +211,7 @@ def estimate(
             "exchange": exchange,
             "on_gather": on_gather,
             "runs": runs,
+            "together": together,
             "host_factor": host or 1.0,
         }
         click.echo(json.dumps({**start, "links": found, "notes": notes}))

@@ -24,6 +24,7 @@ from layoutc.cli.shared import (
     host_option,
     link_of_word,
     runs_of,
+    together_option,
     words_of,
     worlds_of,
 )
@@ -122,6 +123,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @eager_option
 @graph_option
 @host_option
+@together_option
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
@@ -225,7 +227,7 @@ def _is_given(name: str) -> bool:
 def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]:
     from layoutc.budget.totals import budget
     from layoutc.report.budgets.figures import IN_MEMORY, data_of
-    from layoutc.report.estimates import IN_TIME
+    from layoutc.report.estimates import IN_TIME, in_a_row
 
     setting = _setting(model, asked)
     meshes = [_mesh(model, world, asked) for world in asked["worlds"]]
@@ -236,6 +238,7 @@ def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]
     data["setting"]["host_factor"] = asked["host"] or 1.0
     if asked["host"] is not None:
         data["notes"].append(f"host: {asked['host']:g} times as long as on those that were measured")
+    data["notes"] += in_a_row(asked["together"])
     if asked["exchange"]:
         data["notes"] += _exchange_notes(meshes, asked["per_host"])
     if asked["on_gather"]:
@@ -298,7 +301,8 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     link = link_of(asked["link"], asked["per_host"], None, asked["rule"])
     check_host(asked["graph"], host=asked["host"])
     machine = CARDS[asked["card"]].with_host(asked["host"] or 1.0)
-    return Setting(picks, dtypes, load, link, machine, runs_of(asked["eager"], asked["graph"]))
+    runs = runs_of(asked["eager"], asked["graph"])
+    return Setting(picks, dtypes, load, link, machine, runs, asked["together"])
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

@@ -38,6 +38,16 @@ host_option = click.option(
 )
 
 
+together_option = click.option(
+    "--together",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Steps in a row: trainers read losses every N, and the host works ahead between.",
+)
+
+
 LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
 
 

@@ -68,13 +68,23 @@ def problems(use: Use, model: Model) -> list[str]:
     )
 
 
-def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, runs: Runs = "compiled") -> StepEstimate:
+def estimate(
+    use: Use,
+    model: Model,
+    world: int,
+    link: Link,
+    machine: Machine,
+    runs: Runs = "compiled",
+    together: int = 1,
+) -> StepEstimate:
     """A step of the model on `world` ranks. Raises ValueError for what can't be: see `problems`, and worlds below 1.
 
-    runs: how steps run, which decides what they take of the host.
+    runs: how steps run, which decides what they take of the host. together: how many follow one another.
     """
     if world < 1:
         raise ValueError(f"{world} ranks can't hold a model: world is 1 or more")
+    if together < 1:
+        raise ValueError(f"{together} steps can't follow one another: together is 1 or more")
     for problem in problems(use, model):
         raise ValueError(problem)
     block, plain = model.block, Use("bf16")
@@ -96,7 +106,7 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, r
         sent=(Sent(world, root, 0, root // BF16),),
         products=tuple(Product(m, k, quantized=False) for m, k in model.root[1:]),
     )
-    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, runs)
+    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, runs, together)
     return StepEstimate(
         **{field.name: getattr(parts, field.name) for field in fields(Parts)},
         name=use.name,

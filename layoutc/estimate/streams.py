@@ -9,7 +9,7 @@ which runs them one after another in the order in which they are issued.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -130,6 +130,24 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
         tasks.append(Task(f"reduce {i}", "link", groups[i].reduce, ((f"backward {i}", "end"),), host))
     tasks.append(Task("optimizer", "compute", optimizer, (("reduce 0", "end"),), host))
     return tasks
+
+
+def in_a_row(tasks: Sequence[Task], steps: int, host: float) -> list[Task]:
+    """The tasks of so many steps that follow one another, as where nobody waits for the card before the last is done.
+
+    host: seconds of it in a step; it goes on to the next one at once. Weights are gathered once the optimizer has
+    stepped them.
+    """
+    made: list[Task] = []
+    for step in range(steps):
+        for task in tasks:
+            after = tuple((f"{name} of step {step}", edge) for name, edge in task.after)
+            if step and task.name == "gather 0":
+                after = (*after, (f"optimizer of step {step - 1}", "end"))
+            made.append(
+                replace(task, name=f"{task.name} of step {step}", after=after, issued=task.issued + step * host)
+            )
+    return made
 
 
 def _slowed(seconds: float, memory: float) -> float:

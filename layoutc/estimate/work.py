@@ -11,7 +11,7 @@ from typing import Literal
 
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
-from layoutc.estimate.streams import GroupTimes, run, tasks_of
+from layoutc.estimate.streams import GroupTimes, in_a_row, run, tasks_of
 from layoutc.plan.plan import Plan
 from layoutc.plan.products import OPERANDS, ProductName, operand
 
@@ -124,11 +124,19 @@ class Parts:
 
 
 def step(
-    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, runs: Runs = "compiled"
+    use: Use,
+    groups: Sequence[Work],
+    root: Work,
+    load: Load,
+    link: Link,
+    machine: Machine,
+    runs: Runs = "compiled",
+    together: int = 1,
 ) -> Parts:
     """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
 
-    runs: how steps run, which decides what they take of the host.
+    runs: how steps run, which decides what they take of the host. together: how many follow one another, the first of
+    which begins when ranks and cards are at rest; a step is the mean of them.
     """
     if not groups:  # the root is all there is
         groups, root = [root], Work((), ())
@@ -141,8 +149,10 @@ def step(
     gather, reduce = (_gathered(root, link, "forward"), _reduced(use, root, link, machine)) if root.rows else (0.0, 0.0)
     made = list(_with_root([times[work] for work in groups], gather, reduce, head))
     optimizer = sum(_optimizer(use, work) for work in groups) + root.rows * ADAM + _written(use, root)
-    tasks = tasks_of(made, optimizer / machine.memory)
+    host = sum(one.host_forward + one.host_backward for one in made)
+    tasks = in_a_row(tasks_of(made, optimizer / machine.memory), together, host)
     ran = run(tasks, machine.interference, link.disturbed)
+    total = ran.total / together
     forward, backward = sum(one.forward for one in made), sum(one.backward for one in made)
     return Parts(
         forward=forward,
@@ -151,11 +161,11 @@ def step(
         gather_backward=sum(one.gather_backward for one in made),
         reduce_scatter=sum(one.reduce for one in made),
         optimizer=optimizer / machine.memory,
-        host=sum(one.host_forward + one.host_backward for one in made),
-        overlapped=ran.overlapped,
-        exposed=ran.total - forward - backward - optimizer / machine.memory,
-        total=ran.total,
-        undisturbed=run(tasks).total,
+        host=host,
+        overlapped=ran.overlapped / together,
+        exposed=total - forward - backward - optimizer / machine.memory,
+        total=total,
+        undisturbed=run(tasks).total / together,
     )
 
 

@@ -22,8 +22,9 @@ _MEASURED = (
 )
 
 
-def measured(machine: Machine, host: float | None = None) -> list[str]:
-    """Notes on what the estimates of a machine rest on. host: how many times as long its own takes, if it is known."""
+def measured(machine: Machine, host: float | None = None, together: int = 1) -> list[str]:
+    """Notes on what the estimates of a machine rest on. host: how many times as long its own takes, if it is known.
+    together: steps that follow one another."""
     own = (
         "as on a few hosts, which differed by up to 2 (--host)"
         if host is None
@@ -36,8 +37,15 @@ def measured(machine: Machine, host: float | None = None) -> list[str]:
         f"link and products, attention too, slow one another by {slower} where they overlap: fitted, least certain",
         "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
         f"host: {own}; {_HOST}",
+        *in_a_row(together),
         *_MEASURED,
     ]
+
+
+def in_a_row(steps: int) -> list[str]:
+    """A note on steps that follow one another, if there are several."""
+    said = f"a step is the mean of {steps} in a row; constants are fitted to steps that begin when all are at rest"
+    return [said] if steps > 1 else []
 
 
 # Of weights that are dequantized on gather.

@@ -126,34 +126,37 @@ LARGE = llama("blocks of 70B", 8192, 28672, 64, 8, 1, 4096, 1)
 
 
 def step(
-    words: str, model: Model, world: int, link: str, how: str, card: Machine = H200
+    words: str, model: Model, world: int, link: str, how: str, card: Machine = H200, together: int = 1
 ) -> Callable[[Constants], StepEstimate]:
-    """how: eager or compiled, and -graph where the step is captured in a CUDA graph."""
+    """how: eager or compiled, and -graph where the step is captured in a CUDA graph. together: steps in a row."""
 
     def made(at: Constants) -> StepEstimate:
         machine = at.machine_for(words, how, card)
         runs: Runs = "graph" if how.endswith("-graph") else "eager" if how == "eager" else "compiled"
-        return estimate(use(words), model, world, at.link(link, world), machine, runs)
+        return estimate(use(words), model, world, at.link(link, world), machine, runs, together)
 
     return made
 
 
-def total(words: str, model: Model, world: int, link: str, how: str, card: Machine) -> Callable[[Constants], float]:
-    made = step(words, model, world, link, how, card)
+def total(
+    words: str, model: Model, world: int, link: str, how: str, card: Machine, together: int = 1
+) -> Callable[[Constants], float]:
+    made = step(words, model, world, link, how, card, together)
     return lambda at: made(at).total
 
 
 def beside(
-    words: str, ms: float, model: Model, world: int, link: str, how: str, card: Machine
+    words: str, ms: float, model: Model, world: int, link: str, how: str, card: Machine, together: int = 1
 ) -> Callable[[Constants], float]:
-    """A step on a host where bf16's takes so many milliseconds."""
+    """A step on a host where bf16's takes so many milliseconds, both of so many in a row."""
     runs: Runs = "eager" if how == "eager" else "compiled"
 
     def seconds(at: Constants) -> float:
         own, over = at.machine_for("bf16", how, card), at.link(link, world)
-        factor = factor_of(ms / 1e3, own, lambda one: estimate(use("bf16"), model, world, over, one, runs).total)
+        plain = use("bf16")
+        factor = factor_of(ms / 1e3, own, lambda one: estimate(plain, model, world, over, one, runs, together).total)
         machine = at.machine_for(words, how, card).with_host(factor)
-        return estimate(use(words), model, world, over, machine, runs).total
+        return estimate(use(words), model, world, over, machine, runs, together).total
 
     return seconds
 
@@ -239,6 +242,20 @@ def points() -> list[Point]:
             label = f"paired, {where}, bf16 {plain}: {words}"
             seconds = beside(words, float(plain), blocks(sequence, batch), world, link, how, card)
             add(label, float(ms), fitted, seconds)
+    for line in recorded.TOGETHER.strip().splitlines():
+        start, _, times = line.partition(": ")
+        *sizes, link, how, name, together = start.split()
+        (sequence, batch, world, steps), card = map(int, (*sizes, together)), CARDS[name.lower()]
+        every = [time.rsplit(" ", 1) for time in times.split(", ")]
+        where = f"together, {name}, {world} ranks, {link}, sequence {sequence}, batch {batch}, {how}, {steps} in a row"
+        model, plain = blocks(sequence, batch), every[0][1]
+        for words, ms in every if sequence > 512 else every[1:]:
+            if sequence > 512:
+                label, seconds = f"{where}, {words}", total(words, model, world, link, how, card, steps)
+            else:
+                label = f"{where}, bf16 {plain}: {words}"
+                seconds = beside(words, float(plain), model, world, link, how, card, steps)
+            add(label, float(ms), False, seconds)
     return made
 
 

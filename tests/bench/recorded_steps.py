@@ -167,3 +167,18 @@ CARD_DECIDES = """
 512 1 2 NVLink compiled H200: bf16 43.4, fp8_current+low 45.7
 512 1 2 NVLink compiled H200: bf16 45.5, fp8_rowwise+low 57.7, fp8_current+low 47.9
 """
+# Steps that follow one another, as many as the line says, beside bf16's in the same process; nothing is fitted to them.
+# Those of sequence 4096 the card decides, so that bf16's says nothing of the host and is compared as well.
+TOGETHER = """
+4096 1 2 NVLink compiled H200 5: bf16 108.1, torchao 90.5, fp8_current+low 76.9, fp8_rowwise+low 86.9
+512 1 2 NVLink eager H200 10: bf16 49.0, fp8_current+low 57.8
+512 1 2 NVLink eager H200 10: bf16 60.8, fp8_current+low 71.6
+512 1 2 NVLink compiled H200 10: bf16 61.3, fp8_current+low 64.3, fp8_rowwise+low 73.8
+512 1 2 NVLink eager H200 10: bf16 61.5, fp8_current+low 69.4, nvfp4 60.9
+512 1 2 NVLink compiled H200 10: bf16 50.6, fp8_current+low 56.7, fp8_rowwise+low 61.6, nvfp4 46.7
+512 1 2 NVLink eager H200 10: bf16 50.3, fp8_current+low 55.3, nvfp4 47.6
+512 1 2 NVLink compiled H200 10: bf16 46.8, fp8_current+low 45.5, fp8_rowwise+low 50.8, nvfp4 42.7
+512 1 2 NVLink eager H100 10: bf16 56.2, fp8_current+low 63.5, fp8_rowwise+low 68.5, nvfp4 55.5
+512 1 2 NVLink compiled H100 10: bf16 52.5, fp8_current+low 58.2, fp8_rowwise+low 66.3, nvfp4 49.5
+512 1 2 NVLink compiled H100 10: bf16 52.5, nvfp4+on_gather+exchange 43.8
+"""

@@ -117,6 +117,27 @@ def test_a_host_as_a_step_in_bf16_shows_it() -> None:
     assert any("host: 2 times as long" in note for note in plans[1]["notes"])
 
 
+def test_steps_in_a_row_hide_the_host_behind_the_card() -> None:
+    """Of short steps, whose time is the host's, in both commands. A measured step in bf16 is the mean of as many."""
+    sizes = ("--layers", "8", "--vocabulary", "0", "--sequence", "512", "--link", "256", "--world", "2")
+    alone, row = (json.loads(run("nvfp4", *sizes, "--json", *more).stdout) for more in ((), ("--together", "10")))
+    assert (alone["together"], row["together"]) == (1, 10)
+    for one, other in zip(alone["links"][0]["estimates"], row["links"][0]["estimates"], strict=True):
+        assert other["host"] == one["host"] < other["total"] < one["total"]
+    assert not any("in a row" in note for note in alone["notes"])
+    assert any("the mean of 10 in a row" in note for note in row["notes"])
+    shown = json.loads(run("nvfp4", *sizes, "--json", "--together", "10", "--bf16-step", "2:50.3").stdout)
+    assert shown["links"][0]["estimates"][0]["total"] == pytest.approx(50.3e-3)
+    assert run("nvfp4", "--together", "0").exit_code == 2
+
+    plan = ("plan", "--shapes", "up*8=4096x4096", "--world", "2", "--sequence", "16", "--json")
+    plans = [json.loads(CliRunner().invoke(main, [*plan, *more]).stdout) for more in ((), ("--together", "10"))]
+    assert [one["setting"]["together"] for one in plans] == [1, 10]
+    steps = [one["budgets"][0]["step"] for one in plans]
+    assert steps[1]["host"] == steps[0]["host"] < steps[1]["total"] < steps[0]["total"]
+    assert any("the mean of 10 in a row" in note for note in plans[1]["notes"])
+
+
 def test_links_that_were_measured_have_names() -> None:
     """With what reduce-scatters and exchanges reach there; both commands take them, and no others."""
     assert tuple(LINKS) == shared.LINKS

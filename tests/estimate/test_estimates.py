@@ -39,6 +39,7 @@ STATED = {
     ("on-gather", False): ((9.9, 11, 0), (9.9, 11, 0)),
     ("paired", False): ((5.3, 23, 3), (5.3, 23, 3)),
     ("paired", True): ((3.5, 9, 0), (3.5, 9, 0)),
+    ("together", False): ((7, 17, 2), (7, 17, 2)),
 }
 
 
@@ -245,6 +246,8 @@ def test_low_precision_uses_the_rate_of_the_kernel_and_only_where_there_is_one()
 def test_what_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="world is 1 or more"):
         estimate(Use("bf16"), SMALL, 0, SLOW, H200)
+    with pytest.raises(ValueError, match="together is 1 or more"):
+        estimate(Use("bf16"), SMALL, 2, SLOW, H200, together=0)
     with pytest.raises(ValueError, match="for activations and gradients"):
         estimate(use("nvfp4_gradient"), SMALL, 2, SLOW, H200)
     odd = replace(SMALL, block=replace(SMALL.block, weights=((100, 64),)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layoutc.estimate.streams import GroupTimes, Task, run, tasks_of
+from layoutc.estimate.streams import GroupTimes, Task, in_a_row, run, tasks_of
 
 
 def steps(*groups: tuple[float, ...], optimizer: float = 0.0) -> list[Task]:
@@ -95,6 +95,36 @@ def test_memory_is_not_interfered_with_by_hand() -> None:
     assert made.spans["gather 1"] == pytest.approx((0, 9))
     groups[0] = replace(groups[0], memory_forward=4)
     assert run(tasks_of(groups), interference=0.5).spans["gather 1"] == pytest.approx((0, 8))
+
+
+def test_steps_in_a_row_by_hand() -> None:
+    """The host takes 4 of a step: it issues gather 0 at 0, forward 0 at 2, backward and all else at 4; of the next step
+    at 4, 6 and 8. gather 0 0-1, forward 0 2-4, backward 0 4-8, reduce 0 8-9, optimizer 9-12; gather 0 12-13, when the
+    optimizer is done, forward 0 13-15, backward 0 15-19, reduce 0 19-20, optimizer 20-23."""
+    tasks = tasks_of([GroupTimes(1, 2, 0, 4, 1, host_forward=2, host_backward=2)], 3)
+    assert run(tasks).total == 12
+    made = run(in_a_row(tasks, 2, 4))
+    assert made.total == 23
+    assert made.spans["gather 0 of step 1"] == (12, 13)
+    assert made.spans["forward 0 of step 1"] == (13, 15)
+
+
+groups_of_whole_seconds = st.lists(
+    st.builds(GroupTimes, *[st.integers(0, 9)] * 5, host_forward=st.integers(0, 9), host_backward=st.integers(0, 9)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(groups=groups_of_whole_seconds, optimizer=st.integers(0, 9), steps=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_steps_in_a_row_take_no_more_than_by_themselves(groups: list[GroupTimes], optimizer: int, steps: int) -> None:
+    """And no less than the host takes of them, or the card without the host; a single one is as it was."""
+    host = sum(group.host_forward + group.host_backward for group in groups)
+    alone, row = tasks_of(groups, optimizer), in_a_row(tasks_of(groups, optimizer), steps, host)
+    without = run([replace(task, issued=0.0) for task in alone]).total
+    assert max(steps * without, steps * host) <= run(row).total <= steps * run(alone).total
+    assert run(in_a_row(alone, 1, host)).total == run(alone).total
 
 
 def test_tasks_that_wait_for_one_another_are_refused() -> None:
