@@ -1,8 +1,9 @@
 """Gradients that FSDP2 reduces are copied into its buffer by one launch.
 
-FSDP2's own copy makes a table on the host, and sends it to the card, for each group in each step. Here the table is
-kept while gradients get the same memory again. What is reduced are the same bytes. `exchange` has the same copy for
-gradients that travel in their own dtype.
+FSDP2's own copy makes a table on the host, and sends it to the card, for each group in each step. Here what does not
+change from step to step stays on the card. What is reduced are the same bytes. `exchange` has the same copy for
+gradients that travel in their own dtype. `steady_reduction` copies without a buffer of a class; that is for FSDP2's
+own steps, which are taken where a reduction is not plain.
 """
 
 from __future__ import annotations
