@@ -253,7 +253,7 @@ OF_FSDP2 = {
 }
 
 
-def test_private_names_of_fsdp2_stand_in_two_files() -> None:
+def test_private_names_of_fsdp2_stand_in_few_files() -> None:
     """Where it keeps shards, and the group of parameters that gathers in fewer steps."""
     private = re.compile(r"_fully_shard|_composable_state|_training_state|_fsdp_param|_reshard_after_forward")
     found = {name_of(path) for path in MODULES if private.search(path.read_text(encoding="utf-8"))}

@@ -20,14 +20,22 @@ HOOKS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # of F
 
 _spent: dict[str, float] = defaultdict(float)  # ms, and how many calls, since they were taken
 _calls: dict[str, int] = defaultdict(int)
+_open: set[str] = set()  # a group's hook may call FSDP2's own
 _measures = False
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Adds what passes inside to a phase, where `measure` was called."""
+    """Adds what passes inside to a phase, where `measure` was called; inside of itself it adds nothing."""
+    if name in _open:
+        yield
+        return
+    _open.add(name)
     began = time.perf_counter()
-    yield
+    try:
+        yield
+    finally:
+        _open.discard(name)
     if _measures:
         _spent[name] += (time.perf_counter() - began) * 1e3
         _calls[name] += 1

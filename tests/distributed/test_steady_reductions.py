@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -63,13 +64,9 @@ def stepped(model: Any, steps: int = 2) -> list[Tensor]:
             param.grad = None
     for layer in model:
         group = layer._get_fsdp_state()._fsdp_param_group
-        assert group.is_sharded or options_keep(group)
+        assert group.is_sharded
         assert all(one._unsharded_param.grad is None for one in group.fsdp_params)
     return seen
-
-
-def options_keep(group: Any) -> bool:
-    return not group.reshard_after_backward
 
 
 def is_the_same(recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool, options: dict[str, Any]) -> None:
@@ -164,12 +161,9 @@ def is_left_out(model: Any) -> list[Tensor]:
     return grads_of(model)
 
 
-def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]], options: dict[str, Any], policy: bool) -> None:
-    def make() -> Any:
-        if policy:
-            return mixer("nvfp4", mode="dequantize", layers=LAYERS, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        return mixer("nvfp4", mode="dequantize", layers=LAYERS, **options)
-
+def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]], offloaded: bool) -> None:
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
+    make = partial(mixer, "nvfp4", mode="dequantize", layers=LAYERS, **options)
     with counted(lambda: False):
         expected = use(make())
     with counted() as taken:
@@ -180,7 +174,7 @@ def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]], options: dict[str, Any]
 
 @pytest.mark.parametrize("use", [accumulates, divides, has_hooks, is_frozen, is_left_out])
 def test_what_is_left_to_fsdp2(two: Ranks, use: Callable[[Any], list[Tensor]]) -> None:
-    two.run(is_left_to_fsdp2, use, {}, False)
+    two.run(is_left_to_fsdp2, use, False)
 
 
 def offloads(model: Any) -> list[Tensor]:
@@ -189,7 +183,7 @@ def offloads(model: Any) -> list[Tensor]:
 
 
 def test_offloaded_gradients_are_left_to_fsdp2(two: Ranks) -> None:
-    two.run(is_left_to_fsdp2, offloads, {}, True)
+    two.run(is_left_to_fsdp2, offloads, True)
 
 
 def replicates() -> None:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch, Turns
-from layoutc.runtime.kernels.rank_chunks import rank_chunks
+from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch, Turns, in_rows
 from layoutc.runtime.kernels.rank_sums import rank_sum
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import without_torch_function
@@ -47,16 +46,10 @@ class _Kept:
         return self.grads[0].dtype if self.grads and self.values is None else torch.float32
 
     def copied(self, ranks: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Each rank's chunks of the gradients in a row: (ranks, n / ranks), by one kernel or FSDP2's own copy.
-
-        FSDP2's takes 0.25 to 0.5 ms of the host for a block of two ranks, which a table on the card takes the place of.
-        """
+        """Each rank's chunks of the gradients in a row: (ranks, n / ranks)."""
         if not self.grads:
             raise LayoutError("gradients were not copied into this buffer: FSDP2 reduces in another way than is known")
-        made = torch.empty(ranks, like.numel() // ranks, dtype=dtype, device=like.device)
-        if self.dim or not rank_chunks(self.grads, ranks, made):
-            torch.ops.fsdp.chunk_cat(self.grads, self.dim, ranks, out=made)
-        return made
+        return in_rows(self.grads, ranks, like.numel(), dtype, self.dim)
 
 
 class GradientBuffer(Tensor):

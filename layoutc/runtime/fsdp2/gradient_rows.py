@@ -47,6 +47,18 @@ class GradientRows(Tensor):
             return func(*args, **kwargs)
 
 
+def in_rows(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype, dim: int = 0) -> Tensor:
+    """Each rank's chunks of gradients in a row, (ranks, numel / ranks): by one launch, or FSDP2's own copy.
+
+    FSDP2's takes 0.25 to 0.5 ms of the host for a block of two ranks, which a table on the card takes the place of.
+    dim: that they are cut on.
+    """
+    made = torch.empty(ranks, numel // ranks, dtype=dtype, device=grads[0].device)
+    if dim or not rank_chunks(grads, ranks, made):
+        torch.ops.fsdp.chunk_cat(grads, dim, ranks, out=made)
+    return made
+
+
 def _copied(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
     return dim == 0 and rank_chunks(grads, num_chunks, out.as_subclass(Tensor))
 
@@ -65,7 +77,4 @@ class CopiesInOneLaunch:
     @staticmethod
     def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
         """What is reduced of gradients, (numel,): FSDP2's buffer once they were copied into it."""
-        made = torch.empty(ranks, numel // ranks, dtype=dtype, device=grads[0].device)
-        if not rank_chunks(grads, ranks, made):
-            torch.ops.fsdp.chunk_cat(grads, 0, ranks, out=made)
-        return made.view(numel)
+        return in_rows(grads, ranks, numel, dtype).view(numel)

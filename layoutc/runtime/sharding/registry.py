@@ -1,4 +1,6 @@
-"""The registry of shards that FSDP2 holds: only `gathered` and `steady_group` read FSDP2's private names too.
+"""The registry of shards that FSDP2 holds.
+
+Only `gathered`, and `steady_group` and `steady_reduction`, read FSDP2's private names too.
 
 FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
 for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
