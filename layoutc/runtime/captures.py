@@ -1,4 +1,4 @@
-"""Streams, and CUDA graphs: whether one is being captured.
+"""CUDA graphs: whether one is being captured.
 
 A replay runs the kernels that were captured, and no Python: what is kept from step to step must then stay in the same
 memory, and nothing that Python has worked out since is seen.
@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutc.runtime.torch_private import raw_stream
-
 
 def capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def stream_of(device: torch.device) -> int:
-    """The device's current stream, as a number; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    return raw_stream(torch.cuda.current_device() if device.index is None else device.index)

@@ -103,6 +103,22 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def stream_key(device_index: int) -> tuple[int, int, int]:
+    """What tells the current stream of a card apart: its number, the card, and the kind of device."""
+    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    return key
+
+
+def set_stream(key: tuple[int, int, int]) -> None:
+    """Makes the stream of a key the current one of its card, and the card the current one."""
+    torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])
+
+
+def current_card() -> int:
+    """The current card, in a process that has used one, without asking for that first."""
+    return torch._C._cuda_getDevice()
+
+
 def profiling() -> bool:
     """True while torch.profiler records."""
     return torch._C._autograd._profiler_enabled()

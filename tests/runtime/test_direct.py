@@ -324,6 +324,58 @@ def test_the_ordinary_way_where_direct_launches_are_not_known(launches: Any, mon
     assert len(ordinary) == len(calls) == 3
 
 
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """Triton's own, of a kernel that needs no memory, which calls what notes its arguments; and these."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver", reason="needs Triton's launcher for NVIDIA's cards")
+    calls: list[Any] = []
+    made = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    made.num_ctas, made.launch_cooperative_grid, made.launch_pdl, made.gsan_enabled = 1, False, True, False
+    made.arg_annotations, made.kernel_signature = "annotations", b"signature"
+    made.global_scratch_size = made.profile_scratch_size = 0
+    made.global_scratch_align = made.profile_scratch_align = 1
+    made.launch = lambda *given: calls.append(given)
+    monkeypatch.setattr(driver, "_active", NoDriver())
+    return made, calls
+
+
+def compiled_by(launcher: Any) -> direct.Compiled:
+    made = Compiled("kernel", [])
+    made._run = launcher
+    return direct.Compiled.of(made)
+
+
+def test_what_tritons_launcher_calls_is_called_with_the_same_arguments(launcher: Any) -> None:
+    """Whatever this release passes on beside them."""
+    made, calls = launcher
+    compiled = compiled_by(made)
+    assert compiled.launch is made.launch
+    compiled(4, [5, 6, 7])
+    made(4, 1, 1, 7, compiled.function, (1, 1, 0), None, None, None, 5, 6, 7)
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("what", ["global_scratch_size", "profile_scratch_size", "more", "unknown"])
+def test_a_launcher_that_does_more_is_called_itself(launcher: Any, what: str) -> None:
+    """One that allocates memory, one that adds an argument, and one that can't be asked."""
+    made, _ = launcher
+    if what == "more":
+        adding = made.__class__
+
+        class More(adding):  # type: ignore[misc, valid-type]
+            def __call__(self, *given: Any) -> None:
+                super().__call__(*given, 8)
+
+        made.__class__ = More
+    elif what == "unknown":
+        made.__class__ = type("Unknown", (), {"__call__": lambda self: None})
+    else:
+        setattr(made, what, 64)
+    compiled = compiled_by(made)
+    assert compiled.launch is made
+    assert compiled.between == ((1, 1, 0), None, None, None)
+
+
 def bound_and_args() -> tuple[tuple[Any, ...], direct.Constants]:
     args = arguments()
     split = sum(not parameter.is_constexpr for parameter in jitted("quantize_kernel").params)

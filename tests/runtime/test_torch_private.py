@@ -342,6 +342,17 @@ def test_the_current_stream_has_a_number() -> None:
     assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_current_stream_has_a_key_by_which_it_is_set() -> None:
+    before, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    assert private.current_card() == torch.cuda.current_device()
+    assert private.stream_key(other.device_index) == (before.stream_id, before.device_index, before.device_type)
+    private.set_stream((other.stream_id, other.device_index, other.device_type))
+    assert torch.cuda.current_stream() == other
+    private.set_stream((before.stream_id, before.device_index, before.device_type))
+    assert torch.cuda.current_stream() == before
+
+
 def test_what_is_recorded_inside_is_computed_in_backward() -> None:
     """A copy of an input takes as many bytes as the input: here the copy is made in backward, not kept."""
     from torch._functorch.aot_autograd import aot_function

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts
@@ -26,6 +26,7 @@ from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.pack import ALIGNED
 from layoutc.runtime.fsdp2.wire import Gathering
 from layoutc.runtime.sharding import gathered
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import operators
 

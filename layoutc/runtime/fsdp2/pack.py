@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.fsdp2 import hooks, on_gather, steady
 from layoutc.runtime.fsdp2.wire import Gathering, Leg
 from layoutc.runtime.kernels.copies import WORD, Copies, as_words, copies_in
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels.copies import WORD, Copies, copies_in, copies_out
 from layoutc.runtime.sharding import gathered
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
 
 _MOST = 16  # places that tensors have lain in, whose launches are kept

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
+from layoutc.runtime import streams
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import codes, steady_reduction
@@ -217,13 +218,13 @@ class SteadyGroup(FSDPParamGroup):
         """As FSDP2's foreach_all_gather: what is sent is copied on one stream, into its place in what all send; the
         collective runs on another."""
         copies, gathers = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        group, comm = self._all_gather_process_group, self._all_gather_comm
-        with self.device_handle.stream(copies):
+        group, comm, handle = self._all_gather_process_group, self._all_gather_comm, self.device_handle
+        with streams.on(copies, handle):
             output = comm.allocate((row.nbytes * group.size(),), dtype=torch.uint8, device=self.device)
             sent = output.narrow(0, row.nbytes * group.rank(), row.nbytes)
             row.fill(sent, self._mesh_of_hooks)
         gathers.wait_stream(copies)
-        with self.device_handle.stream(gathers):
+        with streams.on(gathers, handle):
             work = comm(output_tensor=output, input_tensor=sent, group=group, async_op=async_op)
             begun = _Begun(output, gathers.record_event(), work, *row.metadata)
         begun.row = row
@@ -232,20 +233,19 @@ class SteadyGroup(FSDPParamGroup):
     @torch.no_grad()
     def _finish(self, result: _Begun) -> None:
         """As FSDP2's wait_for_unshard, which says when the bytes that have arrived may be freed."""
-        context = self.comm_ctx
+        context, current = self.comm_ctx, streams.current(self.device, self.device_handle)
         in_forward = self._training_state is TrainingState.FORWARD
         if in_forward and (before := context.all_gather_state) is not None:
             self._wait_all_gather_streams_on_event(before.event)
             context.all_gather_state = None
         output, event, work = result[:3]
         if event is not None:
-            self.device_handle.current_stream().wait_event(event)
+            current.wait_event(event)
         if work is not None:
             work.wait()
         result.row.arrive(output)
         self._to_unsharded()
-        done = self.device_handle.Event()
-        done.record()
+        done = current.record_event()
         if in_forward and work is None:
             context.all_gather_state = AllGatherState(result, done)
         else:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, ReduceScatterState
 
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime import streams
 from layoutc.runtime.torch_private import without_torch_function
 
 _OF_GROUP = (
@@ -134,14 +135,14 @@ def take(group: FSDPParamGroup) -> None:
 def reduce(group: FSDPParamGroup, reduction: Reduction, grads: list[Tensor]) -> None:
     """As FSDP2's foreach_reduce, and what its post_backward does before and after it. Empties `grads`."""
     context, handle, over = group.comm_ctx, group.device_handle, group._reduce_scatter_process_group
-    current, stream = handle.current_stream(), context.reduce_scatter_stream
+    current, stream = streams.current(group.device, handle), context.reduce_scatter_stream
     comm: Joins = group._reduce_scatter_comm  # type: ignore[assignment]
     _wait_for_others(context, current)
     group._wait_for_post_backward()  # type: ignore[no-untyped-call]
     sent = comm.joined(grads, over.size(), reduction.numel * over.size(), reduction.dtype)
     grads.clear()  # they may be freed: they were copied on this stream, or what is sent holds them
     stream.wait_stream(current)
-    with handle.stream(stream):
+    with streams.on(stream, handle):
         summed = torch.empty(reduction.numel, dtype=reduction.dtype, device=group.device)
         comm(output_tensor=summed, input_tensor=sent, group=over, op=reduction.op)
         sends = stream.record_event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch import Launches
+from layoutc.runtime.streams import stream_of
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.direct import Bound
@@ -70,21 +72,16 @@ def passing_zero(device: torch.device) -> Tensor:
     """An amax to be raised, (1,) fp32, that lives as long as a step: a part of something larger, where it can be."""
     if torch.is_inference_mode_enabled() or capturing(device):
         return torch.zeros((1,), dtype=torch.float32, device=device)
-    return _zero(device)
-
-
-_zeros: dict[tuple[torch.device, int], list[Tensor]] = {}  # by the stream that has filled them
-
-
-def _zero(device: torch.device) -> Tensor:
-    """A zero that nobody has had yet, (1,) fp32, at a multiple of 16 bytes: a fill for each would be a launch.
-
-    Not in inference mode, whose tensors autograd can't save: others of the same fill may be wanted for backward.
-    """
-    left = _zeros.setdefault((device, stream_of(device)), [])
+    left = _zeros[device.index, stream_of(device)]
     if not left:
         left += torch.zeros((ZEROS, 4), dtype=torch.float32, device=device)[:, :1].unbind()
     return left.pop()
+
+
+# Zeros that nobody has had yet, at multiples of 16 bytes, since a fill for each would be a launch: by the card and the
+# stream that has filled them. None of inference mode, whose tensors autograd can't save: others of the same fill may be
+# wanted for backward.
+_zeros: defaultdict[tuple[int | None, int], list[Tensor]] = defaultdict(list)
 
 
 def _bind(x: Tensor, block_k: int | None) -> Bound:

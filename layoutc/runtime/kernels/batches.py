@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import amaxes, launch
+from layoutc.runtime.streams import stream_of
 
 ROWS = (32, 256)  # how many matrices a table has room for; every program searches all rows for its matrix
 CACHED = 512  # batches whose tables are cached; the least recently used go first

@@ -11,9 +11,10 @@ NVIDIA's, and with a Triton that specializes on more than this module knows of.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from triton.backends import compiler as backends
 from triton.compiler import CompiledKernel
 from triton.runtime import driver, jit
 
-_launches: dict[Hashable, tuple[Any, int, Any]] = {}  # a compiled kernel's launcher, function on the card, metadata
+_launches: dict[Hashable, Compiled] = {}
 _splits: dict[Any, int | None] = {}  # for each kernel: how many parameters come before those that are tl.constexpr
 
 
@@ -35,6 +36,53 @@ class Constants(tuple[Any, ...]):
         except AttributeError:
             self._hash = super().__hash__()
             return self._hash
+
+
+class Compiled(NamedTuple):
+    """A kernel on the card, and what launches it."""
+
+    launch: Callable[..., Any]
+    function: int
+    between: tuple[Any, ...]  # what `launch` takes after the function, before the values of the kernel's arguments
+    packs: bool  # whether it takes these as one tuple
+
+    @classmethod
+    def of(cls, kernel: CompiledKernel) -> Self:
+        """By what Triton's launcher calls, if that passes on nothing but what is known here; else by the launcher."""
+        launcher, metadata = kernel.run, kernel.packed_metadata
+        if (passed := _passed_on(launcher, metadata)) is not None:
+            return cls(launcher.launch, kernel.function, *passed)
+        return cls(launcher, kernel.function, (metadata, None, None, None), False)
+
+    def __call__(self, grid: int, values: Sequence[Any]) -> None:
+        """Launches on the current stream. values: of all arguments, with addresses in place of tensors."""
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        if self.packs:
+            self.launch(grid, 1, 1, stream, self.function, *self.between, tuple(values))
+        else:
+            self.launch(grid, 1, 1, stream, self.function, *self.between, *values)
+
+
+def _passed_on(launcher: Any, metadata: Any) -> tuple[tuple[Any, ...], bool] | None:
+    """What a launcher of Triton's puts between a function and the arguments, and whether it packs these; None if it
+    does more than to pass on what it is called with. It is asked, as each release does it in another way."""
+    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+        return None  # it allocates memory
+    passed: list[tuple[Any, ...]] = []
+    *first, one, other = (object() for _ in range(7))  # grid, stream and function; values
+    try:
+        asked = copy.copy(launcher)
+        asked.launch = lambda *given: passed.append(given)
+        asked(*first, metadata, None, None, None, one, other)
+        (given,) = passed
+    except Exception:
+        return None
+    if list(given[:5]) != first:
+        return None
+    if given[-2:] == (one, other):
+        return given[5:-2], False
+    return (given[5:-1], True) if given[-1] == (one, other) else None
 
 
 class Arguments(NamedTuple):
@@ -65,12 +113,9 @@ def run(
     if at is None or launch is None:
         compiled = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         if at is not None and isinstance(compiled, CompiledKernel):
-            _launches[at] = compiled.run, compiled.function, compiled.packed_metadata
+            _launches[at] = Compiled.of(compiled)
         return
-    launcher, function, packed = launch
-    active = driver.active
-    stream = active.get_current_stream(active.get_current_device())
-    launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
+    launch(grid[0], values)
 
 
 class Bound:
@@ -98,24 +143,20 @@ class Bound:
         self._args = [None if index in self._at else arg for index, arg in enumerate(args)]
         self._options = kernel, grid, num_warps, maxnreg, constants
         self._values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in (*self._args, *constants)]
-        self._launches: dict[int, tuple[Any, int, Any]] = {}  # by a bit for each tensor that is not aligned
+        self._launches: dict[int, Compiled] = {}  # by a bit for each tensor that is not aligned
         self._state: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream."""
         kernel, grid, num_warps, maxnreg, constants = self._options
-        values, odd, bit = self._values.copy(), 0, 1
+        values, every = self._values.copy(), 0
         for at, tensor in zip(self._at, tensors, strict=True):
             values[at] = address = tensor.data_ptr()
-            if address & 15:
-                odd |= bit
-            bit += bit
+            every |= address
+        odd = self._odd(values) if every & 15 else 0
         launch = self._launches.get(odd)
-        if launch is not None and _split(kernel) is not None and self._state == _state():
-            launcher, function, packed = launch
-            active = driver.active
-            stream = active.get_current_stream(active.get_current_device())
-            launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
+        if launch is not None and self._state == _state() and _split(kernel) is not None:
+            launch(grid[0], values)
             return
         args = self._args.copy()
         for at, tensor, dtype in zip(self._at, tensors, self._dtypes, strict=True):
@@ -127,6 +168,10 @@ class Bound:
         at_key, _ = _key_of(kernel, tuple(args), num_warps, maxnreg, constants)
         if (made := _launches.get(at_key)) is not None:
             self._launches[odd] = made
+
+    def _odd(self, values: Sequence[int]) -> int:
+        """A bit for each tensor that is not at a multiple of 16 bytes."""
+        return sum(1 << bit for bit, at in enumerate(self._at) if values[at] & 15)
 
 
 def _state() -> tuple[Any, ...]:

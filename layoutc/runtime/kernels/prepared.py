@@ -17,6 +17,7 @@ from torch import Tensor
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.buffers import Entry
 from layoutc.runtime.kernels.direct import Bound
+from layoutc.runtime.torch_private import current_card
 
 
 class Result(NamedTuple):
@@ -106,7 +107,7 @@ class Again:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor] | None:
         """The results; None if another device is the current one, on which kernels would run."""
-        if self._index is not None and torch.cuda.current_device() != self._index:
+        if self._index is not None and current_card() != self._index:
             return None
         made = [torch.empty_like(one) for one in self._new]
         self._bound(*inputs, *made)

@@ -19,6 +19,7 @@ from layoutc.runtime.kernels.launch import Launches as Launches
 from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.operands.scaled_mm import Side
 from layoutc.runtime.operands.weight_operand import kept_side
+from layoutc.runtime.torch_private import current_card
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:  # both need Triton
@@ -98,7 +99,7 @@ class Quantizing:
         """The buffers of x, (..., columns), in the order of `names`; None if another device is the current one."""
         if self.amax is None:
             return self.again(x)
-        if self.device is not None and torch.cuda.current_device() != self.device:  # the amax comes first
+        if self.device is not None and current_card() != self.device:  # the amax comes first
             return None
         amax = amaxes.passing_zero(x.device)
         self.amax(x, amax)
@@ -148,9 +149,8 @@ class LayingOut(NamedTuple):
         for name in self.given:
             if (plane := planes.get(name)) is None or not _is_there(plane):
                 return None
-            results.append(
-                plane.clone() if plane.data_ptr() & 15 else plane
-            )  # a piece of a larger tensor: as in `side`
+            is_piece = plane.data_ptr() & 15  # of a larger tensor: as in `scaled_mm.side`
+            results.append(plane.clone() if is_piece else plane)
         made = self.again(*read)
         return None if made is None else self.place.side(made + results)
 

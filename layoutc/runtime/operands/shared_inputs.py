@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing, stream_of
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight import operators
 
 
@@ -27,9 +28,9 @@ def of(x: Tensor) -> dict[object, Any]:
     global _last
     if not _can_share(x):
         return {}
-    entry = _last
-    if entry is None or not _is_of(entry, x):
-        entry = _last = _Entry(weakref.ref(x, _forget), x._version, stream_of(x.device), {})
+    entry, stream = _last, stream_of(x.device)
+    if entry is None or entry.x() is not x or entry.version != x._version or entry.stream != stream:
+        entry = _last = _Entry(weakref.ref(x, _forget), x._version, stream, {})
     return entry.quantized
 
 
@@ -44,10 +45,6 @@ def _can_share(x: Tensor) -> bool:
     if operators.traced(x) or x.is_inference():
         return False
     return not capturing(x.device)
-
-
-def _is_of(entry: _Entry, x: Tensor) -> bool:
-    return entry.x() is x and entry.version == x._version and entry.stream == stream_of(x.device)
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:

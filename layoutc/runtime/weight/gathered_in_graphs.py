@@ -11,7 +11,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, laid_out_names
 from layoutc.runtime.torch_private import called_in_inductor, lower_in_inductor, lowered_node
 from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.planes import TracedPlanes, owner
+from layoutc.runtime.weight.planes import GatheredPlanes, TracedPlanes, owner
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -116,8 +117,8 @@ def _names(layout: Layout, m: int, k: int, orientation: str, swizzled: bool) -> 
 # --------------------------------------------------------------------------------------------------- what operators run
 def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
-    whole = _now(cls, handle, orientation)
     gathered = owner(handle)
+    whole = _now(cls, gathered, handle.device, orientation)
     assert gathered is not None, "_now() has found it"
     if gathered.matrix == (m, k):
         planes = [whole[name] for name in cls.LAYOUT.sources[orientation]]
@@ -129,51 +130,70 @@ def _run_lay_out(
     handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
 ) -> list[Tensor]:
     """copies: False if planes that are read as they are stored may be returned as they are."""
-    cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
-    whole, gathered = _now(cls, handle, orientation), owner(handle)
-    names = _names(cls.LAYOUT, m, k, orientation, swizzled)
+    cls, (m, k), gathered = operators.recipe_of(recipe), _sizes(window), owner(handle)
+    whole, form = _now(cls, gathered, handle.device, orientation), _form(cls, m, k, orientation, swizzled)
     if gathered is None or gathered.matrix != (m, k):
         buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
-        return library.own_all([buffers[name] for name in names], *whole.values())
-    laid, needed = laid_out_names(cls.LAYOUT, (orientation,), swizzled)
+        return library.own_all([buffers[name] for name in form.names], *whole.values())
     made: dict[str, Tensor] = {}
-    if laid:
-        planes = [whole[name] for name in needed]
-        made = dict(zip(laid, operators.run_lay_out(planes, m, k, recipe, [orientation], swizzled), strict=True))
-    for name, plane in cls.LAYOUT.as_stored.items():
-        if name in names and name not in made:
-            made[name] = (whole[plane].clone() if copies else whole[plane]).view(names[name].shape)
-    return [made[name] for name in names]
+    for name, plane, shape in form.stored:
+        one = whole[plane].clone() if copies else whole[plane]
+        made[name] = one if one.shape == shape else one.view(shape)
+    if form.laid:
+        planes = [whole[name] for name in form.needed]
+        laid = operators.run_lay_out(planes, m, k, recipe, [orientation], swizzled)
+        made.update(zip(form.laid, laid, strict=True))
+    return [made[name] for name in form.names]
+
+
+class _Form(NamedTuple):
+    """What buffers of an orientation are: those that are made of planes, and those that are planes as they lie."""
+
+    names: tuple[str, ...]
+    laid: tuple[str, ...]
+    needed: tuple[str, ...]  # planes that the former are made of
+    stored: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, plane and shape of each of the latter
+
+
+@lru_cache(maxsize=1024)
+def _form(cls: type[QuantizedTensor], m: int, k: int, orientation: str, swizzled: bool) -> _Form:
+    names = _names(cls.LAYOUT, m, k, orientation, swizzled)
+    laid, needed = laid_out_names(cls.LAYOUT, (orientation,), swizzled)
+    as_stored = cls.LAYOUT.as_stored
+    stored = [(name, as_stored[name], names[name].shape) for name in names if name in as_stored and name not in laid]
+    return _Form(tuple(names), tuple(laid), tuple(needed), tuple(stored))
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
     cls = operators.recipe_of(recipe)
     orientation = next(one for one, sources in cls.LAYOUT.sources.items() if name in sources)
-    return _now(cls, handle, orientation)[name].clone()
+    return _now(cls, owner(handle), handle.device, orientation)[name].clone()
 
 
-def _now(cls: type[QuantizedTensor], handle: Tensor, orientation: str) -> Mapping[str, Tensor]:
+def _now(
+    cls: type[QuantizedTensor], gathered: GatheredPlanes | None, device: torch.device, orientation: str
+) -> Mapping[str, Tensor]:
     """The planes of an orientation of the whole weight: those that it holds now, else gathered for this call.
 
     Raises MissingOrientation if the weight is gone, LayoutError if FSDP2 has freed its planes.
     """
     sources = cls.LAYOUT.sources[orientation]
-    gathered = owner(handle)
-    if gathered is not None and all(name in gathered for name in sources):
-        for name in sources:
-            if gathered[name].numel() and not gathered[name].untyped_storage().nbytes():
+    if gathered is not None and all(map(gathered.__contains__, sources)):
+        found = {name: gathered[name] for name in sources}
+        for plane in found.values():
+            if not plane.untyped_storage().nbytes() and plane.numel():
                 raise LayoutError(
                     f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a weight that FSDP2 has resharded; "
                     "call the module that fully_shard was given, or unshard() it first"
                 )
-        return {name: gathered[name] for name in sources}
+        return found
     shard = gathered.home() if gathered is not None else None
     if gathered is None or shard is None or orientation not in shard.orientations:
         raise MissingOrientation(
             f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a gathered weight, but "
             + (f"its shard holds no {orientation}" if shard is not None else "FSDP2 does not hold that weight any more")
         )
-    return gathered.home.fetch(orientation, handle.device)
+    return gathered.home.fetch(orientation, device)
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values

@@ -1,0 +1,59 @@
+"""The current stream of a device, and making another one current, in less time than torch's own ways take.
+
+`torch.cuda.stream` and `torch.cuda.current_stream` ask for devices, and make a Stream, at each call: 17 and 7 us of a
+host on which a launch takes 5.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from layoutc.runtime.torch_private import current_card, raw_stream, set_stream, stream_key
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # by what tells streams apart
+
+
+def stream_of(device: torch.device) -> int:
+    """The device's current stream, as a number; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return raw_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def current(device: torch.device, handle: Any) -> Any:
+    """The device's current stream. handle: torch's module for devices of its kind, such as torch.cuda."""
+    if device.type != "cuda" or device.index is None:
+        return handle.current_stream()
+    key = stream_key(device.index)
+    if (found := _streams.get(key)) is None:
+        found = _streams[key] = torch.cuda.current_stream(device)
+    return found
+
+
+def on(stream: Any, handle: Any) -> AbstractContextManager[Any]:
+    """Inside, a stream is the current one. handle: as for `current`."""
+    if type(stream) is torch.cuda.Stream and stream.device_index == current_card():
+        return _On(stream)
+    return handle.stream(stream)  # type: ignore[no-any-return]
+
+
+class _On:
+    """On the current card."""
+
+    __slots__ = ("_before", "_key")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._key = stream.stream_id, stream.device_index, stream.device_type
+        self._before = self._key
+
+    def __enter__(self) -> None:
+        self._before = stream_key(self._key[1])
+        if self._before != self._key:
+            set_stream(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._key:
+            set_stream(self._before)
