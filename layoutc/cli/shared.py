@@ -27,7 +27,7 @@ card_option = click.option(
     help="Whose memory, products and links times are of.",
 )
 
-eager_option = click.option("--eager", is_flag=True, help="Not compiled: with --low, more of the host's time.")
+eager_option = click.option("--eager", is_flag=True, help="Not compiled: recipes take more of the host's time.")
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
 host_option = click.option(

@@ -22,8 +22,8 @@ class Machine:
     activation or a gradient. interference: of products and attention with the link; see `layoutc.estimate.streams`.
 
     Seconds of the host: group_host, weight_host, cast_host, of a group, of each quantized weight and each weight that
-    is cast, in a step without its gathers, eager and compiled alike; low_host: besides of each whose products are in
-    low precision, in eager models.
+    is cast, in a step without its gathers; low_host: besides of each whose products are in low precision, in eager
+    models; graph_host: what compiled graphs take less of each that they dequantize.
     copied_host: what FSDP2's own reduction of a group's gradients takes more of it than that in few steps.
     plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
     whose values are made where all of the group's codes have arrived.
@@ -42,6 +42,7 @@ class Machine:
     weight_host: float
     cast_host: float
     low_host: float
+    graph_host: float
     copied_host: float
     plain_gather_host: float
     gather_host: float
@@ -68,13 +69,14 @@ H200 = Machine(
     in_step=1.09,  # fitted: what products take of steps at batch 4
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
-    token_bytes=17.1,  # fitted, as what follows up to low_host: whole steps
-    operand_bytes=10.2,
-    interference=0.863,
-    group_host=6.99e-3,
-    weight_host=0.2625e-3,
-    cast_host=0.341e-3,
-    low_host=0.163e-3,
+    token_bytes=16.7,  # fitted, as what follows up to graph_host: whole steps
+    operand_bytes=10.3,
+    interference=0.867,
+    group_host=6.98e-3,
+    weight_host=0.265e-3,
+    cast_host=0.39e-3,
+    low_host=0.16e-3,
+    graph_host=0.129e-3,
     copied_host=1.1e-3,  # 8 groups: 14.4 ms and 5.8 of H200s' host; 11.9 and 3.0 of H100s', py-spy's shares
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=348e-6 * 378 / 622 / 7,  # as H100s had it: 338, 398 and 399 us, where bf16 took 622

@@ -229,6 +229,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
+        if runs == "compiled" and not _is_low(use, machine):
+            own -= machine.graph_host
         if use.on_gather:  # products are those of plain weights, and casting is left
             own = machine.cast_host - machine.weight_host if use.cast else 0.0
         seconds += work.weights * (own + _low_host(use, machine, runs))
@@ -245,9 +247,13 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
 
 def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
     """Of a weight's products in low precision in a step of an eager model."""
-    products = use.plan.products if use.plan and runs == "eager" else None
-    low = products is not None and any(_low_rate(use, machine, one.name) for one in products.products)
-    return machine.low_host if low else 0.0
+    return machine.low_host if runs == "eager" and _is_low(use, machine) else 0.0
+
+
+def _is_low(use: Use, machine: Machine) -> bool:
+    """Whether any product of a weight is in low precision."""
+    products = use.plan.products if use.plan else None
+    return products is not None and any(_low_rate(use, machine, one.name) for one in products.products)
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:

@@ -297,8 +297,11 @@ def fit_products() -> float:
 
 
 # The rest follows whole steps: where each begins, and the least that it can be.
-NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host")
-SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 1e-4, 50.0, 5e-4])
+NAMES = (
+    *("token_bytes", "operand_bytes", "interference"),
+    *("group_host", "weight_host", "cast_host", "low_host", "graph_host"),
+)
+SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 1e-4, 1e-4, 50.0, 5e-4])
 
 
 def fit_steps(at: Constants) -> Constants:

@@ -69,7 +69,7 @@ def test_weights_that_are_dequantized_on_gather() -> None:
     (plain, codes), (same, values) = (data["links"][0]["estimates"] for data in (before, after))
     assert plain == same
     assert values["bytes_forward"] == codes["bytes_forward"]
-    assert values["host"] < plain["host"] < codes["host"]
+    assert values["host"] < codes["host"] < plain["host"]  # compiled, and gradients are reduced in few steps
     assert len(after["notes"]) == len(before["notes"]) + 2
     assert "weights are dequantized on gather" in run(*args[:-1], "--on-gather").stdout
 
