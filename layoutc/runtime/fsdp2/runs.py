@@ -47,6 +47,29 @@ class PlainParameter(NamedTuple):
         return gathered.outputs_of(self.param)[0]
 
 
+class PlainInWords:
+    """What has arrived of such a parameter, as words: it arrives by the launch that copies planes."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param  # FSDPParam
+        self._of: Tensor | None = None  # FSDP2's output, and a view of it
+        self._words: Tensor | None = None
+
+    @property
+    def source(self) -> Tensor:
+        """Of the dtype that arrives."""
+        return self.output
+
+    @property
+    def output(self) -> Tensor:
+        """(bytes of all ranks / 8,)."""
+        output = gathered.outputs_of(self.param)[0]
+        if output is not self._of or self._words is None:
+            with torch.inference_mode(False):  # whose views have no versions
+                self._of, self._words = output, output.view(WORD)
+        return self._words
+
+
 class PlaneInPlace(NamedTuple):
     """A plane of a shard, as words."""
 
@@ -107,6 +130,17 @@ def runs_of(pieces: Iterable[tuple[Piece, torch.dtype, int, int]]) -> list[Run] 
         run = runs.setdefault((piece.source.dtype, dtype), Run(dtype))
         run.places.append(Place(piece, start // dtype.itemsize, numel))
     return list(runs.values())
+
+
+def arriving(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Piece, torch.dtype, int, int]:
+    """A plain parameter that arrives, for `runs_of`: as words where these fit, so that it takes no launch of its own.
+
+    start: in the row of a rank, in bytes. numel: of a rank's part.
+    """
+    size, output, nbytes = WORD.itemsize, gathered.outputs_of(param)[0], numel * dtype.itemsize
+    if start % size or nbytes % size or output.storage_offset() * output.itemsize % size:
+        return PlainParameter(param), dtype, start, numel
+    return PlainInWords(param), WORD, start, nbytes // size
 
 
 def in_words(source: Tensor, output: Tensor) -> PlaneInPlace | None:

@@ -1,0 +1,71 @@
+"""Plain parameters that arrive as words, by the launch that copies planes: the bytes of those that arrive as they are.
+
+No ranks are needed: what FSDP2 keeps of a parameter is one list of tensors.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layoutc.runtime.fsdp2.runs import PlainInWords, PlainParameter, arriving, runs_of
+
+RANKS, START = 2, 16
+
+
+def parameter(numel: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """numel: of a rank's part."""
+    shard, output = torch.zeros(numel), torch.zeros(RANKS * numel, dtype=dtype)
+    return SimpleNamespace(_sharded_param_data=shard, all_gather_outputs=[output])
+
+
+def received(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks, in bytes, with a parameter at START and others around it; and the parameter."""
+    values = torch.randn(RANKS, numel).to(dtype)
+    around = torch.randint(256, (RANKS, START), dtype=torch.uint8)
+    rows = torch.cat([around, values.view(torch.uint8), around.flip(1)], 1)
+    return rows.flatten(), values.flatten()
+
+
+def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
+    runs = runs_of([arriving(param, dtype, START, numel)])
+    assert runs is not None
+    for run in runs:
+        run.arrive(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numel", [4, 6, 64])
+def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.dtype) -> None:
+    param = parameter(numel, dtype)
+    piece, *_ = arriving(param, dtype, START, numel)
+    assert type(piece) is (PlainInWords if numel * dtype.itemsize % 8 == 0 else PlainParameter)
+    rows, expected = received(numel, dtype)
+    arrive(param, dtype, numel, rows)
+    assert torch.equal(param.all_gather_outputs[0], expected)
+
+
+def test_one_that_begins_between_words_arrives_as_it_is() -> None:
+    assert type(arriving(parameter(8), torch.bfloat16, 4, 8)[0]) is PlainParameter
+
+
+def test_it_is_written_where_fsdp2_keeps_it_then() -> None:
+    """In memory that was freed since, under inference mode, and in another tensor, without a change of its version."""
+    numel, param = 8, parameter(8)
+    runs = runs_of([arriving(param, torch.bfloat16, START, numel)])
+    assert runs is not None
+    before, other = param.all_gather_outputs[0], torch.zeros(RANKS * numel, dtype=torch.bfloat16)
+    version = before._version
+    for output in (before, before, other):
+        param.all_gather_outputs = [output]
+        output.untyped_storage().resize_(0)
+        rows, expected = received(numel, torch.bfloat16)
+        with torch.inference_mode(output is before):
+            runs[0].arrive(rows)
+        assert torch.equal(output, expected)
+    assert before._version == version
+    assert before.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
