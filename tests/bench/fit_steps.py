@@ -72,7 +72,7 @@ class Constants:
     nvlink_4: Link = NVLINK_4
     sockets: Link = SOCKETS
     peer_operand_bytes: float = 114.0
-    peer_linear: float = 606e-6
+    peer_linear: float = 597e-6
 
     def link(self, name: str, world: int = 2) -> Link:
         """By name; that of four ranks is another."""
