@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--graph] [--profile]
 
-With --phases the first rank says where the host's time goes in a step, by timers: medians over turns.
+With --phases the first rank says where the host's time goes in a step, by timers: medians over turns. With --alone N
+one process takes the steps of a rank of N, without torchrun: collectives send nothing, and weights that were gathered
+hold whatever there was, so that times are of the host and of the card's own work, and losses mean nothing.
 
 Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
 --eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
@@ -347,6 +349,7 @@ def main() -> None:
     parser.add_argument("--phases", action="store_true", help="where the host's time goes, by timers")
     parser.add_argument("--trace", help="a folder for traces of a step, for Perfetto or chrome://tracing")
     parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
+    parser.add_argument("--alone", type=int, metavar="RANKS", help="one process, with collectives that send nothing")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.phases:
@@ -357,7 +360,12 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cards else torch.device("cpu")
     if cards:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cards else "gloo")
+    if options.alone:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=options.alone, store=FakeStore())
+    else:
+        dist.init_process_group("nccl" if cards else "gloo")
     sizes = Sizes(options.layers, options.dim, options.ffn, options.heads, options.kv_heads)
     runs: list[Run] = []
     for batch in options.batch:
@@ -373,7 +381,7 @@ def main() -> None:
         if options.json:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
-                ran |= {"torch": torch.__version__, "world": dist.get_world_size()}
+                ran |= {"torch": torch.__version__, "world": dist.get_world_size(), "alone": bool(options.alone)}
                 ran |= {
                     "eager": options.eager,
                     "graph": options.graph,
