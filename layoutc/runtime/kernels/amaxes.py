@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -72,16 +71,17 @@ def passing_zero(device: torch.device) -> Tensor:
     """An amax to be raised, (1,) fp32, that lives as long as a step: a part of something larger, where it can be."""
     if torch.is_inference_mode_enabled() or capturing(device):
         return torch.zeros((1,), dtype=torch.float32, device=device)
-    left = _zeros[device.index, stream_of(device)]
-    if not left:
-        left += torch.zeros((ZEROS, 4), dtype=torch.float32, device=device)[:, :1].unbind()
+    key = device.index, stream_of(device)
+    if not (left := _zeros.get(key)):
+        zeros = torch.zeros((ZEROS, 4), dtype=torch.float32, device=device)
+        left = _zeros[key] = [*zeros[:, :1].unbind()]
     return left.pop()
 
 
 # Zeros that nobody has had yet, at multiples of 16 bytes, since a fill for each would be a launch: by the card and the
 # stream that has filled them. None of inference mode, whose tensors autograd can't save: others of the same fill may be
 # wanted for backward.
-_zeros: defaultdict[tuple[int | None, int], list[Tensor]] = defaultdict(list)
+_zeros: dict[tuple[int | None, int], list[Tensor]] = {}
 
 
 def _bind(x: Tensor, block_k: int | None) -> Bound:
