@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layoutc.runtime.fsdp2.runs import PlainInWords, PlainParameter, arriving, runs_of
+from layoutc.runtime.fsdp2.runs import PlainInWords, PlainParameter, arrival_of, runs_of
 
 RANKS, START = 2, 16
 
@@ -32,7 +32,7 @@ def received(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
-    runs = runs_of([arriving(param, dtype, START, numel)])
+    runs = runs_of([arrival_of(param, dtype, START, numel)])
     assert runs is not None
     for run in runs:
         run.arrive(rows)
@@ -42,7 +42,7 @@ def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
 @pytest.mark.parametrize("numel", [4, 6, 64])
 def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.dtype) -> None:
     param = parameter(numel, dtype)
-    piece, *_ = arriving(param, dtype, START, numel)
+    piece, *_ = arrival_of(param, dtype, START, numel)
     assert type(piece) is (PlainInWords if numel * dtype.itemsize % 8 == 0 else PlainParameter)
     rows, expected = received(numel, dtype)
     arrive(param, dtype, numel, rows)
@@ -50,13 +50,13 @@ def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.d
 
 
 def test_one_that_begins_between_words_arrives_as_it_is() -> None:
-    assert type(arriving(parameter(8), torch.bfloat16, 4, 8)[0]) is PlainParameter
+    assert type(arrival_of(parameter(8), torch.bfloat16, 4, 8)[0]) is PlainParameter
 
 
 def test_it_is_written_where_fsdp2_keeps_it_then() -> None:
     """In memory that was freed since, under inference mode, and in another tensor, without a change of its version."""
     numel, param = 8, parameter(8)
-    runs = runs_of([arriving(param, torch.bfloat16, START, numel)])
+    runs = runs_of([arrival_of(param, torch.bfloat16, START, numel)])
     assert runs is not None
     before, other = param.all_gather_outputs[0], torch.zeros(RANKS * numel, dtype=torch.bfloat16)
     version = before._version

@@ -132,7 +132,7 @@ def runs_of(pieces: Iterable[tuple[Piece, torch.dtype, int, int]]) -> list[Run] 
     return list(runs.values())
 
 
-def arriving(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Piece, torch.dtype, int, int]:
+def arrival_of(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Piece, torch.dtype, int, int]:
     """A plain parameter that arrives, for `runs_of`: as words where these fit, so that it takes no launch of its own.
 
     start: in the row of a rank, in bytes. numel: of a rank's part.

@@ -30,7 +30,7 @@ from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
-from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, arriving, runs_of
+from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, arrival_of, runs_of
 from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.sharding import gathered
@@ -290,7 +290,7 @@ def _row_of(
     metadata: of the hooks of each parameter. rank: of the row that this process has sent.
     """
     plain: list[tuple[Piece, torch.dtype, int, int]] = []
-    arriving_plain: list[tuple[Piece, torch.dtype, int, int]] = []
+    arrivals: list[tuple[Piece, torch.dtype, int, int]] = []
     planes: list[tuple[Piece, torch.dtype, int, int]] = []
     weights: list[Weight] = []
     at, packs = 0, []
@@ -300,7 +300,7 @@ def _row_of(
             if not gathered.is_plain(param) or 0 in numels:
                 return None
             plain.append((PlainParameter(param), dtypes[0], at, numels[0]))
-            arriving_plain.append(arriving(param, dtypes[0], at, numels[0]))
+            arrivals.append(arrival_of(param, dtypes[0], at, numels[0]))
         elif pack is not None:
             packs += [at] if numels else []
         elif (weight := codes.weight_of(param, held, numels, at)) is not None:
@@ -314,12 +314,14 @@ def _row_of(
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
     if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
         return None
-    sent, whole = runs_of(plain + planes), runs_of(arriving_plain + planes)
-    if sent is None or whole is None:
+    sending, arriving = runs_of(plain + planes), runs_of(arrivals + planes)
+    if sending is None or arriving is None:
         return None
     if pack is not None:
-        return Row(at, sent, whole, Packed(pack, packs[0]), result[3:])
+        return Row(at, sending, arriving, Packed(pack, packs[0]), result[3:])
     load = codes.codes_of(weights, result.all_gather_output.view(torch.uint8).narrow(0, at * rank, at))
     if load is None:
         return None
-    return Row(at, sent if load.quantizing is None else runs_of(plain) or [], whole, load, result[3:])
+    if load.quantizing is not None:  # it writes planes into the row itself
+        sending = runs_of(plain) or []
+    return Row(at, sending, arriving, load, result[3:])

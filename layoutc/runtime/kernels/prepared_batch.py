@@ -22,6 +22,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.batches import Table
 from layoutc.runtime.kernels.direct import Bound, Constants
+from layoutc.runtime.streams import stream_of
 
 _MOST = 16  # places that planes were allocated at, whose tables are kept
 Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
@@ -82,7 +83,7 @@ class PreparedBatch:
         """
         if capturing(self._device):
             return None
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        stream = stream_of(self._device)
         made: list[Sequence[Tensor]] = []
         places = [stream]
         for name, columns, order in zip(self.names, self._columns, self._orders, strict=True):

@@ -9,7 +9,7 @@ one launch, or anything is out of the ordinary, calls are left to `linear`, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -138,48 +138,22 @@ class Backward(NamedTuple):
         return made
 
 
-Found = TypeVar("Found")
-
-
-class _Last(NamedTuple, Generic[Found]):
-    """What a weight's last call was, which the next one is most often: comparing takes less time than a look-up."""
-
-    found: Found | None
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    mode: Mode
-    kept: object
-
-    def is_for(self, x: Tensor, mode: Mode, kept: object) -> bool:
-        return (
-            self.shape == x.shape
-            and self.dtype is x.dtype
-            and self.mode == mode
-            and self.kept == kept
-            and self.device == x.device
-        )
-
-
 _forwards: Launches[Forward | None] = Launches()
 _backwards: Launches[Backward | None] = Launches()
 _UNKNOWN: Any = object()
-_FORWARD, _BACKWARD = ("rowwise", "linear"), ("columnwise", "linear")  # what a weight keeps of its last call
 
 
 def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor] | None:
     """As `linear.forward`; None: that must do it."""
     if _is_unusual(x, weight) or keeps == "input":
         return None
-    last: _Last[Forward] | None = weight._readings.get(_FORWARD)
-    if last is None or not last.is_for(x, mode, keeps):
-        key = type(weight), weight._matrix, x.shape, x.dtype, x.device, mode, keeps
-        if (found := _forwards.get(key, _UNKNOWN)) is _UNKNOWN:
-            if not launched.is_held(weight):
-                return None
-            found = _forwards[key] = Forward.of(weight, x, mode, keeps)
-        last = weight._readings[_FORWARD] = _Last(found, x.shape, x.dtype, x.device, mode, keeps)
-    return None if last.found is None else last.found(x, weight, bias)
+    key = type(weight), weight._matrix, x.shape, x.dtype, x.device, mode, keeps
+    found = _forwards.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        if not launched.is_held(weight):
+            return None
+        found = _forwards[key] = Forward.of(weight, x, mode, keeps)
+    return None if found is None else found(x, weight, bias)
 
 
 def backward(
@@ -188,16 +162,14 @@ def backward(
     """As `linear.backward`; None: that must do it."""
     if _is_unusual(grad, weight) or keeps == "input":
         return None
-    kept = keeps, needs_input
-    last: _Last[Backward] | None = weight._readings.get(_BACKWARD)
-    if last is None or not last.is_for(grad, mode, kept):
-        key = type(weight), weight._matrix, grad.shape, grad.dtype, grad.device, mode, kept
-        if (found := _backwards.get(key, _UNKNOWN)) is _UNKNOWN:
-            if not launched.is_held(weight):
-                return None
-            found = _backwards[key] = Backward.of(weight, grad, mode, needs_input, keeps == "quantized")
-        last = weight._readings[_BACKWARD] = _Last(found, grad.shape, grad.dtype, grad.device, mode, kept)
-    return None if last.found is None else last.found(grad, weight, saved)
+    trains = keeps == "quantized"
+    key = type(weight), weight._matrix, grad.shape, grad.dtype, grad.device, mode, needs_input, trains
+    found = _backwards.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        if not launched.is_held(weight):
+            return None
+        found = _backwards[key] = Backward.of(weight, grad, mode, needs_input, trains)
+    return None if found is None else found(grad, weight, saved)
 
 
 def _is_unusual(x: Tensor, weight: Any) -> bool:

@@ -20,6 +20,7 @@ from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.quantize.weights import as_matrix, check_out
 from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -144,6 +145,4 @@ def _places(pairs: Pairs) -> tuple[int, ...]:
 def _stream(device: torch.device) -> int | None:
     """The current stream, on which tables were copied to the card; None while it is captured, for graphs outlive
     tables."""
-    if capturing(device):
-        return None
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return None if capturing(device) else stream_of(device)
