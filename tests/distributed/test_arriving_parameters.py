@@ -1,4 +1,4 @@
-"""Plain parameters that arrive as words, by the launch that copies planes: the bytes of those that arrive as they are.
+"""Plain parameters that are sent, and arrive, as words, by launches that copy planes: the bytes of those as they are.
 
 No ranks are needed: what FSDP2 keeps of a parameter is one list of tensors.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layoutc.runtime.fsdp2.runs import PlainInWords, PlainParameter, arrival_of, runs_of
+from layoutc.runtime.fsdp2.runs import Gathered, PlainInWords, PlainParameter, plain, runs_of
 
 RANKS, START = 2, 16
 
@@ -31,8 +31,16 @@ def received(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rows.flatten(), values.flatten()
 
 
+def sending(param: Any, dtype: torch.dtype, numel: int, start: int = START) -> Gathered:
+    return plain(param, dtype, start, numel)[0]
+
+
+def arriving(param: Any, dtype: torch.dtype, numel: int, start: int = START) -> Gathered:
+    return plain(param, dtype, start, numel)[1]
+
+
 def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
-    runs = runs_of([arrival_of(param, dtype, START, numel)])
+    runs = runs_of([arriving(param, dtype, numel)])
     assert runs is not None
     for run in runs:
         run.arrive(rows)
@@ -42,7 +50,7 @@ def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
 @pytest.mark.parametrize("numel", [4, 6, 64])
 def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.dtype) -> None:
     param = parameter(numel, dtype)
-    piece, *_ = arrival_of(param, dtype, START, numel)
+    piece, *_ = arriving(param, dtype, numel)
     assert type(piece) is (PlainInWords if numel * dtype.itemsize % 8 == 0 else PlainParameter)
     rows, expected = received(numel, dtype)
     arrive(param, dtype, numel, rows)
@@ -50,13 +58,13 @@ def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.d
 
 
 def test_one_that_begins_between_words_arrives_as_it_is() -> None:
-    assert type(arrival_of(parameter(8), torch.bfloat16, 4, 8)[0]) is PlainParameter
+    assert type(arriving(parameter(8), torch.bfloat16, 8, 4)[0]) is PlainParameter
 
 
 def test_it_is_written_where_fsdp2_keeps_it_then() -> None:
     """In memory that was freed since, under inference mode, and in another tensor, without a change of its version."""
     numel, param = 8, parameter(8)
-    runs = runs_of([arrival_of(param, torch.bfloat16, START, numel)])
+    runs = runs_of([arriving(param, torch.bfloat16, numel)])
     assert runs is not None
     before, other = param.all_gather_outputs[0], torch.zeros(RANKS * numel, dtype=torch.bfloat16)
     version = before._version
@@ -69,3 +77,27 @@ def test_it_is_written_where_fsdp2_keeps_it_then() -> None:
         assert torch.equal(output, expected)
     assert before._version == version
     assert before.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_one_that_is_not_cast_is_sent_as_words() -> None:
+    """Wherever its shard lies then: also between words, and in another tensor."""
+    numel = 12
+    param = parameter(numel, torch.float32)
+    around = torch.zeros(numel * 2 + 1)
+    runs = runs_of([sending(param, torch.float32, numel)])
+    assert runs is not None
+    assert type(runs[0].places[0].piece) is PlainInWords
+    for shard in (param._sharded_param_data, torch.zeros(numel), around[2:][:numel], around[1:][:numel]):
+        param._sharded_param_data = shard
+        for seed in range(2):
+            shard.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(seed)))
+            sent = torch.full((START + shard.nbytes + 8,), 7, dtype=torch.uint8)
+            runs[0].fill(sent)
+            assert torch.equal(sent[START:-8].view(torch.float32), shard)
+            assert (sent[:START] == 7).all()
+            assert (sent[-8:] == 7).all()
+
+
+def test_one_that_is_cast_is_sent_as_it_is() -> None:
+    assert type(sending(parameter(8), torch.bfloat16, 8)[0]) is PlainParameter
+    assert type(arriving(parameter(8), torch.bfloat16, 8)[0]) is PlainInWords

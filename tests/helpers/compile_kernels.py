@@ -165,6 +165,7 @@ def compiled(
         "seed": "*i64",
     }
     pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
+    pointers |= {f"moving{index + 1}": f"*{dtype}" for index in range(copies.MOVING)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

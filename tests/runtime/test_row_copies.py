@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.copies import WORD, as_words, copies_in, copies_out
+from layoutc.runtime.kernels.copies import MOVING, WORD, as_words, copies_in, copies_out
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 SIZES = st.lists(st.sampled_from([1, 3, 16, 100, 2048, 2049, 5000]), min_size=1, max_size=4)
@@ -63,21 +63,41 @@ def test_a_rank_sends_what_torch_would_copy(
 
 
 @settings(deadline=None, max_examples=20)
-@given(SIZES, st.sampled_from([0, 8, 5]), st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    SIZES, st.sampled_from([0, 8, 5]), st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.data()
+)
 def test_whole_tensors_have_the_parts_of_all_ranks(
-    sizes: list[int], first: int, ranks: int, dtype: torch.dtype
+    sizes: list[int], first: int, ranks: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
+    """Those that are said to move wherever they lie in a call; the others where they lay."""
     row = (sum(sizes) + first + 3) * dtype.itemsize
     rows = torch.randint(0, 255, (ranks * row,), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
     tensors = [torch.zeros(ranks * size, dtype=dtype) for size in sizes]
     starts = placed(sizes, first)
-    copies = copies_out(tensors, starts, ranks, rows)
+    moving = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True, max_size=MOVING))
+    copies = copies_out(tensors, starts, ranks, rows, moving)
     assert copies is not None
-    copies(rows)
     seen = rows.view(ranks, row).view(dtype)
-    for tensor, start, size in zip(tensors, starts, sizes, strict=True):
-        expected = seen[:, start : start + size].contiguous().view(-1)
-        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+    for _ in range(2):
+        copies(rows, *[tensors[at] for at in moving])
+        for tensor, start, size in zip(tensors, starts, sizes, strict=True):
+            expected = seen[:, start : start + size].contiguous().view(-1)
+            assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+            tensor.zero_()
+        for at in moving:
+            tensors[at] = torch.zeros_like(tensors[at])
+
+
+def test_as_many_tensors_as_may_move() -> None:
+    tensors = [torch.zeros(2 * 24, dtype=WORD) for _ in range(MOVING + 2)]
+    rows = torch.arange(2 * 24 * len(tensors)).view(2, -1)
+    starts = [24 * at for at in range(len(tensors))]
+    copies = copies_out(tensors, starts, 2, rows.view(-1).view(torch.uint8), range(1, MOVING + 1))
+    assert copies is not None
+    lying = [torch.zeros_like(one) if 1 <= at <= MOVING else one for at, one in enumerate(tensors)]
+    copies(rows.view(-1).view(torch.uint8), *lying[1 : MOVING + 1])
+    for start, tensor in zip(starts, lying, strict=True):
+        assert torch.equal(tensor.view(2, 24), rows[:, start : start + 24])
 
 
 def test_codes_are_copied_as_words() -> None:

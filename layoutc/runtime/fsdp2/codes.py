@@ -59,7 +59,8 @@ class Weight:
         shard: Any = self.shard()
         before = self.gathering.before
         assert before is not None
-        hooks.deliver(shard, before.planes | dict(shared), gathered.gathered_of(self.param))
+        planes = {**before.planes, **shared} if shared else before.planes
+        hooks.deliver(shard, planes, gathered.gathered_of(self.param))
 
     def member(self) -> Member:
         """As one of those that are quantized into a row."""

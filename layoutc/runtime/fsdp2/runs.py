@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.kernels.copies import WORD, Copies, copies_in, copies_out
+from layoutc.runtime.kernels.copies import MOVING, WORD, Copies, copies_in, copies_out
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
@@ -47,27 +48,46 @@ class PlainParameter(NamedTuple):
         return gathered.outputs_of(self.param)[0]
 
 
-class PlainInWords:
-    """What has arrived of such a parameter, as words: it arrives by the launch that copies planes."""
+class _Words:
+    """A tensor of an FSDPParam, as words."""
 
-    def __init__(self, param: Any) -> None:
-        self.param = param  # FSDPParam
-        self._of: Tensor | None = None  # FSDP2's output, and a view of it
+    def __init__(self, get: Callable[[Any], Tensor], param: Any) -> None:
+        self._get, self._param = get, param
+        self._of: Tensor | None = None  # the tensor, and a view of it
         self._words: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """The tensor that it is now: of a rank's part that does not lie as words do any more, a copy."""
+        tensor = self._get(self._param)
+        if tensor is not self._of or self._words is None:
+            if not _lies_in_words(tensor):
+                return tensor.clone().view(WORD)
+            with torch.inference_mode(False):  # whose views have no versions
+                self._of, self._words = tensor, tensor.view(WORD)
+        return self._words
+
+
+class PlainInWords:
+    """A parameter that FSDP2 gathers as it is, as words: it is copied by the launch that copies planes."""
+
+    def __init__(self, param: Any, sends: bool) -> None:
+        """param: an FSDPParam. sends: whether it is sent in the dtype that its shard has."""
+        self._output = _Words(_output_of, param)
+        self._source = _Words(gathered.plain_shard_of, param) if sends else self._output
 
     @property
     def source(self) -> Tensor:
-        """Of the dtype that arrives."""
-        return self.output
+        """(bytes that a rank sends / 8,)."""
+        return self._source()
 
     @property
     def output(self) -> Tensor:
         """(bytes of all ranks / 8,)."""
-        output = gathered.outputs_of(self.param)[0]
-        if output is not self._of or self._words is None:
-            with torch.inference_mode(False):  # whose views have no versions
-                self._of, self._words = output, output.view(WORD)
-        return self._words
+        return self._output()
+
+
+def _output_of(param: Any) -> Tensor:
+    return gathered.outputs_of(param)[0]
 
 
 class PlaneInPlace(NamedTuple):
@@ -75,6 +95,9 @@ class PlaneInPlace(NamedTuple):
 
     source: Tensor
     output: Tensor
+
+
+Gathered = tuple[Piece, torch.dtype, int, int]  # the dtype that is gathered, start in bytes, elements
 
 
 class Place(NamedTuple):
@@ -96,8 +119,8 @@ class Run:
 
     def fill(self, sent: Tensor) -> None:
         """Copies this rank's parts into its row, (nbytes,) uint8."""
-        sources, starts = [place.piece.source for place in self.places], [place.start for place in self.places]
-        copies = _kept(self._in, sources, sent.device, lambda: copies_in(sources, starts, self.dtype, sent))
+        sources = [place.piece.source for place in self.places]
+        copies = _kept(self._in, sources, sent.device, lambda: copies_in(sources, self._starts, self.dtype, sent))
         if copies is not None:
             copies(sent)
             return
@@ -106,23 +129,39 @@ class Run:
 
     def arrive(self, received: Tensor) -> None:
         """Allocates and writes the outputs, from the rows of all ranks, (ranks * nbytes,) uint8."""
-        outputs, starts = [place.piece.output for place in self.places], [place.start for place in self.places]
+        outputs = [place.piece.output for place in self.places]
         for output in outputs:
             gathered.allocate(output)
         ranks = outputs[0].numel() // self.places[0].numel
-        copies = _kept(self._out, outputs, received.device, lambda: copies_out(outputs, starts, ranks, received))
+        moving, staying = self._apart
+        copies = _kept(
+            self._out,
+            [outputs[at] for at in staying],
+            received.device,
+            lambda: copies_out(outputs, self._starts, ranks, received, moving),
+        )
         if copies is not None:
-            copies(received)
+            copies(received, *[outputs[at] for at in moving])
             return
         rows = received.view(ranks, -1).view(self.dtype)
         with keeping_version(*outputs):
             for output, place in zip(outputs, self.places, strict=True):
                 output.view(ranks, -1).copy_(rows.narrow(1, place.start, place.numel))
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [place.start for place in self.places]
 
-def runs_of(pieces: Iterable[tuple[Piece, torch.dtype, int, int]]) -> list[Run] | None:
-    """The runs of (piece, dtype that is gathered, start in bytes, elements); None if a piece does not lie at a multiple
-    of its elements' size."""
+    @cached_property
+    def _apart(self) -> tuple[list[int], list[int]]:
+        """The positions of outputs that lie elsewhere in most gathers, and those of the others. Small ones do, as plain
+        parameters are: of large ones, FSDP2 mostly gets the same memory again."""
+        moving = [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)][:MOVING]
+        return moving, [at for at in range(len(self.places)) if at not in moving]
+
+
+def runs_of(pieces: Iterable[Gathered]) -> list[Run] | None:
+    """The runs of pieces; None if one does not lie at a multiple of its elements' size."""
     runs: dict[tuple[torch.dtype, torch.dtype], Run] = {}
     for piece, dtype, start, numel in pieces:
         if start % dtype.itemsize:
@@ -132,15 +171,26 @@ def runs_of(pieces: Iterable[tuple[Piece, torch.dtype, int, int]]) -> list[Run] 
     return list(runs.values())
 
 
-def arrival_of(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Piece, torch.dtype, int, int]:
-    """A plain parameter that arrives, for `runs_of`: as words where these fit, so that it takes no launch of its own.
+def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Gathered, Gathered]:
+    """A plain parameter as it is sent, and as it arrives: in words where these fit, so that it takes no launch of its
+    own; only the latter if it is cast before.
 
     start: in the row of a rank, in bytes. numel: of a rank's part.
     """
-    size, output, nbytes = WORD.itemsize, gathered.outputs_of(param)[0], numel * dtype.itemsize
-    if start % size or nbytes % size or output.storage_offset() * output.itemsize % size:
-        return PlainParameter(param), dtype, start, numel
-    return PlainInWords(param), WORD, start, nbytes // size
+    size, nbytes = WORD.itemsize, numel * dtype.itemsize
+    as_it_is = PlainParameter(param), dtype, start, numel
+    if start % size or nbytes % size or gathered.outputs_of(param)[0].storage_offset():
+        return as_it_is, as_it_is
+    shard = gathered.plain_shard_of(param)
+    sends = shard.dtype == dtype and _lies_in_words(shard)
+    in_words = PlainInWords(param, sends), WORD, start, nbytes // size
+    return in_words if sends else as_it_is, in_words
+
+
+def _lies_in_words(tensor: Tensor) -> bool:
+    """Of tensors of as many bytes as some words have."""
+    size = WORD.itemsize
+    return tensor.data_ptr() % size == 0 and tensor.storage_offset() * tensor.itemsize % size == 0
 
 
 def in_words(source: Tensor, output: Tensor) -> PlaneInPlace | None:

@@ -30,7 +30,7 @@ from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
-from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, arrival_of, runs_of
+from layoutc.runtime.fsdp2.runs import Gathered, Run, plain, runs_of
 from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.sharding import gathered
@@ -289,9 +289,9 @@ def _row_of(
 
     metadata: of the hooks of each parameter. rank: of the row that this process has sent.
     """
-    plain: list[tuple[Piece, torch.dtype, int, int]] = []
-    arrivals: list[tuple[Piece, torch.dtype, int, int]] = []
-    planes: list[tuple[Piece, torch.dtype, int, int]] = []
+    sent: list[Gathered] = []  # plain parameters
+    arrived: list[Gathered] = []
+    planes: list[Gathered] = []
     weights: list[Weight] = []
     at, packs = 0, []
     fields = result.param_all_gather_input_dtypes, result.param_all_gather_input_numels
@@ -299,8 +299,9 @@ def _row_of(
         if not hasattr(gathered.shard_of(param), "QUANTIZED"):
             if not gathered.is_plain(param) or 0 in numels:
                 return None
-            plain.append((PlainParameter(param), dtypes[0], at, numels[0]))
-            arrivals.append(arrival_of(param, dtypes[0], at, numels[0]))
+            as_sent, as_arrived = plain(param, dtypes[0], at, numels[0])
+            sent.append(as_sent)
+            arrived.append(as_arrived)
         elif pack is not None:
             packs += [at] if numels else []
         elif (weight := codes.weight_of(param, held, numels, at)) is not None:
@@ -314,7 +315,7 @@ def _row_of(
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
     if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
         return None
-    sending, arriving = runs_of(plain + planes), runs_of(arrivals + planes)
+    sending, arriving = runs_of(sent + planes), runs_of(arrived + planes)
     if sending is None or arriving is None:
         return None
     if pack is not None:
@@ -323,5 +324,5 @@ def _row_of(
     if load is None:
         return None
     if load.quantizing is not None:  # it writes planes into the row itself
-        sending = runs_of(plain) or []
+        sending = runs_of(sent) or []
     return Row(at, sending, arriving, load, result[3:])

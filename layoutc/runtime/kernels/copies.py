@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.kernels import batches, launch
 
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.direct import Bound
+
 WORD = torch.int64  # as which bytes are copied
 TILE, WARPS = 2048, 8
+MOVING = 8  # how many of a launch's tensors may be given in each call
 
 
 class Copies(NamedTuple):
-    """Launches of one kernel, by tables."""
+    """Launches of one kernel."""
 
-    launches: tuple[tuple[Any, Tensor], ...]
+    launches: tuple[Bound, ...]
 
-    def __call__(self, row: Tensor) -> None:
-        """With the bytes of one rank, or of all."""
-        for bound, entries in self.launches:
-            bound(entries, row)
+    def __call__(self, row: Tensor, *moving: Tensor) -> None:
+        """With the bytes of one rank, or of all, and the tensors whose addresses are no part of the launch."""
+        for bound in self.launches:
+            bound(row, *moving)
 
 
 def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> Copies | None:
@@ -37,15 +41,18 @@ def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dty
     source = sources[0].dtype
     if source not in DTYPES or dtype not in DTYPES or source not in (dtype, torch.float32):
         return None
-    numels = [one.numel() for one in sources]
+    fields = _fields(1, [one.numel() for one in sources], starts, [one.data_ptr() for one in sources])
     options = (DTYPES[source], DTYPES[dtype]), (launch.hardware(row.device),)
-    return _copies(copy_in_kernel, 1, numels, starts, sources, row, (), *options)
+    return _copies(copy_in_kernel, fields, row, (), *options)
 
 
-def copies_out(targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor) -> Copies | None:
+def copies_out(
+    targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor, moving: Sequence[int] = ()
+) -> Copies | None:
     """What writes tensors of one dtype from such bytes of all ranks as `rows`: a rank's part of each after another's.
 
-    starts: where a tensor starts in each rank's row, in its elements. None as of `copies_in`.
+    starts: where a tensor starts in each rank's row, in its elements. moving: the positions of tensors, MOVING at most,
+    that are given in each call, as they may lie anywhere: at multiples of 16 bytes. None as of `copies_in`.
     """
     if not (launch.usable(rows) and batches.fit(targets)):
         return None
@@ -54,9 +61,13 @@ def copies_out(targets: Sequence[Tensor], starts: Sequence[int], ranks: int, row
     dtype = targets[0].dtype
     if dtype not in DTYPES:
         return None
-    numels = [one.numel() // ranks for one in targets]
     row = rows.numel() // ranks // dtype.itemsize
-    return _copies(copy_out_kernel, ranks, numels, starts, targets, rows, (row,), (DTYPES[dtype],), ())
+    addresses = [0 if at in moving else one.data_ptr() for at, one in enumerate(targets)]
+    which = tuple([moving.index(at) + 1 if at in moving else 0 for at in range(len(targets))])
+    fields = [*_fields(ranks, [one.numel() // ranks for one in targets], starts, addresses), which]
+    given = [targets[at] for at in moving]
+    sizes = row, *given, *[None] * (MOVING - len(given))
+    return _copies(copy_out_kernel, fields, rows, sizes, (DTYPES[dtype],), ())
 
 
 def as_words(sources: Sequence[Tensor]) -> list[Tensor] | None:
@@ -67,29 +78,31 @@ def as_words(sources: Sequence[Tensor]) -> list[Tensor] | None:
     return [one.view(WORD) for one in sources]
 
 
+def _fields(
+    ranks: int, numels: Sequence[int], starts: Sequence[int], addresses: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Of a table: a tensor is as many rows of as many elements."""
+    return [(ranks,) * len(numels), tuple(numels), tuple(starts), tuple(addresses)]
+
+
 def _copies(
     kernel: Any,
-    ranks: int,
-    numels: Sequence[int],
-    starts: Sequence[int],
-    tensors: Sequence[Tensor],
+    fields: Sequence[tuple[int, ...]],
     row: Tensor,
-    sizes: tuple[int, ...],
+    others: tuple[Any, ...],
     dtypes: tuple[Any, ...],
     options: tuple[Any, ...],
 ) -> Copies | None:
+    """others: the kernel's arguments after the row."""
     from layoutc.runtime.kernels.direct import Bound, Constants
 
-    every, tile = (ranks,) * len(numels), (1, TILE)
-    fields = [every, tuple(numels), tuple(starts), tuple(map(Tensor.data_ptr, tensors))]
-    covers = [*zip(every, numels, strict=True)]
-    tables, alone = batches.tables_of(row.device, covers, fields, [False, True, True, True], tile, tile)
+    tile, wide = (1, TILE), [False, True, True, True, False][: len(fields)]
+    tables, alone = batches.tables_of(row.device, [*zip(*fields[:2], strict=True)], fields, wide, tile, tile)
     if alone:
         return None
     launches = []
     for table in tables:
-        assert table.entries is not None
         constants = Constants((*dtypes, TILE, table.rows, table.aligned, *options))
-        args = table.entries, row, *sizes
-        launches.append((Bound(kernel, (table.programs,), args, WARPS, None, constants), table.entries))
+        args = table.entries, row, *others
+        launches.append(Bound(kernel, (table.programs,), args, WARPS, None, constants, table.entries))
     return Copies(tuple(launches))

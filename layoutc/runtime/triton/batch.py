@@ -182,20 +182,31 @@ def copy_in_kernel(
 
 @triton.jit
 def copy_out_kernel(
-    table,
+    table,  # a fourth field has the number of the argument that is a tensor's address, from 1 on; 0: it is in the table
     received,  # the rows of all ranks: bytes
     row,  # elements of one
+    moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8,  # None: there are fewer
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     """tensor[rank * numel + i] = received[rank, start + i]. ALIGNED: as of copy_in_kernel."""
     fields, rank, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)
     i = first + tl.arange(0, TILE)
     at = received.to(tl.pointer_type(DTYPE)) + rank * row + _start(fields, ROWS, ALIGNED) + i
     values = tl.load(at, mask=i < numel)
-    tl.store(matrix_at(fields, DTYPE, ROWS, ALIGNED) + rank * numel + i, values, mask=i < numel)
+    moving = (moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8)
+    address = tl.load(fields + 3 * ROWS)
+    if moving1 is not None:
+        which = tl.load(fields + 4 * ROWS)
+        for index in tl.static_range(8):
+            if moving[index] is not None:
+                address = tl.where(which == index + 1, moving[index].to(tl.int64), address)
+    target = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        target = tl.multiple_of(target, 16)
+    tl.store(target + rank * numel + i, values, mask=i < numel)
 
 
 @triton.jit
