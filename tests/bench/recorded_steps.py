@@ -189,6 +189,8 @@ TOGETHER = """
 512 1 2 NVLink compiled H200 10: bf16 54.4, fp8_current+low 52.3, fp8_rowwise+low 61.7, nvfp4 48.1, mxfp8 49.0
 512 1 2 NVLink eager H200 10: bf16 55.0, fp8_current+low 61.6, fp8_rowwise+low 65.6, nvfp4 53.5
 512 1 2 NVLink compiled H200 10: bf16 54.5, fp8_current+low 56.1, fp8_rowwise+low 58.7, nvfp4 48.1
+512 1 2 NVLink eager H200 10: bf16 54.6, fp8_current 48.2, fp8_rowwise 49.7, fp8_block 50.4, fp8_delayed 52.1
+512 1 2 NVLink compiled H200 10: bf16 56.3, fp8_current 46.7, fp8_rowwise 49.9, fp8_block 51.0, fp8_delayed 50.9
 512 1 2 NVLink eager H100 10: bf16 56.2, fp8_current+low 63.5, fp8_rowwise+low 68.5, nvfp4 55.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, fp8_current+low 58.2, fp8_rowwise+low 66.3, nvfp4 49.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, nvfp4+on_gather+exchange 43.8

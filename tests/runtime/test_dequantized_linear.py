@@ -206,6 +206,10 @@ class OnCard:
     def data_ptr(self) -> int:
         return 64
 
+    def get_device(self) -> int:
+        """The card."""
+        return self.device.index
+
 
 def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, planes = Launched(), {"data": OnCard(1)}
@@ -214,7 +218,7 @@ def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(2, 2))
     again = reading.Reading(bound, held, (2, 2), torch.float32)
     current = 1
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(reading, "current_card", lambda: current)
     assert again(held) is not None
     current = 0
     assert again(held) is None

@@ -422,3 +422,56 @@ def test_ranks_count_the_collectives_of_a_group_and_share_a_store() -> None:
     assert not store.check(["layoutc/a word"])
     store.set("layoutc/a word", "")
     assert store.check(["layoutc/a word"])
+
+
+class Twice(torch.autograd.Function):
+    """2 x, whose gradient says what forward was told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """x, doubled."""
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Of x."""
+        return grad * ctx.factor * ctx.saved_tensors[0], None
+
+
+def test_a_function_is_applied_without_what_python_does_before() -> None:
+    """As `apply` does, to leaves and to results, with and without gradients."""
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    found = []
+    for apply in (Twice.apply, private.applied(Twice)):
+        once, x.grad = apply(x, 5.0), None
+        apply(once, 7.0).sum().backward()
+        with torch.no_grad():
+            assert not apply(x, 1.0).requires_grad
+        found.append((once.detach(), type(once.grad_fn).__name__, x.grad))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(found[0][at], found[1][at]) for at in (0, 2))
+
+
+def test_tensors_of_transforms_are_told_apart_also_when_these_have_ended() -> None:
+    kept: list[Tensor] = []
+
+    def square(x: Tensor) -> Tensor:
+        kept.append(x)
+        assert private.is_wrapped(x)
+        return (x**2).sum()
+
+    torch.func.grad(square)(torch.ones(2))
+    assert private.is_wrapped(kept[0])
+    assert not private.is_wrapped(torch.ones(2))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_of_any_device_is_seen(device: str) -> None:
+    assert not private.any_autocast()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert private.any_autocast() == torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False):
+            assert not private.any_autocast()
+    assert not private.any_autocast()

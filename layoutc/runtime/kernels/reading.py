@@ -13,6 +13,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.parts import Parts
+from layoutc.runtime.torch_private import current_card
 from layoutc.runtime.triton.kernels import dequantize_kernel
 
 Planes = Mapping[str, Tensor]
@@ -60,13 +61,13 @@ def dequantizing(kernels: Kernels, out: Tensor, read: Planes, orientation: str, 
 class Reading:
     """A launch for planes of a layout and a shape. They may be other tensors each time, as gathers bring them."""
 
-    __slots__ = ("_bound", "_device", "_names", "_template", "shape")
+    __slots__ = ("_bound", "_card", "_names", "_template", "shape")
 
     def __init__(self, bound: Bound, planes: Planes, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
         self._bound, self._names, self.shape = bound, tuple(planes), shape
-        self._device = next(iter(planes.values())).device
-        self._template = launch.template(shape, dtype, self._device)
+        device = next(iter(planes.values())).device
+        self._template, self._card = launch.template(shape, dtype, device), -1 if device.index is None else device.index
 
     @classmethod
     def of(
@@ -84,16 +85,16 @@ class Reading:
 
         That is: planes that are missing, freed, strided, misaligned or on another device, or another current device.
         """
-        index, found = self._device.index, []
+        card, found = self._card, []
         for name in self._names:
             plane = planes.get(name)
-            if plane is None or not plane.is_contiguous() or plane.device.index != index:
+            if plane is None or not plane.is_contiguous() or plane.get_device() != card:
                 return None
             address = plane.data_ptr()
             if address == 0 or address & 3:
                 return None
             found.append(plane)
-        if index is not None and torch.cuda.current_device() != index:
+        if card >= 0 and current_card() != card:
             return None
         out = torch.empty_like(self._template)
         self._bound(out, *found)

@@ -30,7 +30,14 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear, steady_linear
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
-from layoutc.runtime.torch_private import AsyncCollectiveTensor, transform, without_torch_function
+from layoutc.runtime.torch_private import (
+    AsyncCollectiveTensor,
+    any_autocast,
+    applied,
+    is_wrapped,
+    transform,
+    without_torch_function,
+)
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -145,6 +152,8 @@ def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
 
 
 def autocasts(x: Tensor) -> bool:
+    if not torch.compiler.is_compiling() and not any_autocast():
+        return False
     device = x.device.type
     return _can_autocast(device) and torch.is_autocast_enabled(device)
 
@@ -196,9 +205,10 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:
         return None
-    kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), operators.traced(input))
-    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, how, kept)  # type: ignore[no-untyped-call]
-    return out
+    traced = operators.traced(input)
+    kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), traced)
+    apply: Any = LowPrecisionLinear.apply if traced or _is_transformed(input) else _in_low_precision
+    return apply(input, weight, bias, how, kept)  # type: ignore[no-any-return]
 
 
 def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
@@ -209,13 +219,21 @@ def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
         return None
     if bias is not None and (type(bias) not in (Tensor, nn.Parameter) or bias.dtype is not x.dtype):
         return None
-    if x.is_nested or operators.traced(x) or transform() is not None or forward_ad._current_level >= 0:
+    if x.is_nested or operators.traced(x) or _is_transformed(x) or forward_ad._current_level >= 0:
         return None
     if autocasts(x) or torch.is_inference_mode_enabled():
         return None
     if not torch.is_grad_enabled():
         return F.linear(x, values_of(weight, "rowwise", x.dtype), bias)
-    return DequantizedLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _by_values(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func is under way, or has left x."""
+    return transform() is not None or is_wrapped(x)
+
+
+_in_low_precision, _by_values = applied(LowPrecisionLinear), applied(DequantizedLinear)
 
 
 # What is one function: None where a call is not one. `experts` adds products of 3-D weights.
