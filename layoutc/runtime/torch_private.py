@@ -118,7 +118,7 @@ def set_stream(key: tuple[int, int, int]) -> None:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, without what it does in Python before: defaults and vmap of functions with a `setup_context`,
+    """`function.apply`, without what it does in Python before: defaults and vmap of functions that set up their context apart,
     transforms of torch.func, and their tensors that are left when they have ended. A third of an empty function's time;
     for calls outside of all that, and of traces."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
