@@ -118,9 +118,8 @@ def set_stream(key: tuple[int, int, int]) -> None:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, without what it does in Python before: defaults and vmap of functions that set up their context apart,
-    transforms of torch.func, and their tensors that are left when they have ended. A third of an empty function's time;
-    for calls outside of all that, and of traces."""
+    """`function.apply`, without what it does in Python before: defaults, transforms of torch.func, tensors that these
+    have left. It takes a third of an empty function's time. For calls outside of all that, and of traces."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
