@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/bench/in_place.py [--block llama-70b] [--recipes nvfp4] [--json FILE]
 
-"row": what a rank sends is copied into one tensor, gathered by one collective, and copied out of what all have sent.
+"row": what a rank sends is copied to its place in what all send, gathered by one collective, and copied out of that.
 "planes": one collective for each plane, all of them in one call, which NCCL runs as one kernel; nothing is copied, and
 there is no row. Both have the planes of a transformer block's seven weights, and no hooks around them. Their bytes are
 compared first; then they take turns.
@@ -46,8 +46,8 @@ def by_row(inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: torch.de
     """One collective, and copies before and after it; without kernels, torch's own."""
     world, numels = dist.get_world_size(), [one.numel() for one in inputs]
     *starts, total = accumulate(numels, initial=0)
-    row = torch.empty(total * WORD.itemsize, dtype=torch.uint8, device=device)
-    rows = torch.empty(world * row.numel(), dtype=torch.uint8, device=device)
+    rows = torch.empty(world * total * WORD.itemsize, dtype=torch.uint8, device=device)
+    row = rows.narrow(0, dist.get_rank() * total * WORD.itemsize, total * WORD.itemsize)  # where it will be
     into, out = copies_in(inputs, starts, WORD, row), copies_out(outputs, starts, world, rows)
 
     def gather() -> None:

@@ -131,7 +131,10 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
         constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
         yield f"copy_in {source}", batch.copy_in_kernel, constants, (1, copies.TILE, 1, copies.WARPS, None), "bf16"
     tile = (1, copies.TILE, 1, copies.WARPS, None)
-    yield "copy_out bf16", batch.copy_out_kernel, {"TILE": copies.TILE}, tile, "bf16"
+    for moving in (0, 2, copies.MOVING):  # tensors whose addresses are arguments
+        constants = {"TILE": copies.TILE, "DTYPE": tl.int64}
+        constants |= {f"moving{index + 1}": None for index in range(moving, copies.MOVING)}
+        yield f"copy_out {moving}", batch.copy_out_kernel, constants, tile, "bf16"
 
 
 def compiled(
@@ -165,7 +168,7 @@ def compiled(
         "seed": "*i64",
     }
     pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
-    pointers |= {f"moving{index + 1}": f"*{dtype}" for index in range(copies.MOVING)}
+    pointers |= {f"moving{index + 1}": "*i64" for index in range(copies.MOVING)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

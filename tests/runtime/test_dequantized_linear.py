@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layoutc
 from layoutc.runtime.kernels import reading
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd
 from layoutc.runtime.torch_private import without_torch_function
 
@@ -209,6 +210,34 @@ class OnCard:
     def get_device(self) -> int:
         """The card."""
         return self.device.index
+
+
+@pytest.mark.parametrize("mode", ["dequantize", "low"])
+@pytest.mark.parametrize("name", ["input", "bias"])
+def test_what_a_transform_has_left_is_followed(mode: Mode, name: str) -> None:
+    """A tensor that outlives torch.func.grad wraps the one that has gradients."""
+    quantize = importlib.import_module("layoutc.recipes.fp8_current").quantize
+    weight = quantize(torch.randn(64, 32, dtype=torch.float32)).requires_grad_()
+    values = {"input": torch.randn(5, 32), "bias": torch.randn(64)}
+    found: list[list[Tensor | None]] = []
+    for outlives in (False, True):
+        leaves = {key: one.clone().requires_grad_() for key, one in values.items()}
+        left: list[Tensor] = [leaves[name]]
+
+        def keep(one: Tensor, left: list[Tensor] = left) -> Tensor:
+            left.append(one)
+            return one.square().sum()
+
+        if outlives:
+            torch.func.grad(keep)(leaves[name])
+        with layoutc.products(mode):
+            out = F.linear(weight=weight, **{**leaves, name: left[-1]})
+            out.sum().backward()  # type: ignore[no-untyped-call]
+        found.append([one.grad for one in leaves.values()])
+    for plainly, followed in zip(*found, strict=True):
+        assert plainly is not None
+        assert followed is not None
+        assert torch.equal(plainly, followed)
 
 
 def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) -> None:

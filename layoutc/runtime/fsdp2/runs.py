@@ -48,46 +48,34 @@ class PlainParameter(NamedTuple):
         return gathered.outputs_of(self.param)[0]
 
 
-class _Words:
-    """A tensor of an FSDPParam, as words."""
-
-    def __init__(self, get: Callable[[Any], Tensor], param: Any) -> None:
-        self._get, self._param = get, param
-        self._of: Tensor | None = None  # the tensor, and a view of it
-        self._words: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        """The tensor that it is now: of a rank's part that does not lie as words do any more, a copy."""
-        tensor = self._get(self._param)
-        if tensor is not self._of or self._words is None:
-            if not _lies_in_words(tensor):
-                return tensor.clone().view(WORD)
-            with torch.inference_mode(False):  # whose views have no versions
-                self._of, self._words = tensor, tensor.view(WORD)
-        return self._words
-
-
 class PlainInWords:
     """A parameter that FSDP2 gathers as it is, as words: it is copied by the launch that copies planes."""
 
-    def __init__(self, param: Any, sends: bool) -> None:
-        """param: an FSDPParam. sends: whether it is sent in the dtype that its shard has."""
-        self._output = _Words(_output_of, param)
-        self._source = _Words(gathered.plain_shard_of, param) if sends else self._output
+    def __init__(self, param: Any, dtype: torch.dtype, sends: bool) -> None:
+        """param: an FSDPParam. dtype: that is gathered. sends: whether it is sent as words too, and does not only
+        arrive so."""
+        self.param, self.dtype, self.sends = param, dtype, sends
+        self._of: Tensor | None = None  # FSDP2's output, and a view of it
+        self._words: Tensor | None = None
 
     @property
     def source(self) -> Tensor:
-        """(bytes that a rank sends / 8,)."""
-        return self._source()
+        """(bytes that a rank sends / 8,): of the shard as it is now, in whatever dtype and memory. Of one that is not
+        sent as words the output, which says in what kind of elements it arrives."""
+        if not self.sends:
+            return self.output
+        shard = gathered.plain_shard_of(self.param)
+        shard = shard if shard.dtype is self.dtype else shard.to(self.dtype)
+        return (shard if _lies_in_words(shard) else shard.clone()).view(WORD)
 
     @property
     def output(self) -> Tensor:
         """(bytes of all ranks / 8,)."""
-        return self._output()
-
-
-def _output_of(param: Any) -> Tensor:
-    return gathered.outputs_of(param)[0]
+        output = gathered.outputs_of(self.param)[0]
+        if output is not self._of or self._words is None:
+            with torch.inference_mode(False):  # whose views have no versions
+                self._of, self._words = output, output.view(WORD)
+        return self._words
 
 
 class PlaneInPlace(NamedTuple):
@@ -97,7 +85,7 @@ class PlaneInPlace(NamedTuple):
     output: Tensor
 
 
-Gathered = tuple[Piece, torch.dtype, int, int]  # the dtype that is gathered, start in bytes, elements
+Part = tuple[Piece, torch.dtype, int, int]  # of a row: the dtype that is gathered, start in bytes, elements
 
 
 class Place(NamedTuple):
@@ -160,7 +148,7 @@ class Run:
         return moving, [at for at in range(len(self.places)) if at not in moving]
 
 
-def runs_of(pieces: Iterable[Gathered]) -> list[Run] | None:
+def runs_of(pieces: Iterable[Part]) -> list[Run] | None:
     """The runs of pieces; None if one does not lie at a multiple of its elements' size."""
     runs: dict[tuple[torch.dtype, torch.dtype], Run] = {}
     for piece, dtype, start, numel in pieces:
@@ -171,9 +159,9 @@ def runs_of(pieces: Iterable[Gathered]) -> list[Run] | None:
     return list(runs.values())
 
 
-def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Gathered, Gathered]:
+def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Part, Part]:
     """A plain parameter as it is sent, and as it arrives: in words where these fit, so that it takes no launch of its
-    own; only the latter if it is cast before.
+    own; only the latter if it is cast before, or its shard does not lie in words.
 
     start: in the row of a rank, in bytes. numel: of a rank's part.
     """
@@ -183,7 +171,7 @@ def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Gathe
         return as_it_is, as_it_is
     shard = gathered.plain_shard_of(param)
     sends = shard.dtype == dtype and _lies_in_words(shard)
-    in_words = PlainInWords(param, sends), WORD, start, nbytes // size
+    in_words = PlainInWords(param, dtype, sends), WORD, start, nbytes // size
     return in_words if sends else as_it_is, in_words
 
 

@@ -30,7 +30,7 @@ from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
-from layoutc.runtime.fsdp2.runs import Gathered, Run, plain, runs_of
+from layoutc.runtime.fsdp2.runs import Part, Run, plain, runs_of
 from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.sharding import gathered
@@ -289,9 +289,9 @@ def _row_of(
 
     metadata: of the hooks of each parameter. rank: of the row that this process has sent.
     """
-    sent: list[Gathered] = []  # plain parameters
-    arrived: list[Gathered] = []
-    planes: list[Gathered] = []
+    sent: list[Part] = []  # plain parameters
+    arrived: list[Part] = []
+    planes: list[Part] = []
     weights: list[Weight] = []
     at, packs = 0, []
     fields = result.param_all_gather_input_dtypes, result.param_all_gather_input_numels

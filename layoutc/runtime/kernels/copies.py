@@ -66,8 +66,8 @@ def copies_out(
     which = tuple([moving.index(at) + 1 if at in moving else 0 for at in range(len(targets))])
     fields = [*_fields(ranks, [one.numel() // ranks for one in targets], starts, addresses), which]
     given = [targets[at] for at in moving]
-    sizes = row, *given, *[None] * (MOVING - len(given))
-    return _copies(copy_out_kernel, fields, rows, sizes, (DTYPES[dtype],), ())
+    others = row, *given, *[None] * (MOVING - len(given))
+    return _copies(copy_out_kernel, fields, rows, others, (DTYPES[dtype],), ())
 
 
 def as_words(sources: Sequence[Tensor]) -> list[Tensor] | None:

@@ -152,7 +152,7 @@ def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
 
 
 def autocasts(x: Tensor) -> bool:
-    if not torch.compiler.is_compiling() and not any_autocast():
+    if (x.is_cuda or x.is_cpu) and not torch.compiler.is_compiling() and not any_autocast():
         return False
     device = x.device.type
     return _can_autocast(device) and torch.is_autocast_enabled(device)
@@ -207,7 +207,7 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     traced = operators.traced(input)
     kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), traced)
-    apply: Any = LowPrecisionLinear.apply if traced or _is_transformed(input) else _in_low_precision
+    apply: Any = LowPrecisionLinear.apply if traced or _is_transformed(input, bias) else _in_low_precision
     return apply(input, weight, bias, how, kept)  # type: ignore[no-any-return]
 
 
@@ -219,7 +219,7 @@ def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
         return None
     if bias is not None and (type(bias) not in (Tensor, nn.Parameter) or bias.dtype is not x.dtype):
         return None
-    if x.is_nested or operators.traced(x) or _is_transformed(x) or forward_ad._current_level >= 0:
+    if x.is_nested or operators.traced(x) or _is_transformed(x, bias) or forward_ad._current_level >= 0:
         return None
     if autocasts(x) or torch.is_inference_mode_enabled():
         return None
@@ -228,9 +228,9 @@ def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
     return _by_values(x, weight, bias)  # type: ignore[no-any-return]
 
 
-def _is_transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func is under way, or has left x."""
-    return transform() is not None or is_wrapped(x)
+def _is_transformed(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a transform of torch.func is under way, or has left one of these."""
+    return transform() is not None or is_wrapped(x) or (bias is not None and is_wrapped(bias))
 
 
 _in_low_precision, _by_values = applied(LowPrecisionLinear), applied(DequantizedLinear)

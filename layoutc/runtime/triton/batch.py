@@ -182,7 +182,7 @@ def copy_in_kernel(
 
 @triton.jit
 def copy_out_kernel(
-    table,  # a fourth field has the number of the argument that is a tensor's address, from 1 on; 0: it is in the table
+    table,  # its fifth field has the number of the argument that is the address, from 1 on; 0: it is in the table
     received,  # the rows of all ranks: bytes
     row,  # elements of one
     moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8,  # None: there are fewer
