@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from gather import BLOCKS
 from torch import Tensor
 
 from layoutc.runtime.kernels.copies import WORD, copies_in, copies_out
+from layoutc.runtime.torch_private import foreach_copy_
 
 WARM, RUNS, TURNS = 5, 10, 6
 
@@ -52,13 +54,13 @@ def by_row(inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: torch.de
 
     def gather() -> None:
         if into is None:
-            torch._foreach_copy_(list(row.view(WORD).split(numels)), list(inputs))
+            foreach_copy_(list(row.view(WORD).split(numels)), list(inputs))
         else:
             into(row)
         dist.all_gather_into_tensor(rows, row)
         if out is None:
             parts = rows.view(world, -1).view(WORD).split(numels, 1)
-            torch._foreach_copy_([one.view(world, -1) for one in outputs], list(parts))
+            foreach_copy_([one.view(world, -1) for one in outputs], list(parts))
         else:
             out(rows)
 
@@ -67,7 +69,7 @@ def by_row(inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: torch.de
 
 def by_planes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Callable[[], object]:
     """A collective for each plane, in one call."""
-    group = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     return lambda: group.allgather_into_tensor_coalesced(list(outputs), list(inputs)).wait()
 
 

@@ -246,7 +246,7 @@ def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) 
     bound: Any = launched
     monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(2, 2))
     again = reading.Reading(bound, held, (2, 2), torch.float32)
-    current = 1
+    again._card = current = 1  # its template is on a CPU, as there is no card
     monkeypatch.setattr(reading, "current_card", lambda: current)
     assert again(held) is not None
     current = 0

@@ -467,7 +467,7 @@ def test_tensors_of_transforms_are_told_apart_also_when_these_have_ended() -> No
     assert not private.is_wrapped(torch.ones(2))
 
 
-def test_autocast_of_any_device_is_seen() -> None:
+def test_autocast_is_seen_of_cpus_and_of_cards() -> None:
     assert not private.any_autocast()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert private.any_autocast()

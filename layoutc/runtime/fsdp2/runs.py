@@ -143,8 +143,10 @@ class Run:
     @cached_property
     def _apart(self) -> tuple[list[int], list[int]]:
         """The positions of outputs that lie elsewhere in most gathers, and those of the others. Small ones do, as plain
-        parameters are: of large ones, FSDP2 mostly gets the same memory again."""
-        moving = [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)][:MOVING]
+        parameters are: of large ones, FSDP2 mostly gets the same memory again. A launch takes those that move to begin
+        at multiples of 16 bytes, which memory of their own does."""
+        plain = [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)]
+        moving = [at for at in plain if not self.places[at].piece.output.storage_offset()][:MOVING]
         return moving, [at for at in range(len(self.places)) if at not in moving]
 
 

@@ -66,8 +66,8 @@ class Reading:
     def __init__(self, bound: Bound, planes: Planes, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
         self._bound, self._names, self.shape = bound, tuple(planes), shape
-        device = next(iter(planes.values())).device
-        self._template, self._card = launch.template(shape, dtype, device), -1 if device.index is None else device.index
+        self._template = launch.template(shape, dtype, next(iter(planes.values())).device)
+        self._card = self._template.get_device()  # -1 for a CPU
 
     @classmethod
     def of(
