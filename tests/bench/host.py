@@ -4,7 +4,8 @@
     python tests/bench/host.py          one rank, on a card or on the CPU
 
 Square weights of one group, in bf16: gathered as they are, quantized (layoutc:RECIPE), cast on gather (cast:RECIPE),
-and as torchao's float8 gathers them, where torchao is installed. First, what is gathered is compared with the whole
+with gathers that leave values (either with +on_gather), and as torchao's float8 gathers them, where torchao is
+installed. First, what is gathered is compared with the whole
 weights, quantized, byte for byte, before and after a step. Then all is timed by the host's clock; no stream is waited
 for in between. In us a parameter: `unshard()` and `reshard()` together; and by themselves, in runs of their own, what
 FSDP2 calls the hooks in (FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too; `linear`
@@ -38,14 +39,23 @@ from torch.distributed.tensor import DTensor
 import layoutc
 
 RECIPES = ("fp8_block", "mxfp8", "nvfp4", "fp8_current")
-FORMS = ("fp32", "bf16", *(f"{use}:{recipe}" for use in ("layoutc", "cast") for recipe in RECIPES), "torchao:float8")
+FORMS = (
+    *("fp32", "bf16", *(f"{use}:{recipe}" for use in ("layoutc", "cast") for recipe in RECIPES)),
+    *(*(f"layoutc:{recipe}+on_gather" for recipe in RECIPES), "torchao:float8"),
+)
 COLUMNS = ("gather", "pre", "post", "linear", "amaxes", "step")
 Figures = dict[str, float]
 
 
+def parts_of(form: str) -> tuple[str, str, bool]:
+    """What holds the weights, the recipe, and whether gathers leave values."""
+    use, _, recipe = form.partition(":")
+    return use, recipe.removesuffix("+on_gather"), recipe.endswith("+on_gather")
+
+
 def build(form: str, count: int, size: int, device: torch.device) -> nn.Module:
     """The same weights on every rank, sharded as one group. Raises ImportError for what is not installed."""
-    use, _, recipe = form.partition(":")
+    use, recipe, leaves_values = parts_of(form)
     torch.manual_seed(0)
     dtype = torch.float32 if form == "fp32" else torch.bfloat16
     with device:
@@ -54,7 +64,9 @@ def build(form: str, count: int, size: int, device: torch.device) -> nn.Module:
         layoutc.quantize_(model, recipe)
     elif use == "cast":
         layoutc.cast_on_gather_(model, recipe)
-    elif use == "torchao":
+    if leaves_values:
+        layoutc.set_products_(model, "dequantize_on_gather")
+    if use == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
@@ -76,7 +88,7 @@ def optimizer_for(form: str, model: nn.Module) -> Any:
 
 def amaxes_for(form: str, model: nn.Module) -> Callable[[], None] | None:
     """What finds all amaxes at once, after a step; None where gathers need none."""
-    use, _, recipe = form.partition(":")
+    use, recipe, _ = parts_of(form)
     if use == "torchao":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -97,8 +109,9 @@ def whole(local: Tensor) -> Tensor:
 
 
 def check(form: str, model: Any, values: list[Tensor]) -> None:
-    """What is gathered equals the whole weights, quantized, byte for byte. values: what they are quantized from."""
-    use, _, recipe = form.partition(":")
+    """What is gathered equals the whole weights, quantized, byte for byte, or their values. values: what they are
+    quantized from."""
+    use, recipe, leaves_values = parts_of(form)
     if use == "torchao":
         return
     model.unshard()
@@ -106,8 +119,9 @@ def check(form: str, model: Any, values: list[Tensor]) -> None:
         if not recipe:
             held, expected = {"": layer.weight}, {"": value}
         else:
-            held = layer.weight.planes()
-            expected = importlib.import_module(f"layoutc.recipes.{recipe}").quantize(value).planes()
+            whole_weight = importlib.import_module(f"layoutc.recipes.{recipe}").quantize(value)
+            held = {"": layer.weight} if leaves_values else layer.weight.planes()
+            expected = {"": whole_weight.dequantize(layer.weight.dtype)} if leaves_values else whole_weight.planes()
         for name, plane in held.items():
             one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (plane, expected[name]))
             assert torch.equal(one, other), (form, name)

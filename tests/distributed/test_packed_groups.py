@@ -266,6 +266,9 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
         ("fp8_rowwise", {}),  # backward has fewer planes
         ("fp8_rowwise", {"reshard_after_forward": False}),
         ("fp8_block_1d", {}),  # other planes, of the same sizes
+        ("hybrid_fp8", {}),  # backward's scales are fewer, and filled up
+        ("hybrid_fp8", {"reshard_after_forward": False}),
+        ("fp8_channel_bf16", {}),  # forward's are
         ("fp8_block", {}),
     ],
 )
@@ -284,6 +287,9 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
         ("fp8_rowwise", False, 128, {}),
         ("fp8_rowwise", True, 128, {}),
         ("fp8_block_1d", True, 256, {}),
+        ("hybrid_fp8", False, 512, {}),
+        ("hybrid_fp8", True, 512, {}),
+        ("fp8_channel_bf16", False, 256, {}),
     ],
 )
 def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:

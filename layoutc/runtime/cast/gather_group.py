@@ -315,11 +315,11 @@ def _note(
     route = gathering.route
     everything, travels = (*sent, *gathering.alone), layout.travels[route.which]
     positions = tuple(map(names.index, travels))
+    if route.world > 1 and all(leg.chosen is None for leg in route.legs.values()):
+        gathering.before = Arrived()  # what arrives is in the same memory in each gather
     for one, plane in zip(everything, [planes[position] for position in positions], strict=False):
         if (one.data_ptr(), one.shape, one.dtype) != (plane.data_ptr(), plane.shape, plane.dtype):
             return
-    if route.world > 1 and all(leg.joined is None for leg in route.legs.values()):
-        gathering.before = Arrived()  # what arrives are views of FSDP2's outputs, the same in each gather
     shared = tuple(
         [
             (name, names.index(name) if name in names else None, Facts(tuple(plane.shape), plane.dtype))

@@ -1,5 +1,6 @@
 """Weights that are gathered as codes, in few steps: each plane is copied from its shard into what the rank sends, and
-from what all have sent into FSDP2's outputs, of which gathered weights have views."""
+from what all have sent into FSDP2's outputs, of which gathered weights have views. A plane that is smaller than that of
+the other pass is copied to where it is read, and what fills it up in between is left as it is: nobody reads it."""
 
 from __future__ import annotations
 
@@ -50,9 +51,21 @@ class Weight:
     def pieces(self) -> Iterator[tuple[PlaneInPlace | None, int]]:
         """Its planes, None for one that is not copied in words; and where each starts in a row, in bytes."""
         planes = {name: plane for name, plane, _ in self.sources or ()}
-        for name, output, start in zip(self.gathering.route.legs, self.outputs, self.starts, strict=False):
-            # Of a weight whose values are quantized into the row, only the output is used.
-            yield in_words(planes.get(name, output), output), start
+        for name, target, start in zip(self.gathering.route.legs, self._targets(), self.starts, strict=False):
+            # Of a weight whose values are quantized into the row, only the target is used.
+            yield in_words(planes.get(name, target), target), start
+
+    def unread(self) -> Iterator[Tensor]:
+        """What FSDP2's steps allocate besides: outputs that nothing arrives in, and what the other pass joins."""
+        used = {id(one) for one in self._targets()}
+        yield from [one for one in self.outputs if id(one) not in used]
+        yield from [one for name, one in self.gathering.joined.items() if name not in self.gathering.route.legs]
+
+    def _targets(self) -> list[Tensor]:
+        """Where each plane arrives: in FSDP2's output; one that does not fill that, where it is joined."""
+        legs, joined = self.gathering.route.legs, self.gathering.joined
+        pairs = zip(legs.items(), self.outputs, strict=False)
+        return [output if leg.joined is None else joined[name] for (name, leg), output in pairs]
 
     def deliver(self, shared: Mapping[str, Tensor]) -> None:
         """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
@@ -80,7 +93,7 @@ class Codes:
         self.weights, self.members, self.quantizing = weights, members, quantizing
         self.sharing = [at for at, weight in enumerate(weights) if weight.gathering.shared]
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
-        self.unread = [one for weight in weights for one in weight.outputs[len(weight.gathering.route.legs) :]]
+        self.unread = [one for weight in weights for one in weight.unread()]
 
     def is_steady(self) -> bool:
         """True if all of them would send what lies where it lay."""
@@ -107,8 +120,8 @@ class Codes:
 
     def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
-        for output in self.unread:  # of slots that the other pass fills: FSDP2's steps have them too, and plans
-            gathered.allocate(output)
+        for one in self.unread:  # which FSDP2's steps have too, and plans
+            gathered.allocate(one)
         copied = self._copied()
         for at, weight in enumerate(self.weights):
             weight.deliver(copied.get(at, weight.gathering.shared))
@@ -144,9 +157,7 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     if route.world == 1 or before is None or not before.planes or any(map(Tensor.is_inference, outputs)):
         return None
     own_sizes = [leg.sent * leg.width for leg in legs]
-    if list(sizes[: len(own_sizes)]) != own_sizes or any(leg.joined is not None for leg in legs):
-        return None
-    if len(sizes) != len(route.slots or own_sizes):
+    if tuple(sizes) != (route.slots or tuple(own_sizes)) or any(leg.chosen is not None for leg in legs):
         return None
     sources = None
     if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:

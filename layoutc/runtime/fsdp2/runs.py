@@ -184,8 +184,8 @@ def _lies_in_words(tensor: Tensor) -> bool:
 
 
 def in_words(source: Tensor, output: Tensor) -> PlaneInPlace | None:
-    """A plane that is sent from where it lies, and where it arrives, both as bytes; None if words do not fit."""
-    size, flat = WORD.itemsize, source.reshape(-1).view(torch.uint8)
+    """A plane that is sent from where it lies, and where it arrives, in bytes; None if words do not fit."""
+    size, flat, output = WORD.itemsize, source.reshape(-1).view(torch.uint8), output.view(-1)
     for one in (flat, output):
         if one.numel() % size or one.storage_offset() % size:
             return None

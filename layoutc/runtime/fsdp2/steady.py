@@ -35,7 +35,7 @@ class _Kept(NamedTuple):
     """What is sent in a pass, and the planes that it consists of."""
 
     sources: tuple[Source, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...] | None  # None: some are filled up, with copies of planes
     gathering: Gathering
 
 
@@ -57,7 +57,7 @@ def again(shard: QuantizedTensor) -> Sent | None:
     if not sharding.is_of(shard):
         return None
     kept = steady.passes.get(hooks.pass_of(sharding, steady.gathered))
-    if kept is None or not unchanged(shard, sharding.param(), kept.sources):
+    if kept is None or kept.tensors is None or not unchanged(shard, sharding.param(), kept.sources):
         return None
     gathering = kept.gathering
     if gathering.shared and hooks.keeps_codes(shard, sharding):
@@ -80,20 +80,26 @@ def sources(shard: QuantizedTensor, which: PassName) -> tuple[Source, ...] | Non
 
 
 def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gathering) -> Sent:
-    """What the pre-hook returns, for the first time: kept if it consists of views of the shard's own planes."""
+    """What the pre-hook returns, for the first time: kept if it consists of views of the shard's own planes, or of
+    these filled up."""
+    own = tensors
     tensors, gathering = wire.send(tensors, gathering)
     sharding = None if hooks.simulated() else find(shard)
     if sharding is None or sharding.dim or not sharding.is_of(shard):
         return tensors, gathering
-    route, planes = gathering.route, shard._planes
-    every, names = (*tensors, *gathering.alone), shard.LAYOUT.travels[route.which]
-    if all(map(_is_view, every, [planes[name] for name in names])):  # nobody reads what is in slots after them
-        gathering.before = Arrived() if all(leg.joined is None for leg in route.legs.values()) else None
-        shared = {name: planes[name] for name in gathering.shared}
-        sources = tuple(Source(name, planes[name], planes[name].data_ptr()) for name in (*names, *shared))
+    route, names = gathering.route, shard.LAYOUT.travels[gathering.which]
+    planes = [shard._planes[name] for name in names]
+    if all(map(_is_view, own, planes)):
+        gathering.before = Arrived() if all(leg.chosen is None for leg in route.legs.values()) else None
+        shared = {name: shard._planes[name] for name in gathering.shared}
+        held = {**dict(zip(names, planes, strict=True)), **shared}
+        sources = tuple(Source(name, plane, plane.data_ptr()) for name, plane in held.items())
+        every = (*tensors, *gathering.alone)
+        as_they_are = all(map(_is_view, every, planes))  # nobody reads what is in slots after them
         if shard._steady is None or shard._steady.sharding is not sharding:
             shard._steady = Steady(sharding, hooks.gathered_of(sharding))
-        shard._steady.passes[route.which] = _Kept(sources, tensors, replace(gathering, shared=shared))
+        kept = tensors if as_they_are else None
+        shard._steady.passes[route.which] = _Kept(sources, kept, replace(gathering, shared=shared))
     return tensors, gathering
 
 
@@ -109,7 +115,8 @@ def arrived(shard: hooks.Gatherable, out: Tensor | None, gathering: Gathering, o
     before = gathering.before
     if before is None:
         return False
-    if out is not None and before.planes and all(map(_same_memory, outputs, before.outputs)):
+    as_they_are = all(leg.joined is None for leg in gathering.route.legs.values())
+    if out is not None and as_they_are and before.planes and all(map(_same_memory, outputs, before.outputs)):
         hooks.deliver(shard, before.planes | gathering.shared, out)
         return True
     before.outputs, before.planes = tuple(outputs), {}  # `finish` has the planes, if it gets that far
