@@ -44,6 +44,19 @@ class Mixer(nn.Module):
         return self.after(x + self.down(hidden))
 
 
+class Narrow(nn.Module):
+    """A weight of which each of two ranks has half a block of 128 rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(width)
+        self.keys = nn.Linear(width, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> the same."""
+        return x + torch.tanh(self.keys(self.before(x))).repeat(1, x.shape[1] // 128)
+
+
 def mixer(
     recipe: str,
     cast: bool = False,
@@ -52,10 +65,11 @@ def mixer(
     width: int = 256,
     layers: int = 2,
     mode: str = ON_GATHER,
+    kind: type[nn.Module] = Mixer,
     **options: Any,
 ) -> Any:
     torch.manual_seed(seed)
-    model = nn.Sequential(*[Mixer(width) for _ in range(layers)])
+    model = nn.Sequential(*[kind(width) for _ in range(layers)])
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
     layoutc.set_products_(model, mode)
     for layer in model:
@@ -86,7 +100,7 @@ def trained(model: Any, steps: int = 3, after: Callable[[int], None] = lambda _:
     seen: list[Tensor] = []
     torch.manual_seed(dist.get_rank())
     for step in range(steps):
-        loss = model(torch.randn(4, model[0].after.normalized_shape[0])).float().square().mean()
+        loss = model(torch.randn(4, model[0].before.normalized_shape[0])).float().square().mean()
         loss.backward()
         seen.append(loss.detach())
         for param in model.parameters():
@@ -223,10 +237,12 @@ def test_four_ranks(four: Ranks) -> None:
     four.run(is_the_same, "fp8_current", False, True, False)
 
 
-def codes_are_the_same(recipe: str, cast: bool, kernels: bool, width: int, options: dict[str, Any]) -> None:
+def codes_are_the_same(
+    recipe: str, cast: bool, kernels: bool, width: int, options: dict[str, Any], kind: type[nn.Module] = Mixer
+) -> None:
     """As FSDP2's own steps, of weights whose gathers leave codes; and where some ranks take these, and others those."""
     layers = 1 if kernels else 2
-    make = partial(mixer, recipe, cast, width=width, layers=layers, mode="dequantize", **options)
+    make = partial(mixer, recipe, cast, width=width, layers=layers, mode="dequantize", kind=kind, **options)
 
     def steps() -> list[Tensor]:
         return codes_trained(make(), 2)
@@ -294,6 +310,22 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
 )
 def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:
     two.run(codes_are_the_same, recipe, cast, True, width, options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels", "options"),
+    [
+        ("fp8_block", False, {}),
+        ("fp8_block", False, {"reshard_after_forward": False}),
+        ("fp8_block", True, {}),
+        ("hybrid_fp8", False, {}),  # in backward, where they fill a part of what forward sends
+        ("hybrid_fp8", False, {"reshard_after_forward": False}),
+        ("int8_block", False, {}),
+    ],
+)
+def test_scales_of_blocks_that_cuts_split(two: Ranks, recipe: str, kernels: bool, options: dict[str, Any]) -> None:
+    """They arrive from both ranks, and are picked."""
+    two.run(codes_are_the_same, recipe, False, kernels, 512, options, Narrow)
 
 
 def test_codes_that_the_reference_quantizes(two: Ranks) -> None:

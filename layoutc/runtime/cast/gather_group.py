@@ -315,7 +315,7 @@ def _note(
     route = gathering.route
     everything, travels = (*sent, *gathering.alone), layout.travels[route.which]
     positions = tuple(map(names.index, travels))
-    if route.world > 1 and all(leg.chosen is None for leg in route.legs.values()):
+    if route.world > 1:
         gathering.before = Arrived()  # what arrives is in the same memory in each gather
     for one, plane in zip(everything, [planes[position] for position in positions], strict=False):
         if (one.data_ptr(), one.shape, one.dtype) != (plane.data_ptr(), plane.shape, plane.dtype):

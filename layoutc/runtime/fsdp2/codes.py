@@ -1,6 +1,7 @@
 """Weights that are gathered as codes, in few steps: each plane is copied from its shard into what the rank sends, and
 from what all have sent into FSDP2's outputs, of which gathered weights have views. A plane that is smaller than that of
-the other pass is copied to where it is read, and what fills it up in between is left as it is: nobody reads it."""
+the other pass is copied to where it is read, and what fills it up in between is left as it is: nobody reads it. Of
+blocks that cuts split, scales arrive more than once, and are picked from FSDP2's outputs."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ class Weight:
     shard: weakref.ref[Any]
     gathering: Gathering
     sources: tuple[steady.Source, ...] | None  # the planes that were sent; None: values are quantized in each gather
+    sent: tuple[Tensor, ...]  # views of these, in the order of legs; () as before
     outputs: list[Tensor]  # FSDP2's, in the order of legs; then those of slots that the other pass fills
     starts: tuple[int, ...]  # of these in the row of each rank, in bytes
 
@@ -50,22 +52,27 @@ class Weight:
 
     def pieces(self) -> Iterator[tuple[PlaneInPlace | None, int]]:
         """Its planes, None for one that is not copied in words; and where each starts in a row, in bytes."""
-        planes = {name: plane for name, plane, _ in self.sources or ()}
-        for name, target, start in zip(self.gathering.route.legs, self._targets(), self.starts, strict=False):
-            # Of a weight whose values are quantized into the row, only the target is used.
-            yield in_words(planes.get(name, target), target), start
+        targets = self._targets()
+        # Of a weight whose values are quantized into the row, only the target is used.
+        for source, target, start in zip(self.sent or targets, targets, self.starts, strict=False):
+            yield in_words(source, target), start
 
-    def unread(self) -> Iterator[Tensor]:
-        """What FSDP2's steps allocate besides: outputs that nothing arrives in, and what the other pass joins."""
-        used = {id(one) for one in self._targets()}
-        yield from [one for one in self.outputs if id(one) not in used]
-        yield from [one for name, one in self.gathering.joined.items() if name not in self.gathering.route.legs]
+    def others(self) -> Iterator[Tensor]:
+        """What FSDP2's steps allocate, and planes do not arrive in."""
+        targets = {id(one) for one in self._targets()}
+        yield from [one for one in (*self.outputs, *self.gathering.joined.values()) if id(one) not in targets]
+
+    def pick(self) -> None:
+        """Makes the planes that arrive with scales of some blocks more than once, once these are in FSDP2's outputs."""
+        for (name, leg), output in zip(self.gathering.route.legs.items(), self.outputs, strict=False):
+            if leg.chosen is not None:
+                wire.arrived(self.gathering, name, output)
 
     def _targets(self) -> list[Tensor]:
         """Where each plane arrives: in FSDP2's output; one that does not fill that, where it is joined."""
         legs, joined = self.gathering.route.legs, self.gathering.joined
         pairs = zip(legs.items(), self.outputs, strict=False)
-        return [output if leg.joined is None else joined[name] for (name, leg), output in pairs]
+        return [joined[name] if leg.joined and leg.chosen is None else output for (name, leg), output in pairs]
 
     def deliver(self, shared: Mapping[str, Tensor]) -> None:
         """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
@@ -93,7 +100,8 @@ class Codes:
         self.weights, self.members, self.quantizing = weights, members, quantizing
         self.sharing = [at for at, weight in enumerate(weights) if weight.gathering.shared]
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
-        self.unread = [one for weight in weights for one in weight.unread()]
+        self.others = [one for weight in weights for one in weight.others()]
+        self.picking = [weight for weight in weights if any(leg.chosen for leg in weight.gathering.route.legs.values())]
 
     def is_steady(self) -> bool:
         """True if all of them would send what lies where it lay."""
@@ -120,8 +128,10 @@ class Codes:
 
     def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
-        for one in self.unread:  # which FSDP2's steps have too, and plans
+        for one in self.others:  # also what nobody reads: FSDP2's steps have it too, and plans
             gathered.allocate(one)
+        for weight in self.picking:
+            weight.pick()
         copied = self._copied()
         for at, weight in enumerate(self.weights):
             weight.deliver(copied.get(at, weight.gathering.shared))
@@ -157,20 +167,19 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     if route.world == 1 or before is None or not before.planes or any(map(Tensor.is_inference, outputs)):
         return None
     own_sizes = [leg.sent * leg.width for leg in legs]
-    if tuple(sizes) != (route.slots or tuple(own_sizes)) or any(leg.chosen is not None for leg in legs):
+    if tuple(sizes) != (route.slots or tuple(own_sizes)):
         return None
-    sources = None
-    if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:
-        return None
-    sent = dict(zip(route.legs, own_sizes, strict=True))
-    if any(plane.nbytes != sent.get(name, plane.nbytes) for name, plane, _ in sources or ()):
-        return None  # a shard that cuts blocks sends a part of what it has
+    kept = steady.kept(shard, route.which) if isinstance(shard, QuantizedTensor) else None
+    if isinstance(shard, QuantizedTensor):
+        if kept is None:
+            return None
+    elif any(leg.chosen is not None for leg in legs):
+        return None  # ranks ask one another for amaxes of the blocks that they share
     starts = tuple(accumulate(sizes[:-1], initial=start))
     # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
-    own = replace(
-        metadata, shared={name: shard._planes[name] if sources else plane for name, plane in metadata.shared.items()}
-    )
-    return Weight(param, sharding, weakref.ref(shard), own, sources, outputs, starts)
+    shared = {name: shard._planes[name] if kept else plane for name, plane in metadata.shared.items()}
+    own, sources, sent = replace(metadata, shared=shared), kept and kept.sources, kept.own if kept else ()
+    return Weight(param, sharding, weakref.ref(shard), own, sources, sent, outputs, starts)
 
 
 def codes_of(weights: Sequence[Weight], sent: Tensor) -> Codes | None:

@@ -139,8 +139,8 @@ class Pack:
                 tensors, gathering = shard.fsdp_pre_all_gather(mesh)
                 sources += [one.reshape(-1) for one in tensors]
                 member.gathering = gathering
-                own = steady.sources(shard, gathering.which) if isinstance(shard, QuantizedTensor) else None
-                member.sent = None if own is None else (weakref.ref(shard), own)
+                kept = steady.kept(shard, gathering.which) if isinstance(shard, QuantizedTensor) else None
+                member.sent = None if kept is None else (weakref.ref(shard), kept.sources)
         self.sources = sources if all(member.sent is not None for member in self.members) else []
         self.copies.clear()
         if self.quantizing is None or not self.quantizing.holds():

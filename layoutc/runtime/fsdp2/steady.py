@@ -31,11 +31,12 @@ class Source(NamedTuple):
     address: int
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What is sent in a pass, and the planes that it consists of."""
 
     sources: tuple[Source, ...]
-    tensors: tuple[Tensor, ...] | None  # None: some are filled up, with copies of planes
+    own: tuple[Tensor, ...]  # views of planes: of each what this shard sends
+    tensors: tuple[Tensor, ...] | None  # what FSDP2 is given; None: in some, copies of planes are filled up
     gathering: Gathering
 
 
@@ -45,7 +46,7 @@ class Steady:
 
     sharding: Sharding
     gathered: hooks.Gathered
-    passes: dict[PassName, _Kept] = field(default_factory=dict)
+    passes: dict[PassName, Kept] = field(default_factory=dict)
 
 
 def again(shard: QuantizedTensor) -> Sent | None:
@@ -56,13 +57,13 @@ def again(shard: QuantizedTensor) -> Sent | None:
     sharding = steady.sharding
     if not sharding.is_of(shard):
         return None
-    kept = steady.passes.get(hooks.pass_of(sharding, steady.gathered))
-    if kept is None or kept.tensors is None or not unchanged(shard, sharding.param(), kept.sources):
+    last = steady.passes.get(hooks.pass_of(sharding, steady.gathered))
+    if last is None or last.tensors is None or not unchanged(shard, sharding.param(), last.sources):
         return None
-    gathering = kept.gathering
+    gathering = last.gathering
     if gathering.shared and hooks.keeps_codes(shard, sharding):
         gathering = replace(gathering, shared=wire.copies(gathering.shared))
-    return kept.tensors, gathering
+    return last.tensors, gathering
 
 
 def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -> bool:
@@ -73,10 +74,9 @@ def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -
     return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in sources)
 
 
-def sources(shard: QuantizedTensor, which: PassName) -> tuple[Source, ...] | None:
-    """The planes that a shard sends in a pass, as long as they stay in place; None if it sends copies."""
-    kept = None if shard._steady is None else shard._steady.passes.get(which)
-    return None if kept is None else kept.sources
+def kept(shard: QuantizedTensor, which: PassName) -> Kept | None:
+    """What a shard sends in a pass, as long as its planes stay in place; None if it sends copies of them."""
+    return None if shard._steady is None else shard._steady.passes.get(which)
 
 
 def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gathering) -> Sent:
@@ -87,10 +87,10 @@ def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gatheri
     sharding = None if hooks.simulated() else find(shard)
     if sharding is None or sharding.dim or not sharding.is_of(shard):
         return tensors, gathering
-    route, names = gathering.route, shard.LAYOUT.travels[gathering.which]
+    names = shard.LAYOUT.travels[gathering.which]
     planes = [shard._planes[name] for name in names]
     if all(map(_is_view, own, planes)):
-        gathering.before = Arrived() if all(leg.chosen is None for leg in route.legs.values()) else None
+        gathering.before = Arrived()
         shared = {name: shard._planes[name] for name in gathering.shared}
         held = {**dict(zip(names, planes, strict=True)), **shared}
         sources = tuple(Source(name, plane, plane.data_ptr()) for name, plane in held.items())
@@ -98,8 +98,8 @@ def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gatheri
         as_they_are = all(map(_is_view, every, planes))  # nobody reads what is in slots after them
         if shard._steady is None or shard._steady.sharding is not sharding:
             shard._steady = Steady(sharding, hooks.gathered_of(sharding))
-        kept = tensors if as_they_are else None
-        shard._steady.passes[route.which] = _Kept(sources, kept, replace(gathering, shared=shared))
+        given = tensors if as_they_are else None
+        shard._steady.passes[gathering.which] = Kept(sources, own, given, replace(gathering, shared=shared))
     return tensors, gathering
 
 

@@ -96,7 +96,7 @@ class Gathering:
     shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
     alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
-    before: Arrived | None = None  # of the pass's last gather, unless planes are picked; see `steady`
+    before: Arrived | None = None  # of the pass's last gather, if that sent planes as they lie; see `steady`
 
     @property
     def which(self) -> PassName:
