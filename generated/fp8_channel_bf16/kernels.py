@@ -149,5 +149,4 @@ KERNELS = Kernels(
     moved=("columnwise_data", "columnwise_scale"),
     word=4,
     row_blocks={"rowwise": 1},
-    batched=False,
 )

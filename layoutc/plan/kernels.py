@@ -97,6 +97,7 @@ class QuantizeKernel:
     tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes per value of x, which sources are written, tile)
     buffer_tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]
     not_fused: str | None  # why buffers take a second launch; None if they don't
+    apart: str | None  # why each source takes a launch of its own; None if one launch quantizes all
     not_batched: str | None  # why a launch quantizes only one matrix; None if it quantizes many
 
     @property
@@ -176,7 +177,8 @@ def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
             if not_fused is None
         ),
         not_fused=not_fused,
-        not_batched=apart or _not_batched(layout),
+        apart=apart,
+        not_batched=_not_batched(layout),
     )
 
 
@@ -295,7 +297,7 @@ def _apart(layout: Layout) -> str | None:
     """
     tall = [one for one in layout.sources if (one.whole.m or 1) > _MOST_ROWS]
     if tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources):
-        return f"blocks of whole rows, and those of {tall[0].whole.m} rows, take a launch each"
+        return f"programs for whole rows would be as few as those for blocks of {tall[0].whole.m} rows"
     return None
 
 

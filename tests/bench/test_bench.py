@@ -135,8 +135,7 @@ def test_every_job_of_a_recipe_runs(name: str) -> None:
     for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
         assert jobs[f"quantize {every}", dtype].nbytes == m * k * itemsize + written
     assert {f"dequantize {o}" for o in cls.LAYOUT.orientations} <= {work for work, _ in jobs}
-    grouped = name != "fp8_channel_bf16"
-    assert (("quantize 2 weights of 16x64, one launch", "bfloat16") in jobs) == grouped
+    assert ("quantize 2 weights of 16x64, one launch", "bfloat16") in jobs
     if name == "nvfp4":  # codes transposed, scales spread into 128 x 4 twice; read are codes, scales and the amax
         assert jobs["lay out", "bfloat16"].nbytes == (m * k // 2 + 2 * 128 * 4) + (m * k // 2 + m * k // 256 + 4)
     assert all(job.nbytes > 0 for job in jobs.values())

@@ -192,7 +192,7 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
         ("fp8_delayed", True, False, 128, True),
         ("mxfp8", True, False, 128, True),
         ("fp8_rowwise", True, False, 128, True),
-        ("fp8_channel_bf16", True, False, 256, False),  # each orientation takes a launch of its own
+        ("fp8_channel_bf16", True, False, 256, True),  # each orientation takes a launch of its own
     ],
 )
 def test_cast_weights_are_quantized_where_they_are_sent_from(
@@ -306,6 +306,7 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
         ("hybrid_fp8", False, 512, {}),
         ("hybrid_fp8", True, 512, {}),
         ("fp8_channel_bf16", False, 256, {}),
+        ("fp8_channel_bf16", True, 256, {}),
     ],
 )
 def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:

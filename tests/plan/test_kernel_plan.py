@@ -81,9 +81,9 @@ def test_where_amaxes_come_from(name: str, froms: list[str]) -> None:
 
 
 def test_whole_rows_and_tall_blocks_take_a_launch_each() -> None:
-    """Else programs that go through whole rows would be as few as tall blocks."""
     kernels = planned("fp8_channel_bf16")
-    assert kernels.quantize.not_batched == "blocks of whole rows, and those of 128 rows, take a launch each"
+    assert kernels.quantize.apart == "programs for whole rows would be as few as those for blocks of 128 rows"
+    assert kernels.quantize.batched
     assert {written for _, written, _ in kernels.quantize.tiles} == {(True, False), (False, True)}
     assert (True, True) in {written for _, written, _ in planned("fp8_rowwise").quantize.tiles}
 

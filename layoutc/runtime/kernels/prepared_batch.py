@@ -21,8 +21,9 @@ from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.batches import Table
-from layoutc.runtime.kernels.direct import Bound, Constants
+from layoutc.runtime.kernels.direct import Arguments, Bound, Constants
 from layoutc.runtime.streams import stream_of
+from layoutc.runtime.triton.kernels import quantize_kernel
 
 _MOST = 16  # places that planes were allocated at, whose tables are kept
 Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
@@ -32,7 +33,7 @@ class Binding(NamedTuple):
     """How a recipe's kernel is launched for the matrices of a table.
 
     names: the planes that the kernel takes, in its order. span, step: rows and columns of a program, and of its tiles.
-    bind: prepares the launch for a table, with the first amax.
+    arguments: of the launch for a table, with the first amax.
     """
 
     layout: Layout
@@ -40,7 +41,17 @@ class Binding(NamedTuple):
     orientations: tuple[str, ...]
     span: tuple[int, int]
     step: tuple[int, int]
-    bind: Callable[[Table, Tensor | None], Bound]
+    arguments: Callable[[Table, Tensor | None], Arguments]
+
+    def split(
+        self, xs: Sequence[Tensor], amaxes: Sequence[Tensor] | None, outs: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[Sequence[Table], Sequence[int]]:
+        """As batches.split."""
+        return batches.split(self.layout, self.names, xs, amaxes, self.orientations, outs, self.span, self.step)
+
+    def bind(self, table: Table, amax: Tensor | None) -> Bound:
+        """The launch for a table, to be called again and again."""
+        return Bound(quantize_kernel, *self.arguments(table, amax))
 
 
 class Column(NamedTuple):
@@ -60,7 +71,8 @@ class PreparedBatch:
     """Quantizes matrices of one recipe, dtype and device, which fit into tables, into planes that it allocates."""
 
     def __init__(self, binding: Binding, xs: Sequence[Tensor]) -> None:
-        layout, names, orientations, self._span, self._step, self._bind = binding
+        layout, names, orientations, self._span, self._step, _ = binding
+        self._bind = binding.bind
         self._device = xs[0].device
         self._shapes = [(x.shape[0], x.shape[1]) for x in xs]
         self._addresses = tuple(map(Tensor.data_ptr, xs))
@@ -163,17 +175,23 @@ class PreparedBatch:
 
 
 def launches_into(
-    binding: Binding, xs: Sequence[Tensor], amaxes: Sequence[Tensor] | None, outs: Sequence[Mapping[str, Tensor]]
+    bindings: Sequence[Binding],
+    xs: Sequence[Tensor],
+    amaxes: Sequence[Tensor] | None,
+    outs: Sequence[Mapping[str, Tensor]],
 ) -> Launches | None:
     """Launches that quantize matrices into planes, both of which stay where they are; None if no table takes them all.
 
-    amaxes: an example: later ones lie as they do from the first one. Raises as batches.split.
+    bindings: all that one matrix takes. amaxes: an example: later ones lie as they do from the first one. Raises as
+    batches.split.
     """
-    layout, names, orientations, span, step, bind = binding
-    tables, alone = batches.split(layout, names, xs, amaxes, orientations, outs, span, step)
-    if alone:
-        return None
-    return _bound([(bind(table, amaxes[0] if amaxes else None), table) for table in tables])
+    launches: Launches = ()
+    for binding in bindings:
+        tables, alone = binding.split(xs, amaxes, outs)
+        if alone:
+            return None
+        launches += _bound([(binding.bind(table, amaxes[0] if amaxes else None), table) for table in tables])
+    return launches
 
 
 def amax_launches(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> Launches | None:

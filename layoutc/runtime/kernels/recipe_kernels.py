@@ -155,13 +155,12 @@ class Kernels:
             return
         if shared is None and self.layout.takes_amax(orientations):
             shared = batches.batch_amaxes(xs, self.layout.amax_columns)
-        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype, max(x.shape[1] for x in xs))
-        form = choice.span, choice.step
-        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, *form)
-        for table in tables:
-            run(quantize_kernel, *self._quantizing_batch(table, shared[0] if shared else None, choice, xs[0]))
-        for index in alone:
-            self.quantize(xs[index], None if shared is None else shared[index], orientations, outs[index])
+        for binding in self.bindings(xs, orientations):
+            tables, alone = binding.split(xs, shared, outs)
+            for table in tables:
+                run(quantize_kernel, *binding.arguments(table, shared[0] if shared else None))
+            for index in alone:
+                self.quantize(xs[index], None if shared is None else shared[index], binding.orientations, outs[index])
 
     def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
         """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
@@ -174,15 +173,18 @@ class Kernels:
         args = table.entries, *_NONE, amax, input_max, None, *_NONE, *_NONE
         return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
 
-    def binding(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> Binding:
-        """How to launch batches of matrices, of one dtype and on one device, again and again."""
+    def bindings(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> list[Binding]:
+        """How to launch batches of matrices, of one dtype and on one device: for each launch that one matrix takes."""
+        return [self._binding(xs, together) for together in self._together(orientations)]
+
+    def _binding(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> Binding:
         x = xs[0]
         choice = self._choice(self.quantize_sizes, orientations, x.dtype, max(x.shape[1] for x in xs))
 
-        def bind(table: batches.Table, amax: Tensor | None) -> Bound:
-            return Bound(quantize_kernel, *self._quantizing_batch(table, amax, choice, x))
+        def arguments(table: batches.Table, amax: Tensor | None) -> Arguments:
+            return self._quantizing_batch(table, amax, choice, x)
 
-        return Binding(self.layout, self._written, orientations, choice.span, choice.step, bind)
+        return Binding(self.layout, self._written, orientations, choice.span, choice.step, arguments)
 
     def _quantizing(
         self,

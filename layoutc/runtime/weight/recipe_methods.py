@@ -94,7 +94,8 @@ class RecipeMethods:
             return None
         from layoutc.runtime.kernels.prepared_batch import PreparedBatch
 
-        return PreparedBatch(kernels.binding(xs, tuple(orientations)), xs)
+        bindings = kernels.bindings(xs, tuple(orientations))
+        return PreparedBatch(bindings[0], xs) if len(bindings) == 1 else None
 
     @classmethod
     def _launches_into(
@@ -106,7 +107,7 @@ class RecipeMethods:
             return None
         from layoutc.runtime.kernels.prepared_batch import launches_into
 
-        return launches_into(kernels.binding(xs, tuple(orientations)), xs, amaxes, outs)
+        return launches_into(kernels.bindings(xs, tuple(orientations)), xs, amaxes, outs)
 
     @classmethod
     def _quantize_buffers(
