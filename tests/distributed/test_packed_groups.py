@@ -45,16 +45,16 @@ class Mixer(nn.Module):
 
 
 class Narrow(nn.Module):
-    """A weight of which each of two ranks has half a block of 128 rows."""
+    """A weight of few rows."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, rows: int, width: int) -> None:
         super().__init__()
         self.before = nn.LayerNorm(width)
-        self.keys = nn.Linear(width, 128, bias=False)
+        self.keys = nn.Linear(width, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, width) -> the same."""
-        return x + torch.tanh(self.keys(self.before(x))).repeat(1, x.shape[1] // 128)
+        return x + torch.tanh(self.keys(self.before(x))).sum(1, keepdim=True)
 
 
 def mixer(
@@ -65,7 +65,7 @@ def mixer(
     width: int = 256,
     layers: int = 2,
     mode: str = ON_GATHER,
-    kind: type[nn.Module] = Mixer,
+    kind: Callable[[int], nn.Module] = Mixer,
     **options: Any,
 ) -> Any:
     torch.manual_seed(seed)
@@ -238,7 +238,12 @@ def test_four_ranks(four: Ranks) -> None:
 
 
 def codes_are_the_same(
-    recipe: str, cast: bool, kernels: bool, width: int, options: dict[str, Any], kind: type[nn.Module] = Mixer
+    recipe: str,
+    cast: bool,
+    kernels: bool,
+    width: int,
+    options: dict[str, Any],
+    kind: Callable[[int], nn.Module] = Mixer,
 ) -> None:
     """As FSDP2's own steps, of weights whose gathers leave codes; and where some ranks take these, and others those."""
     layers = 1 if kernels else 2
@@ -314,19 +319,47 @@ def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, optio
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernels", "options"),
+    ("recipe", "rows", "kernels", "options"),
     [
-        ("fp8_block", False, {}),
-        ("fp8_block", False, {"reshard_after_forward": False}),
-        ("fp8_block", True, {}),
-        ("hybrid_fp8", False, {}),  # in backward, where they fill a part of what forward sends
-        ("hybrid_fp8", False, {"reshard_after_forward": False}),
-        ("int8_block", False, {}),
+        ("fp8_block", 128, False, {}),  # each rank has half of a block
+        ("fp8_block", 128, False, {"reshard_after_forward": False}),
+        ("fp8_block", 128, True, {}),
+        ("fp8_block", 192, False, {}),  # one rank has rows of one block, the other of two
+        ("fp8_block", 192, True, {}),
+        ("hybrid_fp8", 128, False, {}),  # in backward, where they fill a part of what forward sends
+        ("hybrid_fp8", 128, False, {"reshard_after_forward": False}),
+        ("hybrid_fp8", 192, False, {}),
+        ("int8_block", 128, False, {}),
     ],
 )
-def test_scales_of_blocks_that_cuts_split(two: Ranks, recipe: str, kernels: bool, options: dict[str, Any]) -> None:
+def test_scales_of_blocks_that_cuts_split(
+    two: Ranks, recipe: str, rows: int, kernels: bool, options: dict[str, Any]
+) -> None:
     """They arrive from both ranks, and are picked."""
-    two.run(codes_are_the_same, recipe, False, kernels, 512, options, Narrow)
+    two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "kernels", "options"),
+    [
+        ("fp8_current", 65, False, {}),
+        ("fp8_current", 65, True, {}),
+        ("e3m4_block", 129, False, {}),
+        ("nvfp4", 48, False, {}),  # cuts split blocks of 16 rows
+        ("nvfp4", 48, True, {"reshard_after_forward": False}),
+    ],
+)
+def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool, options: dict[str, Any]) -> None:
+    """What is missing of them is not written."""
+    two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows"), [("fp8_rowwise", 14), ("fp8_current", 2), ("fp8_block", 130), ("mxfp8", 32)]
+)
+def test_shards_of_four_ranks(four: Ranks, recipe: str, rows: int) -> None:
+    """The last ones are short, or have no rows."""
+    four.run(codes_are_the_same, recipe, False, False, 512, {}, partial(Narrow, rows))
 
 
 def test_codes_that_the_reference_quantizes(two: Ranks) -> None:

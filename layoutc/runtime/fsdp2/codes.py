@@ -1,7 +1,8 @@
 """Weights that are gathered as codes, in few steps: each plane is copied from its shard into what the rank sends, and
 from what all have sent into FSDP2's outputs, of which gathered weights have views. A plane that is smaller than that of
-the other pass is copied to where it is read, and what fills it up in between is left as it is: nobody reads it. Of
-blocks that cuts split, scales arrive more than once, and are picked from FSDP2's outputs."""
+the other pass is copied to where it is read, and what fills it up in between is left as it is, as are rows that a short
+shard lacks: nobody reads them. Of blocks that cuts split, scales arrive more than once, and are picked from FSDP2's
+outputs."""
 
 from __future__ import annotations
 

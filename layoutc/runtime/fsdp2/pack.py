@@ -140,7 +140,8 @@ class Pack:
                 sources += [one.reshape(-1) for one in tensors]
                 member.gathering = gathering
                 kept = steady.kept(shard, gathering.which) if isinstance(shard, QuantizedTensor) else None
-                member.sent = None if kept is None else (weakref.ref(shard), kept.sources)
+                as_they_are = kept is not None and kept.tensors is not None  # else what hooks have returned are copies
+                member.sent = (weakref.ref(shard), kept.sources) if kept and as_they_are else None
         self.sources = sources if all(member.sent is not None for member in self.members) else []
         self.copies.clear()
         if self.quantizing is None or not self.quantizing.holds():

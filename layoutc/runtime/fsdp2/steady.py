@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from layoutc.runtime.facts import PassName
@@ -35,8 +36,8 @@ class Kept(NamedTuple):
     """What is sent in a pass, and the planes that it consists of."""
 
     sources: tuple[Source, ...]
-    own: tuple[Tensor, ...]  # views of planes: of each what this shard sends
-    tensors: tuple[Tensor, ...] | None  # what FSDP2 is given; None: in some, copies of planes are filled up
+    own: tuple[Tensor, ...]  # views of planes, as bytes: of each what this shard sends
+    tensors: tuple[Tensor, ...] | None  # what FSDP2 is given; None: in some, copies of planes are padded or filled up
     gathering: Gathering
 
 
@@ -75,21 +76,22 @@ def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -
 
 
 def kept(shard: QuantizedTensor, which: PassName) -> Kept | None:
-    """What a shard sends in a pass, as long as its planes stay in place; None if it sends copies of them."""
+    """What a shard sends in a pass, as long as its planes stay in place; None if they do not lie in one piece."""
     return None if shard._steady is None else shard._steady.passes.get(which)
 
 
 def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gathering) -> Sent:
     """What the pre-hook returns, for the first time: kept if it consists of views of the shard's own planes, or of
-    these filled up."""
-    own = tensors
+    these padded or filled up."""
     tensors, gathering = wire.send(tensors, gathering)
     sharding = None if hooks.simulated() else find(shard)
     if sharding is None or sharding.dim or not sharding.is_of(shard):
         return tensors, gathering
     names = shard.LAYOUT.travels[gathering.which]
     planes = [shard._planes[name] for name in names]
-    if all(map(_is_view, own, planes)):
+    entries = [shard._entries(name) for name in names]
+    if all(map(Tensor.is_contiguous, entries)):
+        own = tuple([one.reshape(-1).view(torch.uint8) for one in entries])
         gathering.before = Arrived()
         shared = {name: shard._planes[name] for name in gathering.shared}
         held = {**dict(zip(names, planes, strict=True)), **shared}

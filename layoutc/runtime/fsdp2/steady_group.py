@@ -289,9 +289,10 @@ def _row_of(
 
     metadata: of the hooks of each parameter. rank: of the row that this process has sent.
     """
-    sent: list[Part] = []  # plain parameters; then planes, after these
+    sent: list[Part] = []  # plain parameters
     arrived: list[Part] = []
-    planes: list[tuple[Part, Part]] = []  # as they are sent, and as they arrive: all of a slot
+    sending_planes: list[Part] = []  # of a short shard less than what arrives
+    arriving_planes: list[Part] = []
     weights: list[Weight] = []
     at, packs = 0, []
     fields = result.param_all_gather_input_dtypes, result.param_all_gather_input_numels
@@ -309,15 +310,14 @@ def _row_of(
             for piece, start in weight.pieces():
                 if piece is None:
                     return None
-                as_sent = piece, WORD, start, piece.source.numel()
-                planes.append((as_sent, (piece, WORD, start, piece.output.numel() // weight.gathering.route.world)))
+                sending_planes += [(piece, WORD, start, piece.source.numel())] if piece.source.numel() else []
+                arriving_planes.append((piece, WORD, start, piece.output.numel() // weight.gathering.route.world))
         else:
             return None
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
     if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
         return None
-    sending = runs_of([*sent, *[as_sent for as_sent, _ in planes]])
-    arriving = runs_of([*arrived, *[as_arrived for _, as_arrived in planes]])
+    sending, arriving = runs_of(sent + sending_planes), runs_of(arrived + arriving_planes)
     if sending is None or arriving is None:
         return None
     if pack is not None:
