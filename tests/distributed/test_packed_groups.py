@@ -308,14 +308,16 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
         ("fp8_rowwise", False, 128, {}),
         ("fp8_rowwise", True, 128, {}),
         ("fp8_block_1d", True, 256, {}),
-        ("hybrid_fp8", False, 512, {}),
-        ("hybrid_fp8", True, 512, {}),
-        ("fp8_channel_bf16", False, 256, {}),
-        ("fp8_channel_bf16", True, 256, {}),
     ],
 )
 def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:
     two.run(codes_are_the_same, recipe, cast, True, width, options)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("recipe", ["hybrid_fp8", "fp8_channel_bf16"])
+def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool) -> None:
+    two.run(codes_are_the_same, recipe, cast, True, 256, {}, partial(Narrow, 256))
 
 
 @pytest.mark.parametrize(
