@@ -154,10 +154,7 @@ def _left(piece: Piece) -> int:
         return _left_beside_values(piece, plan) if piece.cast else 0
     left = HANDLE if plan.passes_differ and not piece.stays else 0
     if piece.cast or piece.stays:
-        shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
-        # What the first gather has made is kept, if later ones send and receive the same views.
-        is_steady = piece.is_codes and piece.placed.even and not any(_joined(plan, piece.placed, "both"))
-        left += 2 * shared if is_steady else shared
+        left += sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
     if piece.cast and piece.placed.ranks == 1:  # FSDP2 frees the first plane alone
         gather = plan.both if piece.stays else plan.backward
         left += sum(slots(plan, gather, piece.placed.cuts, piece.placed.matrix[1])[1:])

@@ -57,6 +57,19 @@ class Narrow(nn.Module):
         return x + torch.tanh(self.keys(self.before(x))).sum(1, keepdim=True)
 
 
+class Pair(Narrow):
+    """Two such weights, each with a bias."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.keys, self.values = (nn.Linear(width, rows) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> the same."""
+        normed = self.before(x)
+        return x + torch.tanh(self.keys(normed) + self.values(normed)).sum(1, keepdim=True)
+
+
 def mixer(
     recipe: str,
     cast: bool = False,
@@ -362,6 +375,35 @@ def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool
 def test_shards_of_four_ranks(four: Ranks, recipe: str, rows: int) -> None:
     """The last ones are short, or have no rows."""
     four.run(codes_are_the_same, recipe, False, False, 512, {}, partial(Narrow, rows))
+
+
+def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
+    """Parts of ranks that are no multiples of 8 bytes, where those of all ranks together are one."""
+
+    def steps() -> list[Tensor]:
+        kind = partial(Pair, rows)
+        return codes_trained(mixer(recipe, cast, mixed, width=width, layers=1, mode="dequantize", kind=kind), 2)
+
+    with kernels_on_cpu():
+        with counted(lambda: False):
+            expected = steps()
+        for allowed in (lambda: True, lambda: dist.get_rank() == 0):
+            with counted(allowed):
+                assert same(steps(), expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cast", "mixed", "rows", "width"),
+    [
+        ("hybrid_fp8", True, True, 256, 128),  # a scale of four bytes on each rank
+        ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
+        ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
+        ("int8_rowwise", False, False, 65, 16),
+        ("fp8_rowwise", True, False, 66, 16),
+    ],
+)
+def test_parts_of_odd_sizes(two: Ranks, recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
+    two.run(parts_of_odd_sizes, recipe, cast, mixed, rows, width)
 
 
 def test_codes_that_the_reference_quantizes(two: Ranks) -> None:

@@ -310,7 +310,8 @@ def _in_one_launch(
 def _note(
     examples: list[Example | None], at: int, names: Sequence[str], planes: Sequence[Tensor], layout: Layout, part: Sent
 ) -> None:
-    """Keeps what a weight has sent as the example of later gathers, if that was its planes as they are."""
+    """Keeps what a weight has sent as the example of later gathers, if that was its planes as they are; and has what
+    arrives kept."""
     sent, gathering = part
     route = gathering.route
     everything, travels = (*sent, *gathering.alone), layout.travels[route.which]

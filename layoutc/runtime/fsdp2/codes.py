@@ -1,8 +1,9 @@
 """Weights that are gathered as codes, in few steps: each plane is copied from its shard into what the rank sends, and
 from what all have sent into FSDP2's outputs, of which gathered weights have views. A plane that is smaller than that of
-the other pass is copied to where it is read, and what fills it up in between is left as it is, as are rows that a short
-shard lacks: nobody reads them. Of blocks that cuts split, scales arrive more than once, and are picked from FSDP2's
-outputs."""
+the other pass is copied into a tensor of its own, which FSDP2 frees. What fills it up in between is left as it is, as
+are rows that a short shard lacks: nobody reads them. Of blocks that cuts split, scales arrive more than once, and are
+picked from FSDP2's outputs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Weight:
     shard: weakref.ref[Any]
     gathering: Gathering
     sources: tuple[steady.Source, ...] | None  # the planes that were sent; None: values are quantized in each gather
-    sent: tuple[Tensor, ...]  # views of these, in the order of legs; () as before
+    sent: tuple[Tensor, ...]  # what the shard sends of each leg, in bytes; () if values are quantized in each gather
     outputs: list[Tensor]  # FSDP2's, in the order of legs; then those of slots that the other pass fills
     starts: tuple[int, ...]  # of these in the row of each rank, in bytes
 
@@ -56,7 +57,7 @@ class Weight:
         targets = self._targets()
         # Of a weight whose values are quantized into the row, only the target is used.
         for source, target, start in zip(self.sent or targets, targets, self.starts, strict=False):
-            yield in_words(source, target), start
+            yield in_words(source, target, self.gathering.route.world), start
 
     def others(self) -> Iterator[Tensor]:
         """What FSDP2's steps allocate, and planes do not arrive in."""
@@ -128,7 +129,7 @@ class Codes:
             weight.gathering = member.gathering
 
     def arrive(self, _: Tensor, __: int) -> None:
-        """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
+        """Gives gathered weights their planes, which are being copied to where they lie."""
         for one in self.others:  # also what nobody reads: FSDP2's steps have it too, and plans
             gathered.allocate(one)
         for weight in self.picking:

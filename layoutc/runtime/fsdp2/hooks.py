@@ -187,7 +187,7 @@ def finish(
     plain values, which are among the inner tensors.
     """
     if gathering.before is not None:
-        gathering.before.planes = dict(planes)
+        gathering.before.planes = {name: plane for name, plane in planes.items() if name not in gathering.shared}
     if out is None and on_gather.is_chosen(shard) and find(shard) is not None:
         device = next(iter(planes.values())).device
         values = new_values(shard, gathering.route, dtype, device)

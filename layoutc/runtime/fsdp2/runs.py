@@ -183,12 +183,16 @@ def _lies_in_words(tensor: Tensor) -> bool:
     return tensor.data_ptr() % size == 0 and tensor.storage_offset() * tensor.itemsize % size == 0
 
 
-def in_words(source: Tensor, output: Tensor) -> PlaneInPlace | None:
-    """A plane that is sent from where it lies, and where it arrives, in bytes; None if words do not fit."""
+def in_words(source: Tensor, output: Tensor, ranks: int) -> PlaneInPlace | None:
+    """A plane that is sent from where it lies, and where those of all ranks arrive, in bytes; None if words do not fit.
+
+    A short shard's source has less than a rank's part of the output, so that both are asked.
+    """
     size, flat, output = WORD.itemsize, source.reshape(-1).view(torch.uint8), output.view(-1)
-    for one in (flat, output):
-        if one.numel() % size or one.storage_offset() % size:
-            return None
+    if flat.numel() % size or output.numel() % (ranks * size):
+        return None
+    if flat.storage_offset() % size or output.storage_offset() % size:
+        return None
     if source.data_ptr() % size or source.untyped_storage()._cdata != flat.untyped_storage()._cdata:
         return None
     return PlaneInPlace(flat.view(WORD), output.view(WORD))

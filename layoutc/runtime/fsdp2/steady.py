@@ -2,7 +2,7 @@
 
 A gather differs from the one before in the bytes alone, as long as the shard holds the same planes in the same memory.
 Then the same tensors are sent, and since FSDP2 keeps its outputs, the same views of them arrive. Any other gather goes
-the way of the first one.
+the way of the first one, and so does one whose hooks copy: planes that are padded or filled up, or joined.
 """
 
 from __future__ import annotations

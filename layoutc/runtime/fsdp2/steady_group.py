@@ -11,6 +11,7 @@ With `steady_reduction`, `registry` and `gathered` the only module that reads FS
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
@@ -37,7 +38,7 @@ from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import profiling, transform, without_torch_function
 
 FORWARD: PassName = "forward"  # whose values packs leave
-MOST_FAILURES = 4  # gathers after which FSDP2 is left to it
+MOST_FAILURES = 4  # gathers of a pass after which FSDP2 is left to it
 _RESULT = (
     *("all_gather_output", "all_gather_event", "all_gather_work"),
     *("param_all_gather_input_dtypes", "param_all_gather_input_numels", "all_gather_input_split_sizes"),
@@ -127,11 +128,11 @@ class SteadyGroup(FSDPParamGroup):
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
-    _failures: int  # gathers of which no row was made
+    _failures: Counter[PassName] | None  # gathers of each pass of which no row was made; None: none is to be made
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
-        row = self._rows.get(FORWARD if self._pack is not None else codes.pass_of(self._leader))
+        row = self._rows.get(self._pass())
         if row is None or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
             return
@@ -179,17 +180,24 @@ class SteadyGroup(FSDPParamGroup):
 
     def forget_rows(self) -> None:
         """From now on, gathers are FSDP2's, until `carry` is called again."""
-        self._pack, self._rows, self._failures = None, {}, MOST_FAILURES
+        self._pack, self._rows, self._failures = None, {}, None
+
+    def _pass(self) -> PassName:
+        """The pass that gathers."""
+        return FORWARD if self._pack is not None else codes.pass_of(self._leader)
 
     def _learns(self) -> bool:
         """False in inference mode as well: FSDP2 makes what it has gathered there anew."""
-        return self._failures < MOST_FAILURES and not capturing(self.device) and not torch.is_inference_mode_enabled()
+        if self._failures is None or self._failures[self._pass()] >= MOST_FAILURES:
+            return False
+        return not capturing(self.device) and not torch.is_inference_mode_enabled()
 
     def _learn(self, result: AllGatherResult, metadata: Sequence[Any]) -> None:
         """Makes the row of a pass that FSDP2 has gathered for."""
         row = _row_of(result, self.fsdp_params, self._pack, metadata, self._all_gather_process_group.rank())
         if row is None or (which := row.weights.which) is None:
-            self._failures += 1
+            assert self._failures is not None
+            self._failures[self._pass()] += 1
         else:
             self._rows[which] = row
 
@@ -263,8 +271,8 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
         return
     if group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
-        group._pack, group._leader, group._rows, group._failures, group._reduction = pack, leader, {}, 0, None
-        group._reduces = None
+        group._pack, group._leader, group._rows, group._failures = pack, leader, {}, Counter()
+        group._reduction = group._reduces = None
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())
 

@@ -81,7 +81,8 @@ def route_for(
 
 @dataclass
 class Arrived:
-    """What a gather delivered: FSDP2's outputs, and the planes that are views of them."""
+    """What a gather delivered: FSDP2's outputs, and the planes, but for those that all ranks have: views of outputs, or
+    joined."""
 
     outputs: tuple[Tensor, ...] = ()
     planes: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +97,7 @@ class Gathering:
     shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
     alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
-    before: Arrived | None = None  # of the pass's last gather, if that sent planes as they lie; see `steady`
+    before: Arrived | None = None  # of the pass's last gather, if planes lie in one piece; see `steady`
 
     @property
     def which(self) -> PassName:
