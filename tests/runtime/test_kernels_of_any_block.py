@@ -180,7 +180,7 @@ def test_planes_to_write_into_and_strides(name: str) -> None:
         assert (torch.cat([spaces[plane][:32], spaces[plane][-32:]]) == 0x5A).all(), plane
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "int4_rows"])  # a launch for each source
+@pytest.mark.parametrize("name", NAMES)
 def test_batches(name: str) -> None:
     """Matrices of several shapes in a launch or two."""
     unshipped.add_all()
