@@ -41,8 +41,7 @@ def _overview(kernels: Kernels) -> Table:
         how += f"; in none for {', '.join(planes)}, whose buffers are planes" if planes else ""
         rows.append(("to buffers", how))
         batch = "one launch for up to 256" if quantize.batched else f"a launch each, since {quantize.not_batched}"
-        if quantize.apart:
-            batch = f"{batch}; for each orientation, since {quantize.apart}"
+        batch += f"; orientations in launches of their own, since {quantize.apart}" if quantize.apart else ""
         rows.append(("many weights", batch))
     rows.append(("dequantize", f"{', '.join(name for name, _ in kernels.dequantize_tiles)} to fp32, bf16 or fp16"))
     lay_out = kernels.lay_out

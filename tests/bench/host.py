@@ -5,14 +5,14 @@
 
 Square weights of one group, in bf16: gathered as they are, quantized (layoutc:RECIPE), cast on gather (cast:RECIPE),
 with gathers that leave values (either with +on_gather), and as torchao's float8 gathers them, where torchao is
-installed. First, what is gathered is compared with the whole
-weights, quantized, byte for byte, before and after a step. Then all is timed by the host's clock; no stream is waited
-for in between. In us a parameter: `unshard()` and `reshard()` together; and by themselves, in runs of their own, what
-FSDP2 calls the hooks in (FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too; `linear`
-is a linear layer's forward on 16 rows that need a gradient, by a weight that is gathered. In ms: a step of fused AdamW,
-or of MasterWeights with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is what MasterWeights
-steps. `amaxes` is layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of two runs, and how far
-these are apart. On a CPU there are no kernels: references are timed with the rest.
+installed. First, what is gathered is compared with the whole weights, quantized, byte for byte, before and after a
+step. Then all is timed by the host's clock; no stream is waited for in between. In us a parameter: `unshard()` and
+`reshard()` together; and by themselves, in runs of their own, what FSDP2 calls the hooks in
+(FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too; `linear` is a linear layer's
+forward on 16 rows that need a gradient, by a weight that is gathered. In ms: a step of fused AdamW, or of MasterWeights
+with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is what MasterWeights steps. `amaxes` is
+layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of two runs, and how far these are apart.
+On a CPU there are no kernels: references are timed with the rest.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Plan:
             if batch is not None:
                 self.kinds.append(Kind(tuple(members), batch))
         batched = {at for kind in self.kinds for at in kind.members}
-        self.rest = [at for at in range(len(tensors)) if at not in batched]  # each takes a launch
+        self.rest = [at for at in range(len(tensors)) if at not in batched]  # each is quantized by itself
 
 
 class GatherGroup:

@@ -64,17 +64,20 @@ class Weight:
         targets = {id(one) for one in self._targets()}
         yield from [one for one in (*self.outputs, *self.gathering.joined.values()) if id(one) not in targets]
 
-    def pick(self) -> None:
-        """Makes the planes that arrive with scales of some blocks more than once, once these are in FSDP2's outputs."""
+    def picks(self) -> Iterator[tuple[Gathering, str, Tensor]]:
+        """Planes that arrive with scales of some blocks more than once: what `wire.arrived` makes them of, once these
+        are in FSDP2's outputs."""
         for (name, leg), output in zip(self.gathering.route.legs.items(), self.outputs, strict=False):
             if leg.chosen is not None:
-                wire.arrived(self.gathering, name, output)
+                yield self.gathering, name, output
 
     def _targets(self) -> list[Tensor]:
         """Where each plane arrives: in FSDP2's output; one that does not fill that, where it is joined."""
         legs, joined = self.gathering.route.legs, self.gathering.joined
         pairs = zip(legs.items(), self.outputs, strict=False)
-        return [joined[name] if leg.joined and leg.chosen is None else output for (name, leg), output in pairs]
+        return [
+            output if leg.joined is None or leg.chosen is not None else joined[name] for (name, leg), output in pairs
+        ]
 
     def deliver(self, shared: Mapping[str, Tensor]) -> None:
         """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
@@ -103,7 +106,7 @@ class Codes:
         self.sharing = [at for at, weight in enumerate(weights) if weight.gathering.shared]
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's position; see `_copied`
         self.others = [one for weight in weights for one in weight.others()]
-        self.picking = [weight for weight in weights if any(leg.chosen for leg in weight.gathering.route.legs.values())]
+        self.picks = [one for weight in weights for one in weight.picks()]
 
     def is_steady(self) -> bool:
         """True if all of them would send what lies where it lay."""
@@ -132,8 +135,8 @@ class Codes:
         """Gives gathered weights their planes, which are being copied to where they lie."""
         for one in self.others:  # also what nobody reads: FSDP2's steps have it too, and plans
             gathered.allocate(one)
-        for weight in self.picking:
-            weight.pick()
+        for pick in self.picks:
+            wire.arrived(*pick)
         copied = self._copied()
         for at, weight in enumerate(self.weights):
             weight.deliver(copied.get(at, weight.gathering.shared))
@@ -171,12 +174,11 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     own_sizes = [leg.sent * leg.width for leg in legs]
     if tuple(sizes) != (route.slots or tuple(own_sizes)):
         return None
-    kept = steady.kept(shard, route.which) if isinstance(shard, QuantizedTensor) else None
-    if isinstance(shard, QuantizedTensor):
-        if kept is None:
-            return None
-    elif any(leg.chosen is not None for leg in legs):
-        return None  # ranks ask one another for amaxes of the blocks that they share
+    is_codes = isinstance(shard, QuantizedTensor)
+    kept = steady.kept(shard, route.which) if is_codes else None
+    # Of values that are cast, ranks ask one another for amaxes of the blocks that they share.
+    if kept is None and (is_codes or any(leg.chosen is not None for leg in legs)):
+        return None
     starts = tuple(accumulate(sizes[:-1], initial=start))
     # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
     shared = {name: shard._planes[name] if kept else plane for name, plane in metadata.shared.items()}
