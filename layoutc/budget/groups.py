@@ -146,14 +146,14 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
         if key not in made:
             made[key] = tuple(
                 Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange, mesh.replicas)
-                for members in _split(layer, use, picks, mesh, stays)
+                for members in _split(layer, use, picks, mesh, stays, dtypes)
             )
         return made[key]
 
     return Groups(of_layer(model.root, True), tuple(of_layer(layer, False) for layer in model.layers))
 
 
-def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool) -> list[tuple[Member, ...]]:
+def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes: Dtypes) -> list[tuple[Member, ...]]:
     """The weights of a layer by what ranks they are cut over: dense ones first, then experts if ranks have parts."""
     found: dict[bool, list[Member]] = {}
     for weight in layer.weights:
@@ -161,16 +161,21 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool) -> lis
         placed = place(weight, mesh)
         taken = not why
         plan = use.plan if taken else None
-        piece = Piece(placed, plan, use.cast and taken, weight.trains, stays, use.on_gather and taken)
+        piece = Piece(placed, plan, use.cast and taken, weight.trains, stays, taken)
         found.setdefault(weight.kind == "experts" and mesh.experts > 1, []).append(Member(weight, piece, why))
-    return [_packed(members) for _, members in sorted(found.items())]
+    return [_gathered_together(members, use, stays, dtypes) for _, members in sorted(found.items())]
 
 
-def _packed(members: Sequence[Member]) -> tuple[Member, ...]:
-    """The same, marked as those of a group of which planes travel in one tensor, if two or more of them can."""
-    if sum(one.piece.packs for one in members) < 2:
-        return tuple(members)
-    return tuple(replace(one, piece=replace(one.piece, packed=True)) if one.piece.on_gather else one for one in members)
+def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes: Dtypes) -> tuple[Member, ...]:
+    """The same, of which all leave values, or all codes; marked as those of a group of which planes travel in one
+    tensor, if two or more of them can."""
+    packs = [one.piece.packs for one in members if one.piece.plan is not None]
+    values = use.leaves_values(packs, stays, dtypes.gathered)
+    packed = values and sum(packs) > 1
+    return tuple(
+        replace(one, piece=replace(one.piece, on_gather=values, packed=packed)) if one.piece.plan is not None else one
+        for one in members
+    )
 
 
 def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
@@ -193,6 +198,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
         stored=sum(gathered(member.piece, "both", groups[0].dtypes).sent for member in quantized),
         quantized=sum(member.piece.placed.matrix[0] * member.piece.placed.matrix[1] for member in quantized),
         weights=len(quantized),
+        values=any(member.piece.on_gather for member in quantized),
         attention=layer.attention / mesh.tensor,
         width=layer.width / mesh.tensor,
     )

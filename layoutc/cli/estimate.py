@@ -23,6 +23,7 @@ from layoutc.cli.shared import (
     graph_option,
     host_option,
     link_of_word,
+    on_gather_option,
     report,
     runs_of,
     together_option,
@@ -111,7 +112,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @card_option
 @click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients are exchanged in bf16, as exchange_gradients does.")
-@click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
+@on_gather_option
 @eager_option
 @graph_option
 @host_option
@@ -137,7 +138,7 @@ def estimate(
     cast: bool,
     low: bool,
     exchange: bool,
-    on_gather: bool,
+    on_gather: bool | None,
     eager: bool,
     graph: bool,
     host: float | None,
@@ -157,7 +158,7 @@ def estimate(
     layoutc estimate fp8_block --world 2,4 --link 12,nvlink   several links, one of those that were measured
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
-    layoutc estimate nvfp4 --on-gather --world 2,8            dequantized by gathers, at the host's cost of bf16
+    layoutc estimate nvfp4 --by-layers --world 2,8            dequantized by layers, not by gathers
     layoutc estimate nvfp4 --sequence 512 --link 250 --world 8 --bf16-step 8:310     on a host whose bf16 takes 310 ms
     layoutc estimate nvfp4 --sequence 512 --world 8 --together 10     ten steps in a row, the host works ahead
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
@@ -166,18 +167,16 @@ def estimate(
     from layoutc.estimate.hosts import factor_of
     from layoutc.estimate.machine import CARDS, link_of
     from layoutc.estimate.step import estimate as estimate_step
+    from layoutc.estimate.step import settled
     from layoutc.estimate.work import Use
     from layoutc.report import estimates
     from layoutc.report.describe import as_data
 
-    for option, given in (("cast", cast), ("low", low), ("on-gather", on_gather)):
+    for option, given in (("cast", cast), ("low", low), ("on-gather", on_gather is not None)):
         if given and not recipes:
             raise click.UsageError(f"--{option} says how weights of recipes are used; name a RECIPE")
     model = _model(preset, sizes)
-    uses = [
-        replace(use, exchange=exchange, on_gather=on_gather and use.plan is not None)
-        for use in _uses(recipes, folder, model, cast, low)
-    ]
+    uses = [replace(use, exchange=exchange, on_gather=on_gather) for use in _uses(recipes, folder, model, cast, low)]
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
     made, machine, runs = [], CARDS[card], runs_of(eager, graph)
@@ -202,14 +201,15 @@ def estimate(
     if exchange:
         apart = [world for world in worlds if world > per_host]
         notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
-    notes += estimates.IN_TIME if on_gather else []
+    leave = any(settled(use, model.block.weights, world).on_gather for use in uses for world in worlds)
+    notes += estimates.IN_TIME if leave else []
     if as_json:
         found = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
         start = {
             "model": as_data(model),
             "machine": as_data(machine),
             "exchange": exchange,
-            "on_gather": on_gather,
+            "on_gather": leave,
             "runs": runs,
             "together": together,
             "host_factor": host or 1.0,

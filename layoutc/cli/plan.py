@@ -23,6 +23,7 @@ from layoutc.cli.shared import (
     graph_option,
     host_option,
     link_of_word,
+    on_gather_option,
     runs_of,
     together_option,
     words_of,
@@ -119,7 +120,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @card_option
 @click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients.")
-@click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
+@on_gather_option
 @eager_option
 @graph_option
 @host_option
@@ -150,7 +151,7 @@ def plan(
     layoutc plan config.json --recipe mxfp8 --experts --replicas 64 --ep 64 --world 16384
     layoutc plan model.safetensors.index.json --recipe fp8_block --use both
     layoutc plan config.json --recipe nvfp4 --exchange --replicas 8 --world 64
-    layoutc plan config.json --recipe nvfp4 --on-gather --world 8    gathered codes, dequantized at once
+    layoutc plan config.json --recipe nvfp4 --by-layers --world 8    gathered weights are codes, which layers dequantize
     layoutc plan my_package.models:build --recipe mxfp8 --leave lm_head.weight
     layoutc plan --shapes 'up*32=14336x4096,down*32=4096x14336' --recipe nvfp4
     layoutc plan config.json --recipe mxfp8 --json > run.json
@@ -241,7 +242,7 @@ def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]
     data["notes"] += in_a_row(asked["together"])
     if asked["exchange"]:
         data["notes"] += _exchange_notes(meshes, asked["per_host"])
-    if asked["on_gather"]:
+    if data["setting"]["on_gather"]:
         data["notes"] += IN_MEMORY + IN_TIME
     if any(asked[name] > 1 for name in ("replicas", "tp", "ep")):
         data["notes"].append(NOT_IN_TIME)
@@ -318,7 +319,7 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
             "for those that are reduced in a wider dtype: --gathered bf16 or fp16, and --reduced fp32"
         )
     for option in ("low", "only", "leave", "experts", "on_gather"):
-        if asked[option] and not recipes:
+        if (asked[option] or _is_given(option)) and not recipes:
             option = option.replace("_", "-")
             raise click.UsageError(f"--{option} says how weights of recipes are used; name a --recipe")
     for recipe in recipes:

@@ -28,6 +28,11 @@ card_option = click.option(
 )
 
 eager_option = click.option("--eager", is_flag=True, help="Not compiled: recipes take more of the host's time.")
+on_gather_option = click.option(
+    "--on-gather/--by-layers",
+    default=None,
+    help="Who dequantizes, as by set_products_.  [default: gathers, where that costs nothing]",
+)
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
 host_option = click.option(

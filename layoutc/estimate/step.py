@@ -7,7 +7,7 @@ Left out: the loss and what comes before the first block, norms' reductions, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
@@ -45,10 +45,22 @@ def sent(use: Use, shape: tuple[int, int], world: int, which: Pass) -> int:
 
 def packed(use: Use, shapes: Sequence[tuple[int, int]], world: int) -> int:
     """The bytes that each rank sends of a group's weights, if these travel in one tensor, all of them; see `Sent`."""
-    if use.plan is None or not use.on_gather or world == 1 or len(shapes) < 2:
+    fit = _fit(use, shapes, world)
+    if not use.on_gather or len(fit) < 2 or not all(fit):
         return 0
-    fit = all(packs(use.plan.forward, Cuts.of(m, world), k) for m, k in shapes)
-    return sum(sent(use, shape, world, "forward") for shape in shapes) if fit else 0
+    return sum(sent(use, shape, world, "forward") for shape in shapes)
+
+
+def settled(use: Use, shapes: Sequence[tuple[int, int]], world: int) -> Use:
+    """The same, saying whether gathers of a group of these weights leave values."""
+    return replace(use, on_gather=use.leaves_values(_fit(use, shapes, world)))
+
+
+def _fit(use: Use, shapes: Sequence[tuple[int, int]], world: int) -> list[bool]:
+    """Whether each weight can travel in one tensor with others; [] of plain ones."""
+    if use.plan is None:
+        return []
+    return [world > 1 and packs(use.plan.forward, Cuts.of(m, world), k) for m, k in shapes]
 
 
 def problems(use: Use, model: Model) -> list[str]:
@@ -88,6 +100,7 @@ def estimate(
     for problem in problems(use, model):
         raise ValueError(problem)
     block, plain = model.block, Use("bf16")
+    use = settled(use, block.weights, world)
     norms = sum(cdiv(length, world) for length in block.plain) * BF16
     own = {one: sum(sent(use, shape, world, one) for shape in block.weights) + norms for one in PASSES}
     rows = sum(cdiv(m, world) * k for m, k in block.weights) + norms // BF16  # entries of a rank's shard
@@ -98,6 +111,7 @@ def estimate(
         stored=sum(bytes_per_rank(use.plan, both, m, k, world) for m, k in block.weights) if use.plan and both else 0,
         quantized=block.elements if use.plan else 0,
         weights=len(block.weights),
+        values=bool(use.on_gather),
         attention=model.dim,
         width=model.dim + model.ffn,
     )

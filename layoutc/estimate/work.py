@@ -31,14 +31,15 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 class Use:
     """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
     exchange: gradients travel as backward makes them, by `layoutc.exchange_gradients`. on_gather: gathers leave values,
-    by `layoutc.set_products_`."""
+    or codes, by `layoutc.set_products_`; None: values where they cost nothing, as `layoutc.products` has it by default.
+    """
 
     name: str
     plan: Plan | None = None
     cast: bool = False
     low: bool = False
     exchange: bool = False
-    on_gather: bool = False
+    on_gather: bool | None = None
 
     @property
     def problem(self) -> str:
@@ -46,6 +47,14 @@ class Use:
         if self.plan is None or not (self.on_gather and self.low):
             return ""
         return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
+
+    def leaves_values(self, packs: Sequence[bool], stays: bool = False, value: int = BF16) -> bool:
+        """Whether gathers of a group leave values. packs: of each weight in the recipe, whether it can travel in a
+        pack. stays: gathered after forward. value: bytes of one."""
+        if self.plan is None or self.on_gather is not None:
+            return self.plan is not None and bool(self.on_gather)
+        alike = not self.low and not self.plan.passes_differ
+        return alike and not stays and value == BF16 and len(packs) > 1 and all(packs)
 
     def exchanges(self, ranks: int) -> bool:
         """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""
@@ -77,13 +86,15 @@ class Sent:
 @dataclass(frozen=True)
 class Work:
     """A group. products: on this rank. stored: bytes of planes that an optimizer's step writes; quantized: elements of
-    the whole weights in the recipe, of which there are `weights`. attention: columns; width: of elementwise work."""
+    the whole weights in the recipe, of which there are `weights`. values: gathers leave them. attention: columns;
+    width: of elementwise work."""
 
     sent: tuple[Sent, ...]
     products: tuple[Product, ...]
     stored: int = 0
     quantized: int = 0
     weights: int = 0
+    values: bool = False
     attention: float = 0.0
     width: float = 0.0
 
@@ -231,7 +242,7 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
         own = machine.cast_host if use.cast else machine.weight_host
         if runs == "compiled" and not _is_low(use, machine):
             own -= machine.graph_host
-        if use.on_gather:  # products are those of plain weights, and casting is left
+        if work.values:  # products are those of plain weights, and casting is left
             own = machine.cast_host - machine.weight_host if use.cast else 0.0
         seconds += work.weights * (own + _low_host(use, machine, runs))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))

@@ -9,12 +9,10 @@ from typing import ClassVar, Literal, Protocol
 
 from layoutc.runtime.facts import Layout
 
-Mode = Literal["auto", "low", "dequantize"]
-_MODES = ("auto", "low", "dequantize")
-_mode: Mode = "dequantize"
-
-OwnMode = Literal["auto", "low", "dequantize", "dequantize_on_gather"]  # of a weight
-ON_GATHER: OwnMode = "dequantize_on_gather"
+Mode = Literal["auto", "low", "dequantize", "dequantize_on_gather"]
+_MODES = ("auto", "low", "dequantize", "dequantize_on_gather")
+ON_GATHER: Mode = "dequantize_on_gather"
+_mode: Mode = ON_GATHER
 
 Saves = Literal["quantized", "input"]
 _SAVES = ("quantized", "input")
@@ -35,18 +33,19 @@ class Weight(Protocol):
     """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    _products: OwnMode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
+    _products: Mode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
 
 
 def of(weight: Weight) -> Mode:
     """The mode that products of a weight follow now: its own, else what is set for all.
 
-    A weight of a recipe without products is always dequantized. So is one that is dequantized on gather, wherever its
-    codes are multiplied after all: where nothing gathers it.
+    "dequantize" in place of "dequantize_on_gather", wherever codes are multiplied after all: where gathers leave codes,
+    or nothing gathers them. A weight of a recipe without products is always dequantized.
     """
-    if weight.LAYOUT.products is None or weight._products == ON_GATHER:
+    if weight.LAYOUT.products is None:
         return "dequantize"
-    return weight._products or _mode  # type: ignore[return-value]
+    mode = weight._products or _mode
+    return "dequantize" if mode == ON_GATHER else mode
 
 
 def read_as(weight: Weight, orientation: str) -> str:
@@ -67,17 +66,9 @@ def _setting(mode: str, saves: Saves | None) -> str:
 
 
 def check(mode: str) -> None:
-    """Raises ValueError for anything but a mode that can be set for all weights."""
-    if mode == ON_GATHER:
-        raise ValueError(f'{mode} is for weights of a model: layoutc.set_products_(model, "{mode}")')
+    """Raises ValueError for anything but a mode."""
     if mode not in _MODES:
         raise ValueError(f"products are {', '.join(_MODES)}, not {mode!r}")
-
-
-def check_own(mode: str) -> None:
-    """Raises ValueError for anything but a mode of a weight."""
-    if mode not in (*_MODES, ON_GATHER):
-        raise ValueError(f"products are {', '.join(_MODES)}, or of weights {ON_GATHER}, not {mode!r}")
 
 
 class products:
@@ -86,7 +77,11 @@ class products:
     auto: in low precision, if the recipe names one for activations and the card has a kernel; else as dequantize.
     low: in low precision also without a kernel: both operands are quantized, and their values multiplied in fp32. Slow;
     it is how numbers of a card that is not at hand are seen.
-    dequantize: the weight's values, in the activations' dtype.
+    dequantize: the weight's values, in the activations' dtype, which each layer makes of codes.
+    dequantize_on_gather: the default. The same, but FSDP2's gathers leave values, in place of codes, of groups in which
+    that takes no more than a plain model does and gives the same: whose weights are all freed after forward, have
+    values of 16 bits, and gather the same codes, whole blocks of each rank, in both passes. All others are dequantized
+    by layers. `layoutc.set_products_` chooses it for weights of any other group.
 
     A weight that `layoutc.set_products_` has given a mode of its own keeps that one.
 

@@ -103,8 +103,8 @@ def plan_of(name: str) -> Plan:
 
 @cache
 def use(words: str) -> Use:
-    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, `fp8_block+on_gather`, any with `+exchange`; torchao:
-    tensorwise, which travels as fp8_current."""
+    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, `fp8_block+on_gather`, any with `+exchange`, by layers if
+    not on gather; torchao: tensorwise, which travels as fp8_current."""
     if words.endswith("+exchange"):
         return replace(use(words.removesuffix("+exchange")), exchange=True)
     if words.endswith("+on_gather"):
@@ -112,9 +112,9 @@ def use(words: str) -> Use:
     if words == "bf16":
         return Use(words)
     if words == "torchao":
-        return Use(words, plan_of("fp8_current"), cast=True, low=True)
+        return Use(words, plan_of("fp8_current"), cast=True, low=True, on_gather=False)
     name = words.removeprefix("cast ").removesuffix("+low")
-    return Use(words, plan_of(name), words.startswith("cast "), words.endswith("+low"))
+    return Use(words, plan_of(name), words.startswith("cast "), words.endswith("+low"), on_gather=False)
 
 
 def blocks(sequence: int = 4096, batch: int = 1) -> Model:

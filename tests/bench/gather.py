@@ -62,8 +62,7 @@ def block(sizes: Sizes, recipe: str | None, form: str, device: torch.device) -> 
     if recipe is not None:
         convert = layoutc.cast_on_gather_ if form.startswith("cast") else layoutc.quantize_
         convert(layers, recipe)
-    if form.endswith("values"):
-        layoutc.set_products_(layers, "dequantize_on_gather")
+        layoutc.set_products_(layers, "dequantize_on_gather" if form.endswith("values") else "dequantize")
     fully_shard(layers)
     return layers
 

@@ -4,15 +4,15 @@
     python tests/bench/host.py          one rank, on a card or on the CPU
 
 Square weights of one group, in bf16: gathered as they are, quantized (layoutc:RECIPE), cast on gather (cast:RECIPE),
-with gathers that leave values (either with +on_gather), and as torchao's float8 gathers them, where torchao is
-installed. First, what is gathered is compared with the whole weights, quantized, byte for byte, before and after a
-step. Then all is timed by the host's clock; no stream is waited for in between. In us a parameter: `unshard()` and
-`reshard()` together; and by themselves, in runs of their own, what FSDP2 calls the hooks in
+dequantized by gathers or by layers (+on_gather, +by_layers; default: as layoutc has it), and as torchao's float8
+gathers them, where torchao is installed. First, what is gathered is compared with the whole weights, quantized, byte
+for byte, before and after a step. Then all is timed by the host's clock; no stream is waited for in between. In us a
+parameter: `unshard()` and `reshard()` together; and by themselves, in runs of their own, what FSDP2 calls the hooks in
 (FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too; `linear` is a linear layer's
-forward on 16 rows that need a gradient, by a weight that is gathered. In ms: a step of fused AdamW, or of MasterWeights
-with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is what MasterWeights steps. `amaxes` is
-layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of two runs, and how far these are apart.
-On a CPU there are no kernels: references are timed with the rest.
+forward on 16 rows that need a gradient, by a weight that is gathered. In ms: a step of fused AdamW, or of
+MasterWeights with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is what MasterWeights steps.
+`amaxes` is layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of two runs, and how far these
+are apart. On a CPU there are no kernels: references are timed with the rest.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ import layoutc
 RECIPES = ("fp8_block", "mxfp8", "nvfp4", "fp8_current")
 FORMS = (
     *("fp32", "bf16", *(f"{use}:{recipe}" for use in ("layoutc", "cast") for recipe in RECIPES)),
-    *(*(f"layoutc:{recipe}+on_gather" for recipe in RECIPES), "torchao:float8"),
+    *(*(f"layoutc:{recipe}+by_layers" for recipe in RECIPES), "torchao:float8"),
 )
 COLUMNS = ("gather", "pre", "post", "linear", "amaxes", "step")
 Figures = dict[str, float]
 
 
-def parts_of(form: str) -> tuple[str, str, bool]:
-    """What holds the weights, the recipe, and whether gathers leave values."""
-    use, _, recipe = form.partition(":")
-    return use, recipe.removesuffix("+on_gather"), recipe.endswith("+on_gather")
+def parts_of(form: str) -> tuple[str, str, str]:
+    """What holds the weights, the recipe, and who dequantizes them: `on_gather`, `by_layers`, or "", the default."""
+    use, _, words = form.partition(":")
+    recipe, _, by = words.partition("+")
+    return use, recipe, by
 
 
 def build(form: str, count: int, size: int, device: torch.device) -> nn.Module:
     """The same weights on every rank, sharded as one group. Raises ImportError for what is not installed."""
-    use, recipe, leaves_values = parts_of(form)
+    use, recipe, by = parts_of(form)
     torch.manual_seed(0)
     dtype = torch.float32 if form == "fp32" else torch.bfloat16
     with device:
@@ -64,8 +65,8 @@ def build(form: str, count: int, size: int, device: torch.device) -> nn.Module:
         layoutc.quantize_(model, recipe)
     elif use == "cast":
         layoutc.cast_on_gather_(model, recipe)
-    if leaves_values:
-        layoutc.set_products_(model, "dequantize_on_gather")
+    if by:
+        layoutc.set_products_(model, {"on_gather": "dequantize_on_gather", "by_layers": "dequantize"}[by])
     if use == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -111,7 +112,7 @@ def whole(local: Tensor) -> Tensor:
 def check(form: str, model: Any, values: list[Tensor]) -> None:
     """What is gathered equals the whole weights, quantized, byte for byte, or their values. values: what they are
     quantized from."""
-    use, recipe, leaves_values = parts_of(form)
+    use, recipe, _ = parts_of(form)
     if use == "torchao":
         return
     model.unshard()
@@ -120,8 +121,9 @@ def check(form: str, model: Any, values: list[Tensor]) -> None:
             held, expected = {"": layer.weight}, {"": value}
         else:
             whole_weight = importlib.import_module(f"layoutc.recipes.{recipe}").quantize(value)
-            held = {"": layer.weight} if leaves_values else layer.weight.planes()
-            expected = {"": whole_weight.dequantize(layer.weight.dtype)} if leaves_values else whole_weight.planes()
+            is_value = not hasattr(layer.weight, "planes")
+            held = {"": layer.weight} if is_value else layer.weight.planes()
+            expected = {"": whole_weight.dequantize(layer.weight.dtype)} if is_value else whole_weight.planes()
         for name, plane in held.items():
             one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (plane, expected[name]))
             assert torch.equal(one, other), (form, name)

@@ -12,8 +12,8 @@ the peak of memory, the loss after the steps, the last fifth of steps over the f
 the last step and were not after the first; with --profile, where the card's time goes in one step, and with --trace a
 trace of it for each variant.
 `layoutc:RECIPE` are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low`
-multiplies in low precision, `+on_gather` leaves values of gathered weights, and `+exchange`, of any variant, sends
-gradients in bf16 (layoutc.exchange_gradients).
+multiplies in low precision, `+by_layers` and `+on_gather` say who dequantizes (default: gathers, where that costs
+nothing), and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients).
 `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has
 that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture. With --turns N all variants are held at once and take N
@@ -139,6 +139,8 @@ def build(
     fully_shard(model, mp_policy=policy)
     if "on_gather" in variant.split("+"):
         layoutc.set_products_(model, "dequantize_on_gather")
+    if "by_layers" in variant.split("+"):
+        layoutc.set_products_(model, "dequantize")
     if "exchange" in variant.split("+"):
         layoutc.exchange_gradients(model)
     adamw: dict[str, Any] = {"lr": 1e-4, "fused": True, "capturable": graph}

@@ -73,6 +73,7 @@ def in_one_group(recipe: str, dtype: torch.dtype = torch.float32, count: int = 4
     model = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=dtype) for m, k in shapes[:count]])
     make_uneven(model)
     layoutc.cast_on_gather_(model, recipe)
+    layoutc.set_products_(model, "dequantize")  # gathers leave codes, which are looked at
     return fully_shard(model, **options)
 
 

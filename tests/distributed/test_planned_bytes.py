@@ -280,7 +280,7 @@ def counts_as_planned(
     tensor: int = 1,
     experts: int = 1,
     exchange: bool = False,
-    on_gather: bool = False,
+    on_gather: bool | None = None,
     only: tuple[str, ...] = (),
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""

@@ -188,7 +188,7 @@ def finish(
     """
     if gathering.before is not None:
         gathering.before.planes = {name: plane for name, plane in planes.items() if name not in gathering.shared}
-    if out is None and on_gather.is_chosen(shard) and find(shard) is not None:
+    if out is None and _leaves_values(shard):
         device = next(iter(planes.values())).device
         values = new_values(shard, gathering.route, dtype, device)
         deliver(shard, planes, None)
@@ -204,6 +204,11 @@ def finish(
         return tensor, to_be_freed(gathering, passes, tensor.device)
     deliver(shard, planes, out)
     return None
+
+
+def _leaves_values(shard: Gatherable) -> bool:
+    sharding = find(shard)
+    return sharding is not None and on_gather.is_awaited(sharding.param())
 
 
 def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:

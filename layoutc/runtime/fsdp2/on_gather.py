@@ -17,9 +17,8 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.product_mode import ON_GATHER
-from layoutc.runtime.sharding import gathered
-from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.sharding import gathered, values_or_codes
+from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.torch_private import reset_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -45,11 +44,6 @@ class Group:
 
 
 _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
-
-
-def is_chosen(shard: Any) -> bool:
-    """True for a shard whose first gather leaves values."""
-    return bool(shard._products == ON_GATHER)
 
 
 def check_unwritten(shard: Any, values: Tensor | None) -> None:
@@ -87,8 +81,13 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
 
 def is_awaited(param: Any) -> bool:
     """True for a parameter whose gather leaves values."""
+    if (decision := gathered.decision_of(param)) is not None:
+        return decision.values
     shard = gathered.shard_of(param)
-    return hasattr(shard, "QUANTIZED") and gathered.leaves_values(param, is_chosen(shard))
+    if not hasattr(shard, "QUANTIZED") or (sharding := find(shard)) is None:
+        return False
+    weights = values_or_codes.weights_of(sharding)
+    return values_or_codes.are_left(weights)[weights.index(param)]
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.reading import Launch
 
-ALIGNED = 16  # bytes that kernels move at a time: what planes are multiples of, and where a pack begins
 _MOST = 16  # places that a pack has lain in, whose launches are kept
 _filling: ContextVar[bool] = ContextVar("layoutc_filling", default=False)
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.runtime import product_mode
 from layoutc.runtime.fsdp2 import hooks, on_gather
-from layoutc.runtime.fsdp2.pack import ALIGNED, Member, Pack, Slot, is_filling
-from layoutc.runtime.fsdp2.wire import Route
+from layoutc.runtime.fsdp2.pack import Member, Pack, Slot, is_filling
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.sharding import gathered
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
 
 Sent = tuple[tuple[Tensor, ...], Any]
@@ -32,6 +33,7 @@ class Packed(NamedTuple):
     pack: Pack
     number: int  # ALONE: it fits into no pack, or its gathers leave codes
     gathered: hooks.Gathered
+    mode: Mode  # of all weights, when it was found
 
 
 ALONE = -1
@@ -42,7 +44,7 @@ _NO_PACK = Pack([], 0, False)
 def send(shard: Any, mesh: Any) -> Sent | None:
     """What the pre-all-gather hook of a shard returns, if it travels in a pack; else None."""
     packed: Packed | None = shard._packed
-    if packed is None and (packed := _join(shard)) is None:
+    if (packed is None or packed.mode != product_mode.current()) and (packed := _join(shard)) is None:
         return None
     if packed.number == ALONE or is_filling():
         on_gather.check_unwritten(shard, packed.gathered.values)
@@ -75,14 +77,17 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
 
 # ------------------------------------------------------------------------------------------------------------- one pack
 def _join(shard: Any) -> Packed | None:
-    """The place of a shard that has none yet: a new one, or one that has taken the place of another."""
+    """The place of a shard that has none yet, as one that has taken the place of another, or that was found under
+    another mode of all weights."""
     if is_filling() or hooks.simulated():
         return None
     sharding = find(shard)
     if sharding is None or not sharding.is_of(shard):
         return None
+    values_or_codes.decide(sharding)
+    mode = product_mode.current()
     if not on_gather.is_awaited(sharding.param()):
-        shard._packed = Packed(_NO_PACK, ALONE, hooks.gathered_of(sharding))
+        shard._packed = Packed(_NO_PACK, ALONE, hooks.gathered_of(sharding), mode)
         _carry_codes(sharding)
         return None
     awaited = [param for param in sharding.params_of_group() if on_gather.is_awaited(param)]
@@ -93,7 +98,7 @@ def _join(shard: Any) -> Packed | None:
     for one, param in zip(shards, awaited, strict=True):
         own = find(one)
         assert own is not None
-        one._packed = Packed(pack, numbers.get(id(param), ALONE), hooks.gathered_of(own))
+        one._packed = Packed(pack, numbers.get(id(param), ALONE), hooks.gathered_of(own), mode)
     found: Packed = shard._packed
     return found
 
@@ -104,8 +109,9 @@ def _pack_of(awaited: Sequence[Any], group: Any) -> Pack:
     for param in awaited:
         shard = gathered.shard_of(param)
         own = find(shard)
-        if own is None or not _fits(param, own, route := hooks.route_of(own, shard)):
+        if own is None or not values_or_codes.fits(param, own, shard):
             continue
+        route = hooks.route_of(own, shard)
         sizes = [leg.sent * leg.width for leg in route.legs.values()]
         starts = accumulate(sizes, initial=start)
         slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
@@ -137,10 +143,3 @@ def _carry(group: Any, pack: Pack | None, leader: Any) -> None:
     except ImportError:  # of a name of FSDP2's that this torch does not have
         return
     steady_group.carry(group, pack, leader)
-
-
-def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
-    """True if each rank sends whole blocks of rows, and planes of multiples of 16 bytes, of a shard on the device."""
-    if route.world == 1 or sharding.dim or route.slots or gathered.is_offloaded(param):
-        return False
-    return all(leg.joined is None and leg.sent * leg.width % ALIGNED == 0 for leg in route.legs.values())

@@ -24,17 +24,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
-from layoutc.runtime import streams
+from layoutc.runtime import product_mode, streams
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
-from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
+from layoutc.runtime.fsdp2.pack import Pack
 from layoutc.runtime.fsdp2.runs import Part, Run, plain, runs_of
 from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.values_or_codes import ALIGNED
 from layoutc.runtime.torch_private import profiling, transform, without_torch_function
 
 FORWARD: PassName = "forward"  # whose values packs leave
@@ -127,13 +129,14 @@ class SteadyGroup(FSDPParamGroup):
     _reduction: Reduction | None  # once there were gradients
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
+    _mode: Mode  # of all weights, under which that was decided
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
     _failures: Counter[PassName] | None  # gathers of each pass of which no row was made; None: none is to be made
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
         row = self._rows.get(self._pass())
-        if row is None or not self._is_at_rest() or not row.weights.is_steady():
+        if row is None or self._is_of_another_mode() or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
             return
         with self._labelled("FSDP::all_gather"):
@@ -185,6 +188,10 @@ class SteadyGroup(FSDPParamGroup):
     def _pass(self) -> PassName:
         """The pass that gathers."""
         return FORWARD if self._pack is not None else codes.pass_of(self._leader)
+
+    def _is_of_another_mode(self) -> bool:
+        """True if hooks must decide anew whether gathers leave values or codes, which they do for forward."""
+        return self._mode != product_mode.current() and self._training_state is not TrainingState.PRE_BACKWARD
 
     def _learns(self) -> bool:
         """False in inference mode as well: FSDP2 makes what it has gathered there anew."""
@@ -272,6 +279,7 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
     if group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
         group._pack, group._leader, group._rows, group._failures = pack, leader, {}, Counter()
+        group._mode = product_mode.current()
         group._reduction = group._reduces = None
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())

@@ -9,7 +9,7 @@ from torch import nn
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
-from layoutc.runtime.product_mode import ON_GATHER, Mode, OwnMode
+from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
@@ -39,7 +39,7 @@ class ExplainedProduct(NamedTuple):
     way: Way
     kernel: str
     reason: str
-    own_mode: OwnMode | None = None
+    own_mode: Mode | None = None
 
     def __str__(self) -> str:
         """A line for a reader."""
@@ -75,7 +75,7 @@ def explain_products(
 
 
 def _wanted() -> Mode:
-    return "auto" if mode.current() == "dequantize" else mode.current()
+    return "auto" if mode.current() in ("dequantize", ON_GATHER) else mode.current()
 
 
 def _explained(
@@ -89,9 +89,9 @@ def _explained(
     by_parts: bool,
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), multiplied(param)
-    own: OwnMode | None = own_mode_holder(param)._products
+    own: Mode | None = own_mode_holder(param)._products
     if own is not None:
-        wanted = "dequantize" if own == ON_GATHER else own  # type: ignore[assignment]
+        wanted = "dequantize" if own == ON_GATHER else own
     rows = []
     way: Way
     for product in NAMES:

@@ -3,20 +3,21 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from layoutc.runtime import product_mode
-from layoutc.runtime.product_mode import ON_GATHER, OwnMode
+from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.products.parallel import multiply_parts_
-from layoutc.runtime.sharding import gathered, registry
+from layoutc.runtime.sharding import gathered, registry, values_or_codes
+from layoutc.runtime.sharding.registry import Sharding
 
 Filter = Callable[[nn.Module, str], bool]
 
 
-def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter | None = None) -> list[str]:
+def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | None = None) -> list[str]:
     """Sets how the quantized weights of the chosen modules are multiplied; returns their names.
 
     mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again. Or
@@ -44,7 +45,7 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     gathered.
     """
     if mode is not None:
-        product_mode.check_own(mode)
+        product_mode.check(mode)
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}
     modules: list[nn.Module] = []
@@ -64,16 +65,11 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
         raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
-    changed = [
-        (name, sharding)
-        for name, param in chosen.values()
-        for holder in _holders(param)
-        if (sharding := registry.find(holder)) is not None
-        and gathered.leaves_values(sharding.param(), holder._products == ON_GATHER) != (mode == ON_GATHER)
-    ]
-    for name, sharding in changed:
-        gathered.check_resharded(sharding, name)
-    for _, sharding in changed:
+    chosen_shards = {id(holder): holder for _, param in chosen.values() for holder in _holders(param)}
+    changed = _changed(chosen_shards, mode)
+    for sharding in changed:
+        gathered.check_resharded(sharding, sharding.name or "a weight")
+    for sharding in changed:
         gathered.forget(sharding)
     if mode != ON_GATHER:
         multiply_parts_(modules)
@@ -81,6 +77,22 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         for holder in _holders(param):
             holder._products = mode
     return [name for name, _ in chosen.values()]
+
+
+def _changed(chosen: Mapping[int, Any], mode: Mode | None) -> list[Sharding]:
+    """Of all weights that FSDP2 gathers with the chosen ones: those whose gathers will leave codes where they left
+    values before, or values where they left codes. chosen: by id."""
+    found: list[Sharding] = []
+    groups = {id(one.group()): one for holder in chosen.values() if (one := registry.find(holder)) is not None}
+    for sharding in groups.values():
+        weights = values_or_codes.weights_of(sharding)
+        shards: list[Any] = [gathered.shard_of(one) for one in weights]
+        modes = [mode if id(shard) in chosen else shard._products for shard in shards]
+        for param, shard, values in zip(weights, shards, values_or_codes.are_left(weights, modes), strict=True):
+            decision, own = gathered.decision_of(param), registry.find(shard)
+            if own is not None and decision is not None and decision.values != values:
+                found.append(own)
+    return found
 
 
 def own_mode_holder(param: Tensor) -> Any:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.sharding.registry import Sharding
 
@@ -36,13 +39,30 @@ def gathered_of(param: Any) -> Tensor | None:
     return made._local_tensor if isinstance(made, DTensor) else made
 
 
-def leaves_values(param: Any, chosen: bool) -> bool:
-    """True for an FSDPParam whose gathers leave values, not codes: as the first did, whichever shard it holds since.
+def dtype_of(param: Any) -> torch.dtype | None:
+    """The dtype that an FSDPParam is gathered in: the policy's, or that of its shard; None before the first forward."""
+    own: torch.dtype | None = getattr(param, "orig_dtype", None)
+    return own if own is None or (of_policy := param.param_dtype) is None else of_policy
 
-    chosen: what the first will do.
-    """
-    held = gathered_of(param)
-    return chosen if held is None else not hasattr(held, "QUANTIZED")
+
+class Decision(NamedTuple):
+    """What gathers of an FSDPParam leave, whichever shard it holds; and the mode of all weights at that time."""
+
+    values: bool  # not codes
+    mode: Mode
+
+
+_decided: weakref.WeakKeyDictionary[Any, Decision] = weakref.WeakKeyDictionary()  # by FSDPParam, until `forget`
+
+
+def decide(param: Any, decision: Decision) -> None:
+    """From now on the gathers of an FSDPParam leave that."""
+    _decided[param] = decision
+
+
+def decision_of(param: Any) -> Decision | None:
+    """None before the first gather begins."""
+    return _decided.get(param)
 
 
 def weights_of_values() -> dict[int, Tensor]:
@@ -53,7 +73,8 @@ def weights_of_values() -> dict[int, Tensor]:
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     left = [param for param, _ in registry.parameters() if hasattr(shard_of(param), "QUANTIZED")]
-    return {id(param._unsharded_param): param.sharded_param for param in left if leaves_values(param, False)}
+    held = [(gathered_of(param), param) for param in left if (made := decision_of(param)) is not None and made.values]
+    return {id(param._unsharded_param): param.sharded_param for made, param in held if made is not None}
 
 
 def is_plain(param: Any) -> bool:
@@ -110,6 +131,7 @@ def forget(sharding: Sharding) -> None:
     What is gathered with it may travel otherwise then, so all of the group's quantized weights are allocated anew.
     """
     param: Any = sharding.param()
+    _decided.pop(param, None)
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
     for other in sharding.params_of_group():

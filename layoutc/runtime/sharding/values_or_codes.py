@@ -1,0 +1,88 @@
+"""Whether the gathers of a weight leave values or codes: by its own choice, or by that of all weights, where values
+cost nothing.
+
+What FSDP2 gathers together is decided together, when the first of it is gathered, by what is equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from layoutc.ints.cuts import Cuts, picks
+from layoutc.runtime import product_mode
+from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.registry import Sharding, find
+
+ALIGNED = 16  # bytes that kernels move at a time: what planes of a pack are multiples of, and where it begins
+
+
+def weights_of(sharding: Sharding) -> list[Any]:
+    """The FSDPParams of what is quantized, or cast, of all that is gathered with a weight."""
+    return [one for one in sharding.params_of_group() if hasattr(gathered.shard_of(one), "QUANTIZED")]
+
+
+def decide(sharding: Sharding) -> None:
+    """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
+    finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before."""
+    decision, mode = gathered.decision_of(sharding.param()), product_mode.current()
+    if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
+        return
+    weights = weights_of(sharding)
+    for one, values in zip(weights, are_left(weights), strict=True):
+        before, shard = gathered.decision_of(one), gathered.shard_of(one)
+        if before == (now := gathered.Decision(values, mode)):
+            continue
+        if before is not None and before.values != values:
+            own = find(shard)
+            assert own is not None
+            gathered.forget(own)
+        shard._packed = None
+        gathered.decide(one, now)
+
+
+def are_left(weights: Sequence[Any], modes: Sequence[Mode | None] | None = None) -> list[bool]:
+    """For each weight of a group: true if its first gather leaves values.
+
+    weights: FSDPParams, all those of the group that are quantized or cast on gather. modes: their own choices; default:
+    those that they have.
+
+    A weight that follows the mode of all leaves values under "dequantize_on_gather" if all weights of its group do, so
+    that they travel in one pack, which few steps gather, and if that changes nothing else: both passes have the same
+    codes; what is gathered is freed after forward, since values take more memory for longer otherwise; and values have
+    16 bits, as those of fp32 would take four times the memory of codes, to be converted again by autocast.
+    """
+    chosen = [gathered.shard_of(one)._products for one in weights] if modes is None else modes
+    by_default = (
+        product_mode.current() == ON_GATHER
+        and len(weights) > 1
+        and all(mode in (None, ON_GATHER) for mode in chosen)
+        and all(map(_costs_nothing, weights))
+    )
+    return [mode == ON_GATHER or (mode is None and by_default) for mode in chosen]
+
+
+def _costs_nothing(param: Any) -> bool:
+    shard: Any = gathered.shard_of(param)
+    dtype, sharding = gathered.dtype_of(param), find(shard)
+    if dtype is None or dtype.itemsize != 2 or shard.LAYOUT.passes_differ:
+        return False
+    if sharding is None or not sharding.frees_after_forward or sharding.reshards_to_fewer_ranks:
+        return False
+    return fits(param, sharding, shard)
+
+
+def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
+    """True if a weight can travel in a pack: each rank sends whole blocks of rows, and planes of multiples of 16 bytes,
+    of a shard on the device."""
+    group, layout = sharding.process_group, shard.LAYOUT
+    if group is None or group.size() == 1 or sharding.dim or gathered.is_offloaded(param):
+        return False
+    (*padded, k), rows = sharding.padded_shape, prod(sharding.shape[:-1])
+    cuts = Cuts(rows, prod(padded), group.size())
+    return all(
+        facts.nbytes % ALIGNED == 0 and picks(cuts, layout.stored[name].rows_per_value or 1) is None
+        for name, facts in layout.sent("forward", cuts, k).items()
+    )

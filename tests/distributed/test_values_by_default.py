@@ -1,0 +1,210 @@
+"""Which gathers leave values where nobody has chosen, and that this changes no number: not by itself, and not where the
+mode of all weights changes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import layoutc
+from layoutc.runtime.fsdp2.steady_group import SteadyGroup
+from layoutc.runtime.sharding import gathered, registry
+
+WIDTH = 128
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Two layers that are gathered together, with a bias and a norm."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, inner, bias=False), nn.Linear(inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) -> the same."""
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Single(nn.Module):
+    """A layer that is gathered by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) -> the same."""
+        return self.only(x)  # type: ignore[no-any-return]
+
+
+def built(
+    recipe: str,
+    *,
+    cast: bool = False,
+    policy: MixedPrecisionPolicy = BF16,
+    inner: int = 256,
+    prepare: Callable[[Any], object] | None = None,
+    **options: Any,
+) -> Any:
+    """Two blocks, a layer of its own and a head, which is in the root's group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(inner), Block(inner), Single(), nn.Linear(WIDTH, WIDTH))
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
+    if prepare is not None:
+        prepare(model)
+    for block in model[:3]:
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy)
+
+
+def loss_of(model: Any, number: int) -> Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+    return model(x).float().square().mean()  # type: ignore[no-any-return]
+
+
+def left_by(model: Any) -> dict[str, bool]:
+    """Name of each weight -> whether its gathers leave values, of what has been gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = {}
+    for param, _ in registry.parameters():
+        if id(param.sharded_param) in names and (decision := gathered.decision_of(param)) is not None:
+            assert decision.values == (not hasattr(gathered.gathered_of(param), "QUANTIZED"))
+            found[names[id(param.sharded_param)]] = decision.values
+    return found
+
+
+NAMES = ("0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight", "2.only.weight", "3.weight")
+ALL, NONE, FIRST_NOT = NAMES[:4], (), NAMES[2:4]
+
+
+def chooses_low(model: Any) -> None:
+    layoutc.set_products_(model, "low", filter_fn=lambda _, name: name == "0.up")
+
+
+def leaves(options: dict[str, Any], mode: Any, expected: tuple[str, ...]) -> None:
+    with layoutc.products(mode) if mode else nullcontext():
+        model = built(**options)
+        for number in range(3):
+            loss_of(model, number).backward()
+    assert left_by(model) == {name: name in expected for name in NAMES}
+
+
+KEPT = {"reshard_after_forward": False}
+FP32 = {"policy": MixedPrecisionPolicy()}
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "expected"),
+    [
+        pytest.param({}, None, ALL, id="by default"),
+        pytest.param({"cast": True}, None, ALL, id="cast on gather"),
+        pytest.param({}, "dequantize_on_gather", ALL, id="asked for"),
+        pytest.param({}, "dequantize", NONE, id="by layers"),
+        pytest.param({}, "auto", NONE, id="low precision"),
+        pytest.param(KEPT, None, NONE, id="kept after forward"),
+        pytest.param(FP32, None, NONE, id="fp32"),
+        pytest.param({"inner": 208}, None, NONE, id="cuts inside of blocks"),
+        pytest.param({"recipe": "mxfp8"}, None, NONE, id="passes of codes of their own"),
+        pytest.param({"prepare": chooses_low}, None, FIRST_NOT, id="one in low precision"),
+    ],
+)
+def test_gathers_leave_values_where_that_costs_nothing(
+    two: Ranks, options: dict[str, Any], mode: str | None, expected: tuple[str, ...]
+) -> None:
+    two.run(leaves, {"recipe": "nvfp4", **options}, mode, expected)
+
+
+def train(model: Any, modes: list[str | None], inside: str = "step") -> list[Tensor]:
+    """Losses of a step under each mode, and what shards hold then. inside: `step`, or the `forward` alone, after which
+    it is that of before."""
+    optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    found = []
+    for number, mode in enumerate(modes):
+        with layoutc.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
+            loss = loss_of(model, number)
+            if inside == "step":
+                loss.backward()
+        if inside == "forward":
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    for param in model.parameters():
+        held = param._local_tensor
+        found += [one.clone() for one in (held.planes().values() if hasattr(held, "planes") else [held.detach()])]
+    return found
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def trains_as_by_layers(recipe: str, cast: bool, modes: list[str | None]) -> None:
+    """`auto` dequantizes on a CPU, which has no kernels."""
+    expected = train(built(recipe, cast=cast), ["dequantize"] * len(modes))
+    model = built(recipe, cast=cast)
+    assert_alike(train(model, modes), expected)
+    assert left_by(model) == {name: modes[-1] is None and name in ALL for name in NAMES}
+
+
+SWITCHED = (None, None, "auto", "auto", None, "dequantize", "auto", None, None, None)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "mxfp8_2d"])
+def test_numbers_are_those_of_layers(two: Ranks, recipe: str, cast: bool) -> None:
+    two.run(trains_as_by_layers, recipe, cast, [None] * 4)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_mode_of_all_weights_changes_between_steps(two: Ranks, cast: bool) -> None:
+    two.run(trains_as_by_layers, "nvfp4", cast, list(SWITCHED))
+
+
+def backward_outside() -> None:
+    """A gather for backward leaves what that for forward has left."""
+    runs = []
+    for outside in ("dequantize", "dequantize_on_gather"):
+        with layoutc.products(outside):  # type: ignore[arg-type]
+            runs.append(train(built("nvfp4"), ["low"] * 4, inside="forward"))
+    assert_alike(*runs)
+    with layoutc.products("low"):
+        runs.append(train(built("nvfp4"), ["dequantize_on_gather"] * 4, inside="forward"))
+    assert_alike(runs[-1], train(built("nvfp4"), ["dequantize"] * 4))
+
+
+def test_backward_follows_its_forward(two: Ranks) -> None:
+    two.run(backward_outside)
+
+
+def gathers_in_few_steps() -> None:
+    """Also after the mode of all weights has changed, and has changed back."""
+    model = built("nvfp4")
+    for number, mode in enumerate((None, None, None, "auto", "auto", "auto", None, None, None)):
+        with layoutc.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
+            loss_of(model, number).backward()
+        if number % 3 == 2:
+            model.reshard()
+            shards = {id(param) for param in model.parameters()}
+            held = [(param, group) for param, group in registry.parameters() if id(param.sharded_param) in shards]
+            groups = [group for _, group in held if type(group) is SteadyGroup]
+            assert {id(group) for group in groups} == {id(group) for _, group in held}
+            assert all(set(group._rows) for group in groups)
+
+
+def test_groups_gather_in_few_steps(two: Ranks) -> None:
+    two.run(gathers_in_few_steps)
