@@ -313,7 +313,7 @@ def _sharded_together(mesh: Mesh) -> list[list[int]]:
 @pytest.mark.parametrize("cast", [False, True])
 def test_values_take_what_plain_weights_take_and_gathers_send_codes(name: str, cast: bool) -> None:
     for mesh in (Mesh(8), Mesh(16, replicas=2), Mesh(8, tensor=2)):
-        ways = (Use("bf16"), use(name, cast=cast), use(name, cast=cast, on_gather=True))
+        ways = (Use("bf16"), *(use(name, cast=cast, on_gather=on) for on in (False, True)))
         plain, codes, values = (budget(model("llama-3.1-8b"), one, mesh, AT) for one in ways)
         assert (plain.on_gather, codes.on_gather, values.on_gather) == (False, False, True)
         assert values.traffic == codes.traffic
@@ -322,6 +322,32 @@ def test_values_take_what_plain_weights_take_and_gathers_send_codes(name: str, c
         assert values.peaks.layer == plain.peaks.layer
         assert values.peaks.forward > codes.peaks.forward
         assert values.step.host < codes.step.host
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "values"),
+    [
+        ({}, 8, True),
+        ({"cast": True}, 8, True),
+        ({"low": True}, 8, False),
+        ({}, 1, False),
+        ({}, 48, False),  # 1,024 rows are 22 a rank: cuts inside of blocks
+    ],
+)
+def test_which_gathers_leave_values_by_default(how: dict[str, Any], ranks: int, values: bool) -> None:
+    """Those of layers, whose weights are freed after forward; not those of the root."""
+    groups = groups_of(model("llama-3.1-8b"), use("nvfp4", **how), AT.picks, Mesh(ranks), AT.dtypes)
+    for group in groups.every:
+        taken = [one.piece for one in group.members if one.piece.plan is not None]
+        assert taken
+        assert all(one.on_gather == (values and not group.stays) for one in taken)
+
+
+def test_gathers_of_passes_that_differ_leave_codes_by_default() -> None:
+    at = replace(AT, dtypes=Dtypes(4, 4, 4, 0))
+    for name, dtypes in (("mxfp8", AT.dtypes), ("nvfp4", at.dtypes)):  # and those of values of 32 bits
+        pieces = groups_of(model("llama-3.1-8b"), use(name), AT.picks, Mesh(8), dtypes).pieces
+        assert not any(one.on_gather for one in pieces)
 
 
 def test_the_peak_of_values_by_hand() -> None:

@@ -64,8 +64,9 @@ def test_gradients_that_are_exchanged() -> None:
 
 def test_weights_that_are_dequantized_on_gather() -> None:
     args = ("nvfp4", "--world", "8", "--json")
-    before, after = (json.loads(run(*args, *more).stdout) for more in ((), ("--on-gather",)))
+    before, after, default = (json.loads(run(*args, *more).stdout) for more in (("--by-layers",), ("--on-gather",), ()))
     assert (before["on_gather"], after["on_gather"]) == (False, True)
+    assert default == after
     (plain, codes), (same, values) = (data["links"][0]["estimates"] for data in (before, after))
     assert plain == same
     assert values["bytes_forward"] == codes["bytes_forward"]

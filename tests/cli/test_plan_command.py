@@ -142,7 +142,7 @@ def test_gradients_that_are_exchanged_are_in_all_outputs(tmp_path: Path) -> None
         ("True", one["traffic"]["reduced"]) for one in after["budgets"]
     ]
     table = run(*args, "--exchange").stdout
-    assert "gradients exchanged, 1 x 8192 tokens" in table
+    assert "gradients exchanged, weights dequantized on gather, 1 x 8192 tokens" in table
     assert [line.split()[12] for line in table.splitlines() if line.endswith("x")] == ["2.008"] * 2 + ["0.251"] * 2
     (tmp_path / "run.json").write_text(json.dumps(after), encoding="utf-8")
     assert run(tmp_path / "run.json").stdout == table
@@ -167,7 +167,7 @@ def test_exchanges_across_hosts_are_said_to_be_refused(mesh: tuple[object, ...],
 
 def test_weights_that_are_dequantized_on_gather_are_in_all_outputs(tmp_path: Path) -> None:
     args = (LLAMA, "--recipe", "nvfp4", "--world", "8")
-    before, after = data_of(*args), data_of(*args, "--on-gather")
+    before, after = data_of(*args, "--by-layers"), data_of(*args, "--on-gather")
     assert (before["setting"]["on_gather"], after["setting"]["on_gather"]) == (False, True)
     assert [one["on_gather"] for one in after["budgets"]] == [False, True]
     plain, quantized = after["budgets"]
@@ -362,10 +362,11 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "both", "--world", 8, "--exchange", "--gathered", "fp16")
     assert [(use.name, use.exchange) for use, _, _ in asked] == [("fp16", True), ("mxfp8", True), ("mxfp8", True)]
-    assert not any(use.on_gather for use, _, _ in asked)
-    asked.clear()
-    data_of(*shapes, "--recipe", "nvfp4", "--world", 8, "--on-gather")
-    assert [(use.name, use.on_gather) for use, _, _ in asked] == [("bf16", False), ("nvfp4", True)]
+    assert all(use.on_gather is None for use, _, _ in asked)
+    for option, on_gather in (("--on-gather", True), ("--by-layers", False)):
+        asked.clear()
+        data_of(*shapes, "--recipe", "nvfp4", "--world", 8, option)
+        assert [(use.name, use.on_gather) for use, _, _ in asked] == [("bf16", None), ("nvfp4", on_gather)]
 
 
 def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
