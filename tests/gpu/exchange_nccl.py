@@ -9,6 +9,7 @@ weights, quantized ones and ones that are cast on gather, eager, compiled, and c
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutc
 from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
+from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -41,9 +43,15 @@ class Block(nn.Module):
 
 
 def trained(
-    use: str, way: str, exchanges: bool, device: torch.device, on_gather: bool = False
+    use: str,
+    way: str,
+    exchanges: bool,
+    device: torch.device,
+    own: Mode | None = None,
+    modes: Sequence[Mode] = (ON_GATHER,) * 6,
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses of six steps, the last gradients, and the bytes of weights. on_gather: gathers leave values."""
+    """Losses of six steps, the last gradients, and the bytes of weights. own: mode of each weight. modes: that of all
+    weights, in each step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     kind, _, recipe = use.partition(":")
@@ -51,8 +59,8 @@ def trained(
         model = nn.Sequential(*[Block() for _ in range(3)])
     if kind != "plain":
         (layoutc.quantize_ if kind == "layoutc" else layoutc.cast_on_gather_)(model, recipe)
-    if on_gather:
-        layoutc.set_products_(model, "dequantize_on_gather")
+    if own is not None:
+        layoutc.set_products_(model, own)
     for block in model:
         if way == "compiled":
             block.compile()
@@ -83,11 +91,15 @@ def trained(
             if at == 3 and way == "captured":
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                with (
+                    layoutc.products(modes[at]),
+                    torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+                ):
                     step()
                 run = graph.replay
             x.copy_(batch)
-            run()
+            with layoutc.products(modes[at]):
+                run()
             torch.cuda.synchronize()
             losses.append(float(loss.detach()))
     held: list[Tensor] = []

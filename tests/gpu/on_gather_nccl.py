@@ -1,9 +1,10 @@
-"""Weights that are dequantized on gather, on cards: losses, gradients and weights of those that are dequantized later.
+"""Weights that are dequantized on gather, on cards: losses, gradients and weights of those that layers dequantize.
 
     torchrun --nproc-per-node 2 tests/gpu/on_gather_nccl.py
 
 Compared byte for byte: quantized weights and ones that are cast on gather, eager, compiled, and captured in a CUDA
-graph. Their planes travel in packs where ranks have whole blocks, and by themselves where cuts split blocks.
+graph. By the weights' own choice, by default, and where the mode of all weights changes between steps. Their planes
+travel in packs where ranks have whole blocks, and by themselves where cuts split blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exchange_nccl import trained
+
+from layoutc.runtime.product_mode import ON_GATHER, Mode
+
+BY_LAYERS: Mode = "dequantize"
 
 FORMS = [
     (use, way)
@@ -36,13 +41,17 @@ def main() -> None:
     dist.init_process_group("nccl")
     different = 0
     for use, way in FORMS:
-        losses, held = trained(use, way, False, device)
-        others, theirs = trained(use, way, True, device, on_gather=True)
-        same: Any = losses == others and all(map(torch.equal, held, theirs))
-        different += not same
-        if dist.get_rank() == 0:
-            result = "equal" if same else f"DIFFER: {losses} and {others}"
-            print(f"{use}, {way}: losses, gradients and weights {result}, to {losses[-1]:.6f}", flush=True)
+        losses, held = trained(use, way, False, device, modes=(BY_LAYERS,) * 6)
+        chosen: dict[str, dict[str, Any]] = {"chosen": {"own": ON_GATHER}, "by default": {}}
+        if way != "captured":  # replays follow the mode of their capture
+            chosen["switched"] = {"modes": (ON_GATHER, ON_GATHER, BY_LAYERS, BY_LAYERS, ON_GATHER, ON_GATHER)}
+        for how, options in chosen.items():
+            others, theirs = trained(use, way, True, device, **options)
+            same: Any = losses == others and all(map(torch.equal, held, theirs))
+            different += not same
+            if dist.get_rank() == 0:
+                result = "equal" if same else f"DIFFER: {losses} and {others}"
+                print(f"{use}, {way}, {how}: losses, gradients and weights {result}, to {losses[-1]:.6f}", flush=True)
     dist.destroy_process_group()
     assert not different
 
