@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import layoutc
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.sharding import gathered, registry
 
@@ -189,6 +190,32 @@ def backward_outside() -> None:
 
 def test_backward_follows_its_forward(two: Ranks) -> None:
     two.run(backward_outside)
+
+
+def switches_within_a_step() -> None:
+    """A pass in between, as of a teacher, that would gather otherwise: refused, as the loss still has to go back; not
+    where it gathers alike, nor without a graph, nor after backward, though the loss is still there."""
+    model = built("nvfp4")
+    with torch.no_grad():
+        loss_of(model, 0)
+    with layoutc.products("auto"):
+        loss_of(model, 0).backward()
+        loss = loss_of(model, 1)
+    with torch.no_grad(), layoutc.products("low"):
+        loss_of(model, 2)
+    with pytest.raises(LayoutError, match=r'up.weight: layoutc.products changed to "dequantize_on_gather" between a'):
+        loss_of(model, 2)
+    with layoutc.products("auto"):
+        loss.backward()
+    loss_of(model, 2)
+    assert set(left_by(model).values()) == {True, False}
+    with layoutc.products("auto"):  # nothing holds that pass's graph
+        loss_of(model, 3).backward()
+    assert set(left_by(model).values()) == {False}
+
+
+def test_another_mode_between_forward_and_backward_is_refused(two: Ranks) -> None:
+    two.run(switches_within_a_step)
 
 
 def gathers_in_few_steps() -> None:

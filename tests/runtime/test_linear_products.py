@@ -458,13 +458,13 @@ def test_what_is_saved_is_traced_anew() -> None:
 
 
 def test_modes() -> None:
-    assert mode.current() == "dequantize"
+    assert mode.current() == "dequantize_on_gather"
     with layoutc.products("auto"):
         with layoutc.products("low"):
             assert mode.current() == "low"
         assert mode.current() == "auto"
-    assert mode.current() == "dequantize"
-    with pytest.raises(ValueError, match="products are auto, low, dequantize, not 'fp8'"):
+    assert mode.current() == "dequantize_on_gather"
+    with pytest.raises(ValueError, match="products are auto, low, dequantize, dequantize_on_gather, not 'fp8'"):
         layoutc.products("fp8")  # type: ignore[arg-type]
     with layoutc.products("auto", saves="quantized"):
         assert mode.saves(in_graph=True) == "quantized"
@@ -472,7 +472,7 @@ def test_modes() -> None:
             layoutc.products("auto", saves="bf16")  # type: ignore[arg-type]
         assert mode.saves(in_graph=True) == "quantized"
     assert (mode.saves(in_graph=True), mode.saves(in_graph=False)) == ("input", "quantized")
-    assert mode.current() == "dequantize"
+    assert mode.current() == "dequantize_on_gather"
 
 
 def test_without_gradients_and_in_inference_mode() -> None:

@@ -275,7 +275,7 @@ def test_mistakes_change_nothing() -> None:
     model = build(blocks=1)
     layoutc.set_products_(model, "low")
     for mode in ("fp8", "", True):
-        with pytest.raises(ValueError, match=r"products are auto, low, dequantize, or of weights .*, not"):
+        with pytest.raises(ValueError, match=r"products are auto, low, dequantize, dequantize_on_gather, not"):
             layoutc.set_products_(model, mode)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"filter_fn chooses no module with a quantized weight; there are 4: 0.q.weight, "
@@ -286,7 +286,7 @@ def test_mistakes_change_nothing() -> None:
     ):
         layoutc.set_products_(nn.Linear(4, 4), "low")
     assert of(model) == ["low"] * 4
-    assert product_mode.current() == "dequantize"
+    assert product_mode.current() == "dequantize_on_gather"
 
 
 def test_a_tied_weight_has_one_choice() -> None:

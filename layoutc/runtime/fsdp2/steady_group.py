@@ -130,6 +130,7 @@ class SteadyGroup(FSDPParamGroup):
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
     _mode: Mode  # of all weights, under which that was decided
+    _awaits_backward: bool  # gathered in a forward pass that has a graph, since the last backward
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
     _failures: Counter[PassName] | None  # gathers of each pass of which no row was made; None: none is to be made
 
@@ -138,9 +139,10 @@ class SteadyGroup(FSDPParamGroup):
         row = self._rows.get(self._pass())
         if row is None or self._is_of_another_mode() or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
-            return
-        with self._labelled("FSDP::all_gather"):
-            self._all_gather_result = self._begun(row, async_op)
+        else:
+            with self._labelled("FSDP::all_gather"):
+                self._all_gather_result = self._begun(row, async_op)
+        self._awaits_backward = self._awaits_backward or self._is_of_a_graph()
 
     def wait_for_unshard(self) -> None:
         """Makes the parameters whole, if a gather has begun."""
@@ -158,6 +160,7 @@ class SteadyGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduces the gradients that backward has left, and frees what was gathered."""
+        self._awaits_backward = False
         grads = self._gradients()
         if not grads or self._reduction is None:
             super().post_backward(*unused)
@@ -192,6 +195,9 @@ class SteadyGroup(FSDPParamGroup):
     def _is_of_another_mode(self) -> bool:
         """True if hooks must decide anew whether gathers leave values or codes, which they do for forward."""
         return self._mode != product_mode.current() and self._training_state is not TrainingState.PRE_BACKWARD
+
+    def _is_of_a_graph(self) -> bool:
+        return torch.is_grad_enabled() and self._training_state is TrainingState.FORWARD
 
     def _learns(self) -> bool:
         """False in inference mode as well: FSDP2 makes what it has gathered there anew."""
@@ -280,6 +286,7 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
         group.__class__ = SteadyGroup
         group._pack, group._leader, group._rows, group._failures = pack, leader, {}, Counter()
         group._mode = product_mode.current()
+        group._awaits_backward = getattr(group, "_awaits_backward", False) or group._is_of_a_graph()
         group._reduction = group._reduces = None
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())

@@ -90,8 +90,8 @@ def _explained(
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), multiplied(param)
     own: Mode | None = own_mode_holder(param)._products
-    if own is not None:
-        wanted = "dequantize" if own == ON_GATHER else own
+    wanted = wanted if own is None else own
+    wanted = "dequantize" if wanted == ON_GATHER else wanted
     rows = []
     way: Way
     for product in NAMES:

@@ -65,6 +65,17 @@ def decision_of(param: Any) -> Decision | None:
     return _decided.get(param)
 
 
+def awaits_backward(group: Any, params: Iterable[Any]) -> bool:
+    """True if a forward pass has been that backward has not followed, and its graph still holds what was gathered.
+
+    group: an FSDPParamGroup; of one that does not say the first, its graphs alone decide.
+    """
+    if not getattr(group, "_awaits_backward", True):
+        return False
+    held = [getattr(param, "_unsharded_param", None) for param in params]
+    return any(made is not None and made._use_count() > 1 for made in held)  # the other is Python's own
+
+
 def weights_of_values() -> dict[int, Tensor]:
     """The id of each parameter that has the values of a quantized weight, as gathers leave them -> the weight's shards.
 

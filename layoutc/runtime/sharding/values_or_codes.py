@@ -12,6 +12,7 @@ from typing import Any
 
 from layoutc.ints.cuts import Cuts, picks
 from layoutc.runtime import product_mode
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
@@ -26,20 +27,28 @@ def weights_of(sharding: Sharding) -> list[Any]:
 
 def decide(sharding: Sharding) -> None:
     """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
-    finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before."""
+    finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before.
+
+    Raises LayoutError where backward of an earlier forward pass would still read that.
+    """
     decision, mode = gathered.decision_of(sharding.param()), product_mode.current()
     if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
         return
     weights = weights_of(sharding)
-    for one, values in zip(weights, are_left(weights), strict=True):
-        before, shard = gathered.decision_of(one), gathered.shard_of(one)
-        if before == (now := gathered.Decision(values, mode)):
-            continue
-        if before is not None and before.values != values:
-            own = find(shard)
-            assert own is not None
-            gathered.forget(own)
-        shard._packed = None
+    decisions = [(one, gathered.Decision(values, mode)) for one, values in zip(weights, are_left(weights), strict=True)]
+    changed = [(one, now) for one, now in decisions if gathered.decision_of(one) != now]
+    made_anew = [one for one, now in changed if (before := gathered.decision_of(one)) and before.values != now.values]
+    if made_anew and gathered.awaits_backward(sharding.group(), made_anew):
+        raise LayoutError(
+            f'{sharding.name}: layoutc.products changed to "{mode}" between a forward pass and its backward, for which '
+            "weights are gathered otherwise; put it around whole steps, or run what lies in between under the same mode"
+        )
+    for one in made_anew:
+        own = find(gathered.shard_of(one))
+        assert own is not None
+        gathered.forget(own)
+    for one, now in changed:
+        gathered.shard_of(one)._packed = None
         gathered.decide(one, now)
 
 
