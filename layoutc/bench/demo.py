@@ -180,28 +180,33 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
 
 
 def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
-    """Gathers every quantized weight through FSDP2 and compares it, byte for byte, with quantizing the whole master.
+    """Gathers every quantized weight through FSDP2 and compares it, byte for byte, with quantizing the whole master, or
+    with the values of that, if its gathers leave values.
 
     Returns the number of weights. Raises AssertionError with the name of one that differs.
     """
-    checked = 0
     masters = {name: optimizer.state[param]["master"] for name, param in model.named_parameters()}
-    deciding = {name: amax.amax_of_scales(param._local_tensor) for name, param in _quantized(model)}
+    shards = {name: param._local_tensor for name, param in _quantized(model)}
+    deciding = {name: amax.amax_of_scales(shard) for name, shard in shards.items()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
     for name, param in model.named_parameters():
-        if isinstance(param.data, QuantizedTensor):
-            whole = masters[name].full_tensor()
-            expected = weights.planes_of(type(param.data), whole, deciding[name])
-            for plane, gathered in param.data.planes().items():
-                if plane != "amax" and not torch.equal(gathered, expected[plane]):
-                    raise AssertionError(f"{name}: the gathered {plane} differs from quantizing the whole weight")
-            checked += 1
+        if name not in shards:
+            continue
+        cls, whole = type(shards[name]), masters[name].full_tensor()
+        expected = weights.planes_of(cls, whole, deciding[name])
+        for plane, gathered in param.data.planes().items() if isinstance(param.data, cls) else ():
+            if plane != "amax" and not torch.equal(gathered, expected[plane]):
+                raise AssertionError(f"{name}: the gathered {plane} differs from quantizing the whole weight")
+        if not isinstance(param.data, cls):
+            shared = {plane: shards[name].planes()[plane] for plane in cls.LAYOUT.shared}
+            if not torch.equal(param.data, cls(shared | expected, whole.shape, param.dtype).dequantize()):
+                raise AssertionError(f"{name}: the gathered values are not those of quantizing the whole weight")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return checked
+    return len(shards)
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, Any]]:

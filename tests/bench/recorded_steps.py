@@ -193,7 +193,8 @@ TOGETHER = """
 512 1 2 NVLink eager H200 10: bf16 54.6, fp8_current 48.2, fp8_rowwise 49.7, fp8_block 50.4, fp8_delayed 52.1
 512 1 2 NVLink compiled H200 10: bf16 56.3, fp8_current 46.7, fp8_rowwise 49.9, fp8_block 51.0, fp8_delayed 50.9
 512 1 2 NVLink eager H200 10: bf16 61.5, fp8_block_1d 56.8, fp8_block_e8m0 57.8, fp8_e5m2_current 54.6, mxfp8_2d 53.8
-512 1 2 NVLink compiled H200 10: bf16 60.0, fp8_block_1d 52.6, fp8_block_e8m0 54.8, fp8_e5m2_current 52.6, mxfp8_2d 54.1
+512 1 2 NVLink compiled H200 10: bf16 60.0, fp8_block_1d 52.6, fp8_block_e8m0 54.8, fp8_e5m2_current 52.6
+512 1 2 NVLink compiled H200 10: bf16 60.0, mxfp8_2d 54.1
 512 1 2 NVLink eager H200 10: bf16 63.4, int8_block 57.4, int8_rowwise 56.2, int4_group32 59.1, mxfp4 55.3, mxint8 58.8
 512 1 2 NVLink eager H200 10: bf16 63.4, nf4 60.6
 512 1 2 NVLink compiled H200 10: bf16 55.1, int8_block 46.0, int8_rowwise 53.8, int4_group32 50.5, mxfp4 51.8
@@ -203,6 +204,26 @@ TOGETHER = """
 512 1 2 NVLink compiled H200 10: bf16 57.3, mxfp6_e2m3 54.8, mxfp6_e3m2 55.8, nvfp4_1d 54.1, nvfp4_4over6 56.1
 512 1 2 NVLink compiled H200 10: bf16 57.3, e3m4_block 51.3, mxfp8 51.2
 512 1 2 NVLink eager H200 10: bf16 58.4, hybrid_fp8 54.8
+512 1 2 NVLink eager H200 10: bf16 51.3, nvfp4 51.2, nvfp4+on_gather 39.7, fp8_block 46.8, fp8_block+on_gather 40.3
+512 1 2 NVLink eager H200 10: bf16 51.3, fp8_current 46.2, fp8_current+on_gather 38.4
+512 1 2 NVLink compiled H200 10: bf16 57.1, nvfp4 52.7, nvfp4+on_gather 42.6, fp8_block 51.4, fp8_block+on_gather 40.3
+512 1 2 NVLink compiled H200 10: bf16 57.1, fp8_current 47.1, fp8_current+on_gather 39.2
+512 1 2 NVLink eager H200 10: bf16 58.5, fp8_channel_bf16 54.5, hybrid_fp8 55.4
+512 1 2 NVLink compiled H200 10: bf16 59.4, fp8_channel_bf16 53.0, hybrid_fp8 55.5
+512 1 2 NVLink eager H200 10: bf16 60.4, nvfp4+on_gather 47.1, nvfp4 58.9, mxfp8_2d+on_gather 44.0
+512 1 2 NVLink eager H200 10: bf16 60.4, fp8_delayed+on_gather 46.9, cast nvfp4+on_gather 51.2
+512 1 2 NVLink eager H200 10: bf16 60.4, cast fp8_block+on_gather 46.5
+512 1 2 NVLink eager H200 10: bf16 51.9, fp8_block_e8m0+on_gather 41.8, fp8_e5m2_current+on_gather 40.4
+512 1 2 NVLink eager H200 10: bf16 51.9, e3m4_block+on_gather 40.0, nvfp4_4over6+on_gather 46.7
+512 1 2 NVLink eager H200 10: bf16 51.9, int8_block+on_gather 40.1
+512 1 2 NVLink eager H200 10: bf16 51.9, fp8_block+on_gather 39.6
+512 1 2 NVLink compiled H200 10: bf16 60.1, nvfp4+on_gather 43.1, nvfp4 51.8, mxfp8_2d+on_gather 39.3
+512 1 2 NVLink compiled H200 10: bf16 60.1, fp8_delayed+on_gather 44.3, cast nvfp4+on_gather 47.3
+512 1 2 NVLink compiled H200 10: bf16 60.1, cast fp8_block+on_gather 42.3
+512 1 2 NVLink compiled H200 10: bf16 46.7, fp8_block_e8m0+on_gather 36.1, fp8_e5m2_current+on_gather 37.6
+512 1 2 NVLink compiled H200 10: bf16 46.7, e3m4_block+on_gather 36.2, nvfp4_4over6+on_gather 46.2
+512 1 2 NVLink compiled H200 10: bf16 46.7, int8_block+on_gather 36.5
+512 1 2 NVLink compiled H200 10: bf16 46.7, fp8_block+on_gather 35.9
 512 1 2 NVLink eager H100 10: bf16 56.2, fp8_current+low 63.5, fp8_rowwise+low 68.5, nvfp4 55.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, fp8_current+low 58.2, fp8_rowwise+low 66.3, nvfp4 49.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, nvfp4+on_gather+exchange 43.8
