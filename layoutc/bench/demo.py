@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
@@ -180,13 +179,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
 
 
 def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
-    """Gathers every quantized weight through FSDP2 and compares it, byte for byte, with quantizing the whole master, or
-    with the values of that, if its gathers leave values.
-
-    Returns the number of weights. Raises AssertionError with the name of one that differs.
+    """Gathers every quantized weight through FSDP2, and compares its planes, or the values that gathers leave, byte for
+    byte with those of the whole master; returns their number. Raises AssertionError with the name of one that differs.
     """
     masters = {name: optimizer.state[param]["master"] for name, param in model.named_parameters()}
-    shards = {name: param._local_tensor for name, param in _quantized(model)}
+    held_here = [(name, getattr(param, "_local_tensor", param)) for name, param in model.named_parameters()]
+    shards = {name: shard for name, shard in held_here if isinstance(shard, QuantizedTensor)}
     deciding = {name: amax.amax_of_scales(shard) for name, shard in shards.items()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -196,30 +194,24 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
             continue
         cls, whole = type(shards[name]), masters[name].full_tensor()
         expected = weights.planes_of(cls, whole, deciding[name])
-        for plane, gathered in param.data.planes().items() if isinstance(param.data, cls) else ():
+        shared = {plane: shards[name].planes()[plane] for plane in cls.LAYOUT.shared}
+        held = param.data.planes() if isinstance(param.data, cls) else {"values": param.data}
+        if "values" in held:
+            expected = {"values": cls(shared | expected, whole.shape, param.dtype).dequantize()}
+        for plane, gathered in held.items():
             if plane != "amax" and not torch.equal(gathered, expected[plane]):
-                raise AssertionError(f"{name}: the gathered {plane} differs from quantizing the whole weight")
-        if not isinstance(param.data, cls):
-            shared = {plane: shards[name].planes()[plane] for plane in cls.LAYOUT.shared}
-            if not torch.equal(param.data, cls(shared | expected, whole.shape, param.dtype).dequantize()):
-                raise AssertionError(f"{name}: the gathered values are not those of quantizing the whole weight")
+                raise AssertionError(f"{name}: gathered, {plane} are not those of quantizing the whole weight")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return len(shards)
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and isinstance(param._local_tensor, QuantizedTensor):
-            yield name, param
-
-
 def resident_bytes(model: nn.Module) -> int:
     """Bytes of this rank's parameters as they are stored."""
     total = 0
     for param in model.parameters():
-        local = param._local_tensor if isinstance(param, DTensor) else param
+        local = getattr(param, "_local_tensor", param)
         plain = local.planes().values() if isinstance(local, QuantizedTensor) else (local,)
         total += sum(plane.numel() * plane.element_size() for plane in plain)
     return total

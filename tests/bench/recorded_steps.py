@@ -224,6 +224,10 @@ TOGETHER = """
 512 1 2 NVLink compiled H200 10: bf16 46.7, e3m4_block+on_gather 36.2, nvfp4_4over6+on_gather 46.2
 512 1 2 NVLink compiled H200 10: bf16 46.7, int8_block+on_gather 36.5
 512 1 2 NVLink compiled H200 10: bf16 46.7, fp8_block+on_gather 35.9
+512 1 2 NVLink eager H200 10: bf16 58.7, nf4+on_gather 43.5, fp8_current+on_gather 44.3, nvfp4+on_gather 44.3
+512 1 2 NVLink eager H200 10: bf16 58.7, cast fp8_current+on_gather 47.0, fp8_current+low 66.9
+512 1 2 NVLink compiled H200 10: bf16 78.3, nf4+on_gather 42.7, fp8_current+on_gather 42.8, nvfp4+on_gather 43.5
+512 1 2 NVLink compiled H200 10: bf16 78.3, cast fp8_current+on_gather 47.3, fp8_current+low 56.4
 512 1 2 NVLink eager H100 10: bf16 56.2, fp8_current+low 63.5, fp8_rowwise+low 68.5, nvfp4 55.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, fp8_current+low 58.2, fp8_rowwise+low 66.3, nvfp4 49.5
 512 1 2 NVLink compiled H100 10: bf16 52.5, nvfp4+on_gather+exchange 43.8

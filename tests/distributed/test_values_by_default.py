@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -192,14 +193,13 @@ def test_backward_follows_its_forward(two: Ranks) -> None:
     two.run(backward_outside)
 
 
-def switches_within_a_step() -> None:
+def switches_within_a_step(warm: bool) -> None:
     """A pass in between, as of a teacher, that would gather otherwise: refused, as the loss still has to go back; not
     where it gathers alike, nor without a graph, nor after backward, though the loss is still there."""
     model = built("nvfp4")
-    with torch.no_grad():
-        loss_of(model, 0)
     with layoutc.products("auto"):
-        loss_of(model, 0).backward()
+        if warm:
+            loss_of(model, 0).backward()
         loss = loss_of(model, 1)
     with torch.no_grad(), layoutc.products("low"):
         loss_of(model, 2)
@@ -214,8 +214,89 @@ def switches_within_a_step() -> None:
     assert set(left_by(model).values()) == {False}
 
 
-def test_another_mode_between_forward_and_backward_is_refused(two: Ranks) -> None:
-    two.run(switches_within_a_step)
+@pytest.mark.parametrize("warm", [False, True])
+def test_another_mode_between_forward_and_backward_is_refused(two: Ranks, warm: bool) -> None:
+    two.run(switches_within_a_step, warm)
+
+
+def switches_where_one_rank_waits() -> None:
+    """One rank alone has kept the loss of a pass without backward: all refuse, and none waits for it."""
+    model = built("nvfp4")
+    kept = [loss for loss in [loss_of(model, 0)] if dist.get_rank() == 0]
+    with layoutc.products("auto"), pytest.raises(LayoutError, match="between a forward pass and its backward"):
+        loss_of(model, 1)
+    kept.clear()
+    with layoutc.products("auto"):
+        loss_of(model, 1).backward()
+    assert not any(left_by(model).values())
+
+
+def test_a_graph_on_one_rank_is_refused_on_all(two: Ranks) -> None:
+    two.run(switches_where_one_rank_waits)
+
+
+def switches_while_gradients_add_up() -> None:
+    """FSDP2 keeps gradients that are reduced later with the gathered parameters, in the dtype of the policy."""
+    model = built("nvfp4", policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0).backward()
+    model.set_requires_gradient_sync(True)
+    with torch.no_grad(), layoutc.products("auto"), pytest.raises(LayoutError, match="gradients are being accumulated"):
+        loss_of(model, 1)
+    with pytest.raises(LayoutError, match="gradients are being accumulated"):
+        layoutc.set_products_(model, "dequantize")
+    loss_of(model, 1).backward()
+    with torch.no_grad(), layoutc.products("auto"):
+        loss_of(model, 2)
+
+
+def test_gradients_that_add_up_are_not_lost(two: Ranks) -> None:
+    two.run(switches_while_gradients_add_up)
+
+
+def stays_gathered(how: str) -> None:
+    """Values that are still gathered are not multiplied as codes, without a word."""
+    model = built("fp8_current")
+    for number in range(2):
+        if how == "after backward":
+            model.set_reshard_after_backward(False)
+        loss_of(model, number).backward()
+    if how == "by hand":
+        model[0].unshard()
+    with layoutc.products("low"), pytest.raises(LayoutError, match=r"still gathered, as values, .*low"):
+        loss_of(model, 2)
+    for block in model[:3]:
+        block.reshard()
+    model.reshard()
+    with layoutc.products("low"):
+        loss = loss_of(model, 2)
+    assert not any(left_by(model).values())
+    with layoutc.products("low"):
+        assert torch.equal(loss, loss_of(built("fp8_current"), 2))
+
+
+@pytest.mark.parametrize("how", ["by hand", "after backward"])
+def test_values_that_are_still_gathered_are_no_codes(two: Ranks, how: str) -> None:
+    two.run(stays_gathered, how)
+
+
+def follows_the_mode() -> None:
+    """A mode around forward alone: backward gathers what forward did, in few steps, and the next forward decides."""
+    model = built("nvfp4")
+    for number in range(4):
+        with layoutc.products("low"):
+            loss = loss_of(model, number)
+        loss.backward()
+    shards = {id(param) for param in model.parameters()}
+    held = [(param, group) for param, group in registry.parameters() if id(param.sharded_param) in shards]
+    assert all(set(group._rows) in ({"forward", "backward"}, {"both"}) for _, group in held), [g._rows for _, g in held]
+    del loss
+    loss_of(model, 4).backward()
+    assert set(left_by(model).values()) == {True, False}
+
+
+def test_a_mode_around_forward_alone(two: Ranks) -> None:
+    two.run(follows_the_mode)
 
 
 def gathers_in_few_steps() -> None:

@@ -33,7 +33,7 @@ class Packed(NamedTuple):
     pack: Pack
     number: int  # ALONE: it fits into no pack, or its gathers leave codes
     gathered: hooks.Gathered
-    mode: Mode  # of all weights, when it was found
+    mode: Mode  # of all weights, when it was decided what gathers leave
 
 
 ALONE = -1
@@ -44,7 +44,7 @@ _NO_PACK = Pack([], 0, False)
 def send(shard: Any, mesh: Any) -> Sent | None:
     """What the pre-all-gather hook of a shard returns, if it travels in a pack; else None."""
     packed: Packed | None = shard._packed
-    if (packed is None or packed.mode != product_mode.current()) and (packed := _join(shard)) is None:
+    if (packed is None or _is_of_another_mode(shard, packed)) and (packed := _join(shard)) is None:
         return None
     if packed.number == ALONE or is_filling():
         on_gather.check_unwritten(shard, packed.gathered.values)
@@ -75,6 +75,14 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
     return None if made is None else (made, (made,))
 
 
+def _is_of_another_mode(shard: Any, packed: Packed) -> bool:
+    """True if what gathers leave must be decided anew, which gathers for forward do."""
+    if packed.mode == product_mode.current():
+        return False
+    sharding = find(shard)
+    return sharding is not None and not sharding.gathers_for_backward
+
+
 # ------------------------------------------------------------------------------------------------------------- one pack
 def _join(shard: Any) -> Packed | None:
     """The place of a shard that has none yet, as one that has taken the place of another, or that was found under
@@ -85,7 +93,9 @@ def _join(shard: Any) -> Packed | None:
     if sharding is None or not sharding.is_of(shard):
         return None
     values_or_codes.decide(sharding)
-    mode = product_mode.current()
+    decision = gathered.decision_of(sharding.param())
+    assert decision is not None
+    mode = decision.mode
     if not on_gather.is_awaited(sharding.param()):
         shard._packed = Packed(_NO_PACK, ALONE, hooks.gathered_of(sharding), mode)
         _carry_codes(sharding)

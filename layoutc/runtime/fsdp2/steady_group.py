@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 from layoutc.runtime import product_mode, streams
 from layoutc.runtime.captures import capturing
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import codes, steady_reduction
 from layoutc.runtime.fsdp2.codes import Weight
@@ -130,12 +131,14 @@ class SteadyGroup(FSDPParamGroup):
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
     _mode: Mode  # of all weights, under which that was decided
-    _awaits_backward: bool  # gathered in a forward pass that has a graph, since the last backward
+    _awaits_backward: bool  # gathered in a forward pass that may have a graph, since the last backward
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
     _failures: Counter[PassName] | None  # gathers of each pass of which no row was made; None: none is to be made
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
+        if self._is_of_another_mode():
+            self._check_values()
         row = self._rows.get(self._pass())
         if row is None or self._is_of_another_mode() or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
@@ -195,6 +198,17 @@ class SteadyGroup(FSDPParamGroup):
     def _is_of_another_mode(self) -> bool:
         """True if hooks must decide anew whether gathers leave values or codes, which they do for forward."""
         return self._mode != product_mode.current() and self._training_state is not TrainingState.PRE_BACKWARD
+
+    def _check_values(self) -> None:
+        """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
+        mode = product_mode.current()
+        if self._pack is not None and self._sharded_state is not ShardedState.SHARDED and mode in ("auto", "low"):
+            own = [gathered.shard_of(one)._products for one in self.fsdp_params if one is self._leader]
+            if own == [None]:
+                raise LayoutError(
+                    f"{self._with_fqn('weights')} are still gathered, as values, which layoutc.products({mode!r}) does "
+                    f"not multiply; {gathered.RESHARD}"
+                )
 
     def _is_of_a_graph(self) -> bool:
         return torch.is_grad_enabled() and self._training_state is TrainingState.FORWARD
@@ -285,8 +299,9 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
     if group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
         group._pack, group._leader, group._rows, group._failures = pack, leader, {}, Counter()
-        group._mode = product_mode.current()
-        group._awaits_backward = getattr(group, "_awaits_backward", False) or group._is_of_a_graph()
+        decision = gathered.decision_of(leader)
+        group._mode = product_mode.current() if decision is None else decision.mode
+        group._awaits_backward = True  # perhaps: hooks, which call this, run without gradients
         group._reduction = group._reduces = None
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())

@@ -57,7 +57,7 @@ def explain_products(
 
     tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
     default: that of each weight. mode: of weights without a choice of their own (`layoutc.set_products_`); default: the
-    one that is set; "auto" if that is "dequantize". Weights that tensor parallelism cuts are multiplied as parts.
+    one that is set; "auto" if that dequantizes. Weights that tensor parallelism cuts are multiplied as parts.
     """
     found: list[ExplainedProduct] = []
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]

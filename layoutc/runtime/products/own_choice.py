@@ -69,6 +69,7 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
     changed = _changed(chosen_shards, mode)
     for sharding in changed:
         gathered.check_resharded(sharding, sharding.name or "a weight")
+        gathered.check_given_back(sharding, [sharding.param()], "set_products_ changes the weight")
     for sharding in changed:
         gathered.forget(sharding)
     if mode != ON_GATHER:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,15 +65,36 @@ def decision_of(param: Any) -> Decision | None:
     return _decided.get(param)
 
 
-def awaits_backward(group: Any, params: Iterable[Any]) -> bool:
-    """True if a forward pass has been that backward has not followed, and its graph still holds what was gathered.
+def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> None:
+    """Raises LayoutError, on all ranks alike, if backward has yet to read what was gathered of FSDPParams that are to
+    be gathered otherwise, or has left gradients there that no step has taken. Collective where backward has not
+    followed a forward pass: graphs live as long as somebody holds them, which may differ from rank to rank.
 
-    group: an FSDPParamGroup; of one that does not say the first, its graphs alone decide.
+    sharding: of one of them. what: has changed.
     """
-    if not getattr(group, "_awaits_backward", True):
-        return False
-    held = [getattr(param, "_unsharded_param", None) for param in params]
-    return any(made is not None and made._use_count() > 1 for made in held)  # the other is Python's own
+    held = [made for param in params if (made := getattr(param, "_unsharded_param", None)) is not None]
+    if any(made.grad is not None for made in held):
+        raise LayoutError(
+            f"{sharding.name}: {what} while gradients are being accumulated, which FSDP2 keeps with what is gathered "
+            "now; change it after the optimizer's step"
+        )
+    if not getattr(sharding.group(), "_awaits_backward", True):
+        return
+    in_a_graph = any(made._use_count() > 1 for made in held)  # the other is Python's own
+    if _anywhere(in_a_graph, sharding):
+        raise LayoutError(
+            f"{sharding.name}: {what} between a forward pass and its backward, for which weights are gathered "
+            "otherwise; put it around whole steps, or run what lies in between under the same mode"
+        )
+
+
+def _anywhere(holds: bool, sharding: Sharding) -> bool:
+    group, device = sharding.process_group, sharding.parameter.device
+    if group is None or group.size() == 1:
+        return holds
+    said = torch.tensor([float(holds)], device=device)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group)
+    return bool(said.item())
 
 
 def weights_of_values() -> dict[int, Tensor]:

@@ -1,7 +1,8 @@
 """Whether the gathers of a weight leave values or codes: by its own choice, or by that of all weights, where values
 cost nothing.
 
-What FSDP2 gathers together is decided together, when the first of it is gathered, by what is equal on all ranks.
+What FSDP2 gathers together is decided together, when the first of it is gathered, by what is equal on all ranks; and
+anew in a gather for forward that finds another mode of all weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 from layoutc.ints.cuts import Cuts, picks
 from layoutc.runtime import product_mode
-from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
@@ -29,7 +29,7 @@ def decide(sharding: Sharding) -> None:
     """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
     finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before.
 
-    Raises LayoutError where backward of an earlier forward pass would still read that.
+    Raises LayoutError where backward of an earlier forward pass would still read that; see `gathered.check_given_back`.
     """
     decision, mode = gathered.decision_of(sharding.param()), product_mode.current()
     if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
@@ -38,11 +38,8 @@ def decide(sharding: Sharding) -> None:
     decisions = [(one, gathered.Decision(values, mode)) for one, values in zip(weights, are_left(weights), strict=True)]
     changed = [(one, now) for one, now in decisions if gathered.decision_of(one) != now]
     made_anew = [one for one, now in changed if (before := gathered.decision_of(one)) and before.values != now.values]
-    if made_anew and gathered.awaits_backward(sharding.group(), made_anew):
-        raise LayoutError(
-            f'{sharding.name}: layoutc.products changed to "{mode}" between a forward pass and its backward, for which '
-            "weights are gathered otherwise; put it around whole steps, or run what lies in between under the same mode"
-        )
+    if made_anew:
+        gathered.check_given_back(sharding, made_anew, f'layoutc.products changed to "{mode}"')
     for one in made_anew:
         own = find(gathered.shard_of(one))
         assert own is not None
