@@ -137,10 +137,10 @@ class SteadyGroup(FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
-        if self._is_of_another_mode():
+        if decides := self._is_of_another_mode():
             self._check_values()
         row = self._rows.get(self._pass())
-        if row is None or self._is_of_another_mode() or not self._is_at_rest() or not row.weights.is_steady():
+        if row is None or decides or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
         else:
             with self._labelled("FSDP::all_gather"):
@@ -201,14 +201,13 @@ class SteadyGroup(FSDPParamGroup):
 
     def _check_values(self) -> None:
         """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
-        mode = product_mode.current()
-        if self._pack is not None and self._sharded_state is not ShardedState.SHARDED and mode in ("auto", "low"):
-            own = [gathered.shard_of(one)._products for one in self.fsdp_params if one is self._leader]
-            if own == [None]:
-                raise LayoutError(
-                    f"{self._with_fqn('weights')} are still gathered, as values, which layoutc.products({mode!r}) does "
-                    f"not multiply; {gathered.RESHARD}"
-                )
+        mode, own = product_mode.current(), gathered.shard_of(self._leader)._products
+        held = self._pack is not None and self._sharded_state is not ShardedState.SHARDED
+        if held and own is None and mode in ("auto", "low"):
+            raise LayoutError(
+                f"{self._with_fqn('weights')} are still gathered, as values, which layoutc.products({mode!r}) does not "
+                f"multiply; {gathered.RESHARD}"
+            )
 
     def _is_of_a_graph(self) -> bool:
         return torch.is_grad_enabled() and self._training_state is TrainingState.FORWARD
