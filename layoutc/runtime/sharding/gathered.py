@@ -67,34 +67,36 @@ def decision_of(param: Any) -> Decision | None:
 
 def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> None:
     """Raises LayoutError, on all ranks alike, if backward has yet to read what was gathered of FSDPParams that are to
-    be gathered otherwise, or has left gradients there that no step has taken. Collective where backward has not
-    followed a forward pass: graphs live as long as somebody holds them, which may differ from rank to rank.
+    be gathered otherwise, or has left gradients there that no step has taken. Collective: graphs live as long as
+    somebody holds them, and weights may have gradients on some ranks alone.
 
     sharding: of one of them. what: has changed.
     """
     held = [made for param in params if (made := getattr(param, "_unsharded_param", None)) is not None]
-    if any(made.grad is not None for made in held):
+    adds_up = any(made.grad is not None for made in held)
+    in_a_graph = any(made._use_count() > 1 for made in held)  # the other is Python's own
+    in_a_graph = in_a_graph and getattr(sharding.group(), "_awaits_backward", True)
+    adds_up, in_a_graph = _anywhere([adds_up, in_a_graph], sharding)
+    if adds_up:
         raise LayoutError(
             f"{sharding.name}: {what} while gradients are being accumulated, which FSDP2 keeps with what is gathered "
             "now; change it after the optimizer's step"
         )
-    if not getattr(sharding.group(), "_awaits_backward", True):
-        return
-    in_a_graph = any(made._use_count() > 1 for made in held)  # the other is Python's own
-    if _anywhere(in_a_graph, sharding):
+    if in_a_graph:
         raise LayoutError(
             f"{sharding.name}: {what} between a forward pass and its backward, for which weights are gathered "
             "otherwise; put it around whole steps, or run what lies in between under the same mode"
         )
 
 
-def _anywhere(holds: bool, sharding: Sharding) -> bool:
-    group, device = sharding.process_group, sharding.parameter.device
+def _anywhere(holds: Sequence[bool], sharding: Sharding) -> list[bool]:
+    """Each: true on some rank of those that a weight is sharded over."""
+    group = sharding.process_group
     if group is None or group.size() == 1:
-        return holds
-    said = torch.tensor([float(holds)], device=device)
+        return list(holds)
+    said = torch.tensor(holds, dtype=torch.int32, device=sharding.parameter.device)
     dist.all_reduce(said, dist.ReduceOp.MAX, group)
-    return bool(said.item())
+    return [bool(one) for one in said.tolist()]
 
 
 def weights_of_values() -> dict[int, Tensor]:
