@@ -424,7 +424,11 @@ def test_the_command_converts_files_both_ways(file: Path, tmp_path: Path) -> Non
 
 
 @needs_gguf
-def test_config_json_has_what_keys_and_shapes_say(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", ["one number", "one of each layer"])
+def test_config_json_has_what_keys_and_shapes_say(heads: str, file: Path, tmp_path: Path) -> None:
+    if heads != "one number":
+        file = gguf_files.write(tmp_path / "in.gguf", head_count=[4], head_count_kv=[2], feed_forward_length=[512])
+        assert {*loaded(file).state_dict()} == {*gguf_files.expected(file)}
     assert checkpoint.convert_gguf(file, tmp_path / "plain", dtype="bfloat16").no_config == ""
     sizes = gguf_files.SIZES | {"num_hidden_layers": 1, "vocab_size": 72, "head_dim": 64}
     assert json.loads((tmp_path / "plain/config.json").read_text()) == sizes | {
@@ -450,9 +454,13 @@ HUGE = key("llama.attention.layer_norm_rms_epsilon", 12, struct.pack("<d", 1e300
         ([LLAMA], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
         ([LLAMA, SCALED], "llama.rope.scaling.type says that rotary dims are scaled, but not all of how"),
         ([LLAMA, HUGE], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
+        (
+            [LLAMA, key("llama.attention.head_count", ARRAY, struct.pack("<IQ2I", U32, 2, 4, 8))],
+            "llama.attention.head_count differs from layer to layer, [4, 8], and a field of a config is one number",
+        ),
         ([key("general.architecture", STRING, text("phi3"))], "fields of configs are not known of phi3 without exp"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_where_keys_say_too_little_there_is_no_config_json(keys: list[bytes], words: str, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(by_hand(keys))
@@ -674,6 +682,69 @@ def test_rows_of_heads_are_moved_in_biases_too(count: int, expected: list[int], 
     assert done == (("model.layers.0.self_attn.k_proj.weight",), (), ())
     for value in (attention["q_proj"].weight, attention["q_proj"].bias, attention["k_proj"].bias):
         assert value.flatten().tolist() == expected
+
+
+def of_layers(name: str, *entries: int, kind: int = U32) -> bytes:
+    """A key with an entry for each layer."""
+    code = {U32: "I", U16: "H", STRING: "Q"}[kind]
+    return key(f"llama.{name}", ARRAY, struct.pack(f"<IQ{len(entries)}{code}", kind, len(entries), *entries))
+
+
+@pytest.mark.parametrize("kind", [U32, U16])
+def test_heads_that_differ_from_layer_to_layer_order_the_rows_of_each(kind: int, tmp_path: Path) -> None:
+    """attention.head_count_kv decides k also where it is an array; and attention.head_count decides q."""
+    rows = struct.pack("<8f", *range(8))
+    names = [f"blk.{n}.attn_{one}.bias" for n in range(2) for one in "qk"]
+    tensors: Tensors = {name: ((8,), F32_TYPE, 32 * at, rows) for at, name in enumerate(names)}
+    keys = [LLAMA, of_layers("attention.head_count", 4, 1, kind=kind), of_layers("attention.head_count_kv", 2, 1)]
+    (tmp_path / "a.gguf").write_bytes(by_hand(keys, tensors))
+    layers = torch.nn.ModuleList(
+        torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({f"{one}_proj": torch.nn.Linear(1, 8) for one in "qk"})})
+        for _ in range(2)
+    )
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": layers})})
+    weights = {f"model.layers.{n}.self_attn.{one}_proj.weight" for n in range(2) for one in "qk"}
+    assert {*checkpoint.load_gguf(model, tmp_path / "a.gguf", strict=False).missing} == weights
+    state = {name: value for name, value in model.state_dict().items() if name.endswith("bias")}
+    of_one, of_two = [0, 2, 4, 6, 1, 3, 5, 7], [0, 2, 1, 3, 4, 6, 5, 7]
+    expected = {"0.self_attn.q": [*range(8)], "0.self_attn.k": of_two, "1.self_attn.q": of_one, "1.self_attn.k": of_one}
+    found = {name.removeprefix("model.layers.").removesuffix("_proj.bias"): one.tolist() for name, one in state.items()}
+    assert found == expected
+    checkpoint.export_gguf(state, tmp_path / "out.gguf", source=tmp_path / "a.gguf")
+    assert filecmp.cmp(tmp_path / "a.gguf", tmp_path / "out.gguf", shallow=False)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (of_layers("attention.head_count_kv"), "an entry for each of 0 layers, and none for blk.0.attn_k.weight"),
+        (of_layers("attention.head_count_kv", 0, 1), "head_count_kv says 0 of layer 0"),
+        (of_layers("attention.head_count_kv", 3, 1), "head_count_kv says 3 of layer 0"),
+        (
+            of_layers("attention.head_count_kv", *[1] * 5000),
+            "head_count_kv, the heads of blk.0.attn_k.weight, is an array of other",
+        ),
+        (
+            of_layers("attention.head_count_kv", 0, kind=STRING),
+            "head_count_kv, the heads of blk.0.attn_k.weight, is an array of other",
+        ),
+        (key("llama.attention.head_count_kv", STRING, text("1")), "head_count_kv says '1'"),
+    ],
+    ids=["none", "0", "3", "many", "strings", "a string"],
+)
+def test_a_key_of_heads_that_says_nothing_is_not_taken_for_missing(told: bytes, words: str, tmp_path: Path) -> None:
+    """head_count does not take its place."""
+    heads = key("llama.attention.head_count", U32, struct.pack("<I", 1))
+    (tmp_path / "a.gguf").write_bytes(by_hand([LLAMA, heads, told], {"blk.0.attn_k.weight": ((1, 4), 0, 0, VALUES)}))
+    attention = torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"k_proj": torch.nn.Linear(1, 4, bias=False)})})
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([attention])})})
+    with pytest.raises(LayoutError, match=words):
+        checkpoint.load_gguf(model, tmp_path / "a.gguf")
+    with pytest.raises(LayoutError, match=words):
+        checkpoint.export_gguf(model, tmp_path / "out.gguf", source=tmp_path / "a.gguf")
+    with pytest.raises(LayoutError, match=words):
+        checkpoint.convert_gguf(tmp_path / "a.gguf", tmp_path / "plain", dtype="bfloat16")
+    assert not (tmp_path / "plain").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- hostile

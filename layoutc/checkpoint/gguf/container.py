@@ -29,9 +29,10 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 CHUNK = 1 << 20
 MOST_STRINGS = 4_000_000  # in one array: a vocabulary has some hundred thousand, and as many merges
+MOST_NUMBERS = 4_096  # of an array that is kept: what layers differ in has one entry for each
 _LENGTH = struct.Struct("<Q")
 
-Value = int | float | str
+Value = int | float | str | tuple[int | float, ...]
 
 
 class Held(NamedTuple):
@@ -54,8 +55,8 @@ class Held(NamedTuple):
 class Header(NamedTuple):
     """What a file says of itself.
 
-    values: numbers and strings by key; arrays are left out. keys: where each key-value lies in the file. digest: of all
-    bytes of the header. files: of a model in several, all of them.
+    values: numbers, strings and short arrays of numbers by key; other arrays are left out. keys: where each key-value
+    lies in the file. digest: of all bytes of the header. files: of a model in several, all of them.
     """
 
     path: Path
@@ -184,7 +185,7 @@ def _begin(cursor: _Cursor) -> int:
 
 
 def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | None:
-    """The next value; None for an array, which is passed over."""
+    """The next value; None for an array that is passed over: of strings, of arrays, or of many numbers."""
     if kind in SCALARS:
         return cursor.number(SCALARS[kind], what)
     if kind == STRING:
@@ -196,8 +197,9 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | Non
     of = cursor.integer("I", f"the type of the array in {what}")
     if of in SCALARS:
         size = struct.calcsize(f"<{SCALARS[of]}")
-        cursor.need(cursor.count(size, f"the length of {what}") * size, what)
-        return None
+        count = cursor.count(size, f"the length of {what}")
+        begin = cursor.need(count * size, what)
+        return None if count > MOST_NUMBERS else struct.unpack_from(f"<{count}{SCALARS[of]}", cursor.bytes, begin)
     if of not in (STRING, ARRAY):
         raise DamagedError(f"{cursor.path}: {what} is an array of type {of}, which GGUF does not define")
     count = cursor.count(8 if of == STRING else 12, f"the length of {what}")

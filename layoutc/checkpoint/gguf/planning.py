@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names, Place
-from layoutc.checkpoint.gguf.container import Header
+from layoutc.checkpoint.gguf.container import MOST_NUMBERS, Header, Value
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
@@ -21,6 +23,7 @@ from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ARCHITECTURE = "general.architecture"
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 class LoadedGguf(NamedTuple):
@@ -70,11 +73,24 @@ def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, he
     keys = [key.format(arch=header.values[ARCHITECTURE]) for key in names.architecture.rotated.get(module, ())]
     if not keys:
         return None
-    heads = next((header.values[key] for key in keys if key in header.values), None)
-    rows = shape[0]
+    # A key that the file has decides, also where its value is none that can be: the next one says something else.
+    key = next((key for key in keys if key in header.keys), keys[0])
+    heads, rows, of_layer = header.values.get(key), shape[0], ""
+    if isinstance(heads, tuple):
+        layer = _LAYER.match(name)
+        number = int(layer[1]) if layer is not None else -1
+        if not 0 <= number < len(heads):
+            raise LayoutError(f"{header.path}: {key} has an entry for each of {len(heads)} layers, and none for {name}")
+        heads, of_layer = heads[number], f" of layer {number}"
+    if key in header.keys and key not in header.values:
+        raise LayoutError(
+            f"{header.path}: {key}, the heads of {name}, is an array of other than numbers, or of more than "
+            f"{MOST_NUMBERS:,}"
+        )
     if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
         raise LayoutError(
-            f"{header.path}: the {rows} rows of {name} are not pairs in heads, of which {keys[0]} says {short(heads)}"
+            f"{header.path}: the {rows} rows of {name} are not pairs in heads, of which {key} says "
+            f"{short(heads)}{of_layer}"
         )
     return Rotated(rows, heads)
 
@@ -97,9 +113,9 @@ def config_of(header: Header) -> dict[str, object]:
     config: dict[str, object] = {"architectures": [made.name], "model_type": made.model_type, **made.fixed}
     heads = f"{arch}.attention.head_count"
     keys = {f"{arch}.{key}": field for key, field in made.sizes.items()}
-    keys[f"{heads}_kv" if f"{heads}_kv" in values else heads] = "num_key_value_heads"
-    config["num_attention_heads"] = values.get(heads)
-    config |= {field: values.get(key) for key, field in keys.items()}
+    keys[f"{heads}_kv" if f"{heads}_kv" in header.keys else heads] = "num_key_value_heads"
+    config["num_attention_heads"] = _of_all_layers(heads, values)
+    config |= {field: _of_all_layers(key, values) for key, field in keys.items()}
     config["rope_theta"] = values.get(f"{arch}.rope.freq_base", 10000.0)
     missing = [key for key, field in keys.items() if not _is_number(config[field])]
     tables = [header.tensors.get(name) for name in ("token_embd.weight", "blk.0.attn_q.weight")]
@@ -115,6 +131,16 @@ def config_of(header: Header) -> dict[str, object]:
     if not _is_number(config["rope_theta"]):
         raise LayoutError(f"{arch}.rope.freq_base is no number")
     return {field: _decimal(value) if isinstance(value, float) else value for field, value in config.items()}
+
+
+def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
+    """The value of a key, also where it has an entry for each layer. Raises LayoutError if these differ."""
+    value = values.get(key)
+    if not isinstance(value, tuple):
+        return value
+    if len({*value}) > 1:
+        raise LayoutError(f"{key} differs from layer to layer, {short(value)}, and a field of a config is one number")
+    return next(iter(value), None)
 
 
 def _is_number(value: object) -> bool:

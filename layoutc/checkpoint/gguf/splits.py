@@ -10,7 +10,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from layoutc.checkpoint.gguf.container import ALIGNMENT, Header, Held, read_header
+from layoutc.checkpoint.gguf.container import ALIGNMENT, Header, Held, Value, read_header
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.errors import DamagedError, LayoutError
 
@@ -51,7 +51,7 @@ def read_model(path: Path) -> Header:
     return first._replace(keys=keys, tensors=tensors, digest=digest, files=tuple(paths))
 
 
-def _paths(first: Header, count: int | float | str) -> list[Path]:
+def _paths(first: Header, count: Value) -> list[Path]:
     """The files of a model of which this should be the first. Raises LayoutError."""
     path, number, match = first.path, first.values.get(NUMBER), _NAME.fullmatch(first.path.name)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number < count:
