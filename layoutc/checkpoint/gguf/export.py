@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
 from layoutc.checkpoint.common.regions import box_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
@@ -25,7 +26,6 @@ from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
-from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
 from layoutc.runtime.errors import LayoutError

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, encode
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
@@ -83,7 +83,8 @@ def _made(
         return one.stated.made(dict(zip(one.stated.offsets, offsets, strict=True)), there)
     if one.codes is None:
         assert one.place is not None
-        return places.write(one.place, _rows(one, planes), one.facts.dtype)
+        rows = narrower.narrowed(_rows(one, planes), one.place.plane.dtype)
+        return places.write(one.place, rows, one.facts.dtype)
     encoded = coded[one.part, one.plane]
     device = planes[one.plane].device
     if one.of == "codes":

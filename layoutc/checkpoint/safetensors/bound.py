@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, Meaning
 from layoutc.checkpoint.held.stated import Stated, stated
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
@@ -26,6 +26,7 @@ from layoutc.runtime.facts import Facts
 
 LONGEST_TEXT = 1 << 16  # bytes
 NO_TEXTS: Mapping[str, bytes] = MappingProxyType({})
+NO_DTYPES: Mapping[str, str] = MappingProxyType({})
 
 
 class PlaneSource(Protocol):
@@ -90,7 +91,11 @@ class BoundSource(NamedTuple):
 
     def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
         found, width = self._in_file(number, rows, columns, fetch), self.parts[number][1].plane.shape[-1]
-        return self.meanings[number].of(found, rows, columns, width, fetch) if self.meanings else found
+        return (
+            self.meanings[number].of(found, rows, columns, width, fetch)
+            if self.meanings
+            else found.to(self.facts.dtype)
+        )
 
     def _in_file(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
         """Entries of a part as the files have them: codes, where they have these."""
@@ -105,12 +110,18 @@ class BoundSource(NamedTuple):
             raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
 
-def held(name: str, shape: tuple[int, ...], bound: Bound, texts: Mapping[str, bytes] = NO_TEXTS) -> tuple[Held, ...]:
+def held(
+    name: str,
+    shape: tuple[int, ...],
+    bound: Bound,
+    texts: Mapping[str, bytes] = NO_TEXTS,
+    dtypes: Mapping[str, str] = NO_DTYPES,
+) -> tuple[Held, ...]:
     """The tensors that files hold by this binding for a weight of this name and shape.
 
-    texts: those of files that the weight was read from, by the names of tensors, which are kept. Raises LayoutError if
-    its rows can't be cut into the parts, or its values into the dims, that the binding says; and for files that have
-    codes of a plane's values which the binding does not say how to make.
+    texts, dtypes: those of files that the weight was read from, by the names of tensors, which are kept. Raises
+    LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says; and for
+    files that have codes of a plane's values which the binding does not say how to make.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
     about = f"{name} in files of {bound.label}"
@@ -123,11 +134,12 @@ def held(name: str, shape: tuple[int, ...], bound: Bound, texts: Mapping[str, by
     tensors = list[Held]()
     for number, parameter in enumerate(parameters):
         for plane, pattern in binding.planes.items():
-            tensor, in_file = tensor_name(pattern.name, parameter), _in_files(pattern, of_part[plane])
-            place = _place(f"{about}: {tensor}", pattern, in_file, matrices)
+            tensor = tensor_name(pattern.name, parameter)
+            as_is, in_file = narrower.as_stored(pattern, of_part[plane], dtypes.get(tensor))
+            place = _place(f"{about}: {tensor}", as_is, in_file, matrices)
             first = number * in_file.shape[0]
             rows = (first, first + in_file.shape[0])
-            facts = Facts(place.shape, OF_OTHERS[pattern.dtype])
+            facts = Facts(place.shape, OF_OTHERS[as_is.dtype])
             one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes)
             tensors += _coded(one, parameter, prod(in_file.shape))
         for follows in stated(binding, parameter, each, shape[-1]):
@@ -149,11 +161,6 @@ def _coded(one: Held, parameter: str, count: int) -> list[Held]:
         one._replace(name=tensor_name(codes.codebook, parameter), facts=codebook, of="codebook"),
         one._replace(name=tensor_name(codes.scale, parameter), facts=scale, of="scale"),
     ]
-
-
-def _in_files(pattern: BoundPlane, plane: Facts) -> Facts:
-    """A plane as files have it: a byte for each value that they have a code of."""
-    return plane._replace(dtype=torch.uint8) if pattern.codes else plane
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -222,11 +229,12 @@ def find(
     found, names = {}, set[str]()
     for plane, pattern in binding.planes.items():
         parts, meanings = [], list[Meaning]()
-        in_file = _in_files(pattern, of_part[plane])
         for parameter in parameters:
             tensor = tensor_name(pattern.name, parameter)
-            place = _place(f"{about}: {tensor}", pattern, in_file, matrices)
-            stored = _there(about, tensors, tensor, pattern.dtype, place.shape)
+            dtype = tensors[tensor].dtype if tensor in tensors else None
+            as_is, in_file = narrower.as_stored(pattern, of_part[plane], dtype)
+            place = _place(f"{about}: {tensor}", as_is, in_file, matrices)
+            stored = _there(about, tensors, tensor, as_is.dtype, place.shape)
             parts.append((stored, place))
             names.add(tensor)
             meanings += _meaning(about, bound, pattern, parameter, prod(in_file.shape), tensors)

@@ -31,6 +31,7 @@ from layoutc.checkpoint.safetensors.writing import (
     split_into_files,
     write_streamed,
 )
+from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
@@ -231,7 +232,11 @@ def _weight(
     alone = into._replace(binding=into.binding._replace(parts=()))
     same = isinstance(source, Found) and source.bound.binding == alone.binding
     kept = kept_in(source, slices.read) if isinstance(source, Found) and same else None
-    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS)
+    dtypes = dict[str, str]()
+    if isinstance(source, Found) and source.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id:
+        named = {plane: tensor_name(into.binding.planes[plane].name, name) for plane in source.planes}
+        dtypes = {named[plane]: one.parts[0][0].dtype for plane, one in source.planes.items()}
+    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, dtypes)
     planned = tuple(Planned(one.name, one.facts, one.may_be_shorter) for one in tensors)
     return Job(name, source, into, planned, tensors, kept)
 

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.held import weights as held_weights
 from layoutc.checkpoint.held.stored import DTYPES
 from layoutc.checkpoint.held.weights import Held
 from layoutc.checkpoint.safetensors import beside, recognize
-from layoutc.checkpoint.safetensors.bound import NO_TEXTS, held
+from layoutc.checkpoint.safetensors.bound import held
 from layoutc.checkpoint.safetensors.files import OURS, Slices
-from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_rounded
+from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_rounded, warn_wide
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import (
@@ -36,12 +36,11 @@ from layoutc.checkpoint.safetensors.writing import (
     split_into_files,
     write_config,
 )
-from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
-from layoutc.runtime.weight import checksums, gathered_in_graphs, pending_writes, stored_form
+from layoutc.runtime.weight import checksums, gathered_in_graphs, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -107,11 +106,14 @@ def export_safetensors(
     """
     folder, split, items = Path(folder), dict[str, list[Item]](), list[Item]()
     problems, theirs, errors = list[Problem](), list[Bound](), list[float]()
-    first, slices = rank_of(process_group) == 0, Slices()
+    first, slices, wide = rank_of(process_group) == 0, Slices(), list[str]()
     with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, dtype)
         items = items_of(state, dtype, rename, theirs, problems, origin(source, slices, theirs))
+    if source is not None:
+        items, wide = settled(items, process_group)
+    with slices, noted(problems):
         split = split_into_files([*items, *_beside(source, items, theirs)], max_shard_bytes)
         if first:
             check_new(folder, "export")
@@ -145,32 +147,11 @@ def export_safetensors(
             shutil.rmtree(partly, ignore_errors=True)
     if first:
         warn_rounded(f"files {files!r}", errors)
+        warn_wide(source, wide)
     return list(split)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
-def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, each once: of several names of the same memory, the first."""
-    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
-    tensors = {}
-    seen = set()
-    for name, value in state.items():
-        if isinstance(value, Tensor) and (key := _identity(value.detach())) not in seen:
-            seen.add(key)
-            tensors[name] = value.detach()
-    return tensors
-
-
-def _identity(value: Tensor) -> Any:
-    """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
-    local = meshes.local_of(value)
-    if isinstance(local, QuantizedTensor):
-        return id(local._planes), tuple(value.shape)
-    plain = local.plain if isinstance(local, CastOnGather) else local
-    storage = id(plain) if plain.is_meta else plain.untyped_storage()._cdata
-    return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
-
-
 def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype | None) -> list[Bound]:
     """The binding of this name of each recipe of the model. Raises ValueError, LayoutError."""
     if files is None:
@@ -216,32 +197,6 @@ def items_of(
     return items
 
 
-def check_exportable(name: str, value: Tensor) -> None:
-    """Raises LayoutError for a tensor that is no weight, or not one of this rank's."""
-    local = meshes.local_of(value)
-    if local.is_meta:
-        raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        raise LayoutError(f"{name} is sharded over ranks that don't include this one; pass their process_group")
-    if not isinstance(local, QuantizedTensor):
-        return
-    pending_writes.check_readable(local)
-    if local._transposed or (value is local and (local._halo.rows or local._peers == ())):
-        raise LayoutError(f"{name}: {local._label()} is a view or a part of a weight; export the weight itself")
-    if local.shape[-1:] != local._matrix[1:]:
-        raise LayoutError(
-            f"{name}: {local._label()} is a view with another shape than the weight; export the weight itself"
-        )
-
-
-def class_of(value: Tensor) -> type[QuantizedTensor] | None:
-    """What a weight is quantized as, or as it is gathered; None for a plain one."""
-    local = meshes.local_of(value)
-    if isinstance(local, CastOnGather):
-        return local.QUANTIZED
-    return type(local) if isinstance(local, QuantizedTensor) else None
-
-
 def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple[tuple[Held, ...], KeptIn | None]:
     """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
     one, and without a binding. And what is kept of files that it was loaded from."""
@@ -253,7 +208,34 @@ def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple
     if lacking and isinstance(local, QuantizedTensor):
         raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {local._label()}")
     kept = files.of(name, tuple(value.shape), one)
-    return held(name, tuple(value.shape), one, kept.texts if kept else NO_TEXTS), kept
+    return _as_kept(name, value, one, kept), kept
+
+
+def _as_kept(name: str, value: Tensor, one: Bound, kept: KeptIn | None) -> tuple[Held, ...]:
+    shape = tuple(value.shape)
+    return held(name, shape, one, kept.texts, kept.dtypes) if kept else held(name, shape, one)
+
+
+def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[list[Item], list[str]]:
+    """Items whose tensors have dtypes that hold all their values: those of the source, or else the planes' own; and
+    the names of the weights that have the latter. Collective."""
+    wide = {item.name: planes for item in items if item.kept and (planes := item.kept.too_wide(_planes_of(item.value)))}
+    everyone = everywhere(wide, group)
+    found = list[Item]()
+    for item in items:
+        planes = frozenset().union(*(of_rank.get(item.name, ()) for of_rank in everyone))
+        if item.kept and planes:
+            kept = item.kept._replace(wide=planes)
+            tensors = _as_kept(item.name, item.value, kept.found.bound, kept)
+            item = item._replace(kept=kept, held=tensors, tensors={one.name: one.facts for one in tensors})
+        found.append(item)
+    return found, [item.name for item in found if item.kept and item.kept.wide]
+
+
+def _planes_of(value: Tensor) -> Mapping[str, Tensor] | None:
+    """The entries of a weight that this rank has; None of one that is quantized when it is gathered."""
+    local = meshes.local_of(value)
+    return {name: local._entries(name) for name in local._planes} if isinstance(local, QuantizedTensor) else None
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.codes import Encoded
 from layoutc.checkpoint.held.stored import Read, Stored
 from layoutc.checkpoint.safetensors import recognize
@@ -19,11 +20,29 @@ from layoutc.checkpoint.safetensors.recognize import Bound
 
 
 class KeptIn(NamedTuple):
-    """A weight as files hold it, with its texts by the names of their tensors. fetch: reads slices of the files."""
+    """A weight as files hold it, with its texts by the names of their tensors. fetch: reads slices of the files. wide:
+    planes that have values which the dtypes of the files don't hold."""
 
     found: Found
     texts: Mapping[str, bytes]
     fetch: Read
+    wide: frozenset[str] = frozenset()
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtypes of its planes' tensors by name, of those that hold the values."""
+        kept = (one for plane, one in self.found.planes.items() if plane not in self.wide)
+        return {stored.name: stored.dtype for one in kept for stored, _ in one.parts}
+
+    def too_wide(self, planes: Mapping[str, Tensor] | None) -> frozenset[str]:
+        """The planes that have values here which the dtypes of the files don't hold. None: values are not known yet,
+        and may be any."""
+        found = set[str]()
+        for plane, one in self.found.planes.items():
+            narrow = {place.plane.dtype for _, place in one.parts if not one.meanings} - {one.facts.dtype}
+            if any(planes is None or not narrower.fits(planes[plane], dtype) for dtype in narrow):
+                found.add(plane)
+        return frozenset(found)
 
     def codes(self, plane: str, part: int) -> tuple[Encoded, Tensor]:
         """The codes that they have for a part's values of a plane, and what these stand for: fp32, of their shape."""
@@ -67,8 +86,19 @@ def origin(folder: str | PathLike[str] | None, slices: Slices, theirs: Iterable[
 
 def _planes_say_all(bound: Bound) -> bool:
     """True if a weight's planes decide all bytes of its files, so that nothing of other files is kept."""
-    coded = any(plane.codes for plane in bound.binding.planes.values())
-    return not coded and (bound.binding.text is None or not bound.binding.text[2])
+    varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in bound.binding.planes.values())
+    return not varies and (bound.binding.text is None or not bound.binding.text[2])
+
+
+def warn_wide(source: str | PathLike[str] | None, names: Sequence[str]) -> None:
+    """Says once which scales are written in fp32, since the dtype of the source does not hold them."""
+    if names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        warnings.warn(
+            f"{', '.join(names[:2])}{more}: the scales are written as F32, because the dtype that {source} has them in "
+            "does not hold their values",
+            stacklevel=4,
+        )
 
 
 def warn_rounded(label: str, errors: Sequence[float]) -> None:

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.facts import Binding
@@ -112,8 +113,8 @@ def is_for(
 
 
 def is_held(bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> bool:
-    """True if files have this weight's planes by a binding's names, in its dtypes."""
-    return _has_dtypes(bound, name, prod(shape[:-2]) if len(shape) > 2 else None, tensors)
+    """True if files have this weight's planes by a binding's names, in its dtypes or narrower ones."""
+    return _fit(bound, name, prod(shape[:-2]) if len(shape) > 2 else None, tensors) > 0
 
 
 def scales_of(bound: Bound) -> list[str]:
@@ -124,20 +125,25 @@ def scales_of(bound: Bound) -> list[str]:
 def is_for_another(
     bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
 ) -> bool:
-    """True if the tensors of a weight have the dtypes that another of `told` says, and not those of this one.
+    """True if the tensors of a weight have the dtypes that another of `told` says, and not those of this one; or
+    narrower ones than that says, where this one has no place for them.
 
     matrices: of a weight with leading dims; None without any.
     """
-    if _has_dtypes(bound, name, matrices, tensors):
-        return False
-    return any(_has_dtypes(other, name, matrices, tensors) for other in told)
+    own = _fit(bound, name, matrices, tensors)
+    return own < 2 and any(_fit(other, name, matrices, tensors) > own for other in told)
 
 
-def _has_dtypes(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored]) -> bool:
-    """True if the first tensor of each of a weight's planes is there, and has the dtype that the binding says."""
-    first = parts_of(bound.binding, name, matrices)[0]
-    found = [(tensors.get(tensor_name(one.name, first)), one.dtype) for one in bound.binding.planes.values()]
-    return all(stored is not None and is_dtype(stored, dtype) for stored, dtype in found)
+def _fit(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored]) -> int:
+    """2 if the first tensor of each of a weight's planes is there, and has the dtype that the binding says; 1 if some
+    have narrower ones, of which the planes hold every value; else 0."""
+    first, fit = parts_of(bound.binding, name, matrices)[0], 2
+    for plane in bound.binding.planes.values():
+        stored = tensors.get(tensor_name(plane.name, first))
+        if stored is None or not (is_dtype(stored, plane.dtype) or narrower.is_narrower(plane, stored.dtype)):
+            return 0
+        fit = fit if is_dtype(stored, plane.dtype) else 1
+    return fit
 
 
 def is_dtype(stored: Stored, dtype: str) -> bool:

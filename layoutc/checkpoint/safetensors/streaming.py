@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layoutc.checkpoint.common.exportable import class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.held.weights import made
-from layoutc.checkpoint.safetensors.export import Item, bindings_of, class_of, items_of, state_of, whole_planes
+from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, settled, whole_planes
 from layoutc.checkpoint.safetensors.files import Slices
-from layoutc.checkpoint.safetensors.kept import origin, warn_rounded
+from layoutc.checkpoint.safetensors.kept import origin, warn_rounded, warn_wide
 from layoutc.checkpoint.safetensors.planning import Rename
 
 
@@ -41,11 +42,13 @@ def stream_export(
     end. What does not fit is found, and raised on all ranks, when the first tensor is asked for.
     """
     problems: list[Problem] = []
-    items, slices, errors = list[Item](), Slices(), list[float]()
+    items, slices, errors, wide = list[Item](), Slices(), list[float](), list[str]()
     with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, None)
         items = items_of(state, None, rename, theirs, problems, origin(source, slices, theirs))
+    if source is not None:
+        items, wide = settled(items, process_group)
     described = repr([(item.name, item.tensors) for item in items])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
@@ -54,6 +57,7 @@ def stream_export(
             yield from _tensors(item, errors)
     if rank_of(process_group) == 0:
         warn_rounded(f"files {files!r}", errors)
+        warn_wide(source, wide)
 
 
 def _tensors(item: Item, errors: list[float]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,63 @@
+"""The tensors of a model that an export writes: each once, checked, and what they are quantized as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight import pending_writes
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by name, each once: of several names of the same memory, the first."""
+    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
+    tensors = {}
+    seen = set()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and (key := _identity(value.detach())) not in seen:
+            seen.add(key)
+            tensors[name] = value.detach()
+    return tensors
+
+
+def _identity(value: Tensor) -> Any:
+    """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
+    local = meshes.local_of(value)
+    if isinstance(local, QuantizedTensor):
+        return id(local._planes), tuple(value.shape)
+    plain = local.plain if isinstance(local, CastOnGather) else local
+    storage = id(plain) if plain.is_meta else plain.untyped_storage()._cdata
+    return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
+
+
+def check_exportable(name: str, value: Tensor) -> None:
+    """Raises LayoutError for a tensor that is no weight, or not one of this rank's."""
+    local = meshes.local_of(value)
+    if local.is_meta:
+        raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        raise LayoutError(f"{name} is sharded over ranks that don't include this one; pass their process_group")
+    if not isinstance(local, QuantizedTensor):
+        return
+    pending_writes.check_readable(local)
+    if local._transposed or (value is local and (local._halo.rows or local._peers == ())):
+        raise LayoutError(f"{name}: {local._label()} is a view or a part of a weight; export the weight itself")
+    if local.shape[-1:] != local._matrix[1:]:
+        raise LayoutError(
+            f"{name}: {local._label()} is a view with another shape than the weight; export the weight itself"
+        )
+
+
+def class_of(value: Tensor) -> type[QuantizedTensor] | None:
+    """What a weight is quantized as, or as it is gathered; None for a plain one."""
+    local = meshes.local_of(value)
+    if isinstance(local, CastOnGather):
+        return local.QUANTIZED
+    return type(local) if isinstance(local, QuantizedTensor) else None

@@ -1,0 +1,237 @@
+"""Checkpoints as they are released: scales of other dtypes, of a whole weight or of an expert, groups of other sizes.
+
+Each folder is written by the package whose format it is, or laid out by the format's definition; values are read by the
+package's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import Ranks
+from test_files_of_others import compressed, same_files, tensors_in
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+from layoutc.checkpoint import convert_safetensors, export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[{extra}]'")
+    for name, extra in (("transformers", "integrations"), ("compressed_tensors", "formats"))
+]
+Tensors = dict[str, Tensor]
+Writer = Callable[[Tensors], tuple[Tensors, dict[str, Any]]]
+Values = Callable[[Tensors, str], Tensor]
+
+
+class Mlp(nn.Module):
+    """Two linear layers whose sizes are multiples of 128 and not of three ranks, and one that stays plain."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj = nn.Linear(256, 384, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(384, 256, bias=False, dtype=dtype)
+        self.head = nn.Linear(256, 32, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.down_proj(self.up_proj(x).relu()))
+        return out
+
+
+# ----------------------------------------------------------------------------------------- as others write and read it
+def fp8_of_transformers(state: Tensors, **how: Any) -> tuple[Tensors, dict[str, Any]]:
+    """transformers' own quantizer."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config, tensors = FineGrainedFP8Config(**how), dict[str, Tensor]()
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    for name, value in state.items():
+        tensors |= quantizer.convert({name: value}) if name.endswith("_proj.weight") else {name: value}
+    stated: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return tensors, stated | {"modules_to_not_convert": ["head"]}
+
+
+def with_scales(state: Tensors, write: Writer, ends: str, to: Callable[[Tensor], Tensor]) -> Any:
+    """The same with scales of another dtype."""
+    tensors, config = write(state)
+    return {name: to(one) if name.endswith(ends) else one for name, one in tensors.items()}, config
+
+
+def read_by_transformers(tensors: Tensors, name: str) -> Tensor:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    by = Fp8Dequantize(None)
+    found: Tensor = by._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"], output_dtype=torch.bfloat16)
+    return found
+
+
+def read_by_compressed_tensors(tensors: Tensors, name: str, config: dict[str, Any]) -> Tensor:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    module = name.rpartition(".")[0]
+    mine = {key.removeprefix(f"{module}."): one for key, one in tensors.items() if key.startswith(f"{module}.")}
+    found = BaseCompressor.get_value_from_registry(config["format"]).decompress(mine, scheme)
+    weight: Tensor = found["weight"]
+    return weight
+
+
+class Scheme(NamedTuple):
+    """Who writes it, who reads it (by compressed-tensors where None), the binding of exports, one that converts there
+    and back; and whether scales keep the dtype of the source when they change."""
+
+    write: Writer
+    read: Values | None
+    files: str
+    other: str
+    keeps: bool = True
+
+
+def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda scale: scale.to(dtype)
+
+
+def powers(scale: Tensor) -> Tensor:
+    return torch.exp2(torch.log2(scale.float()).ceil()).half()
+
+
+UE8M0 = partial(fp8_of_transformers, scale_fmt="ue8m0")
+BLOCKS = ("deepseek", "fp8_block/compressed_tensors")
+SCHEMES = {
+    "block_bf16": Scheme(
+        partial(with_scales, write=fp8_of_transformers, ends="_scale_inv", to=to(torch.bfloat16)),
+        read_by_transformers,
+        *BLOCKS,
+    ),
+    "block_f16": Scheme(
+        partial(with_scales, write=fp8_of_transformers, ends="_scale_inv", to=powers), read_by_transformers, *BLOCKS
+    ),
+    "block_e8m0": Scheme(UE8M0, read_by_transformers, *BLOCKS),
+    "block_bytes": Scheme(
+        partial(with_scales, write=UE8M0, ends="_scale_inv", to=lambda scale: scale.view(torch.uint8)),
+        read_by_transformers,
+        *BLOCKS,
+    ),
+    "block_of_bf16_weights": Scheme(
+        compressed("FP8_BLOCK", "float-quantized"), None, "compressed_tensors", "fp8_block/deepseek"
+    ),
+    "channel_f16": Scheme(
+        partial(
+            with_scales, write=compressed("FP8_DYNAMIC", "float-quantized"), ends="weight_scale", to=to(torch.float16)
+        ),
+        None,
+        "compressed_tensors",
+        "fp8_rowwise/compressed_tensors",
+        keeps=False,
+    ),
+}
+
+
+ON_RANKS = ("block_bf16", "block_bytes")  # one of each kind of plane
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of each scheme, written once."""
+    folders: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in folders:
+            from safetensors.torch import save_file
+
+            tensors, config = SCHEMES[name].write(dict(Mlp().state_dict()))
+            path = folders[name] = tmp_path_factory.mktemp(name)
+            save_file({key: one.contiguous() for key, one in tensors.items()}, path / "model.safetensors")
+            (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+        return folders[name]
+
+    return of
+
+
+def values_of(name: str, path: Path, weight: str) -> Tensor:
+    """A weight by the package's own code, in the dtype that it computes in."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    read = SCHEMES[name].read or partial(read_by_compressed_tensors, config=config)
+    return read(tensors_in(path), weight)
+
+
+def check_values(name: str, path: Path, model: nn.Module) -> None:
+    for key, param in model.named_parameters():
+        if isinstance(param, QuantizedTensor):
+            values = values_of(name, path, key)
+            assert torch.equal(param.dequantize(values.dtype), values), key
+        else:
+            assert torch.equal(param, tensors_in(path)[key]), key
+
+
+def loaded(path: Path) -> Mlp:
+    model = Mlp()
+    names = quantize_as_stored(model, path)
+    assert set(names) == {"up_proj.weight", "down_proj.weight"}
+    load_safetensors(model, path)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.* are for other programs alone")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_released_scheme_loads_trains_and_is_written_back(
+    name: str, released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Byte for byte where nothing changed, there and back by another binding too; and after steps the package reads
+    what was trained."""
+    path, scheme = released(name), SCHEMES[name]
+    model = loaded(path)
+    check_values(name, path, model)
+    export_safetensors(model, tmp_path / "same", files=scheme.files, source=path)
+    assert same_files(path, tmp_path / "same")
+    recipe = next(type(param).LAYOUT.name for param in model.parameters() if isinstance(param, QuantizedTensor))
+    convert_safetensors(path, tmp_path / "there", files=scheme.other)
+    convert_safetensors(tmp_path / "there", tmp_path / "back", files=f"{recipe}/{scheme.files}")
+    assert same_files(path, tmp_path / "back", but=("input_scale", "activation_scale"))
+    values = {key: values_of(name, path, key) for key in ("up_proj.weight", "down_proj.weight")}
+    convert_safetensors(path, tmp_path / "plain", dtype=values["up_proj.weight"].dtype)
+    assert all(torch.equal(tensors_in(tmp_path / "plain")[key], one) for key, one in values.items())
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5)
+    for _ in range(2):
+        model(torch.ones(4, 256, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as said:
+        export_safetensors(model, tmp_path / "tuned", files=scheme.files, source=path)
+    assert any("the scales are written as F32" in str(one.message) for one in said) != scheme.keeps
+    before, after = tensors_in(path), tensors_in(tmp_path / "tuned")
+    assert not torch.equal(after["up_proj.weight"].view(torch.uint8), before["up_proj.weight"].view(torch.uint8))
+    check_values(name, tmp_path / "tuned", model)
+    assert not scheme.keeps or {key: one.dtype for key, one in before.items()} == {
+        key: one.dtype for key, one in after.items()
+    }
+
+
+def writes(name: str, path: str, out: str) -> None:
+    """On ranks: load shards, and export."""
+    model = Mlp()
+    quantize_as_stored(model, path)
+    fully_shard(model)
+    load_safetensors(model, path)
+    export_safetensors(model, out, files=SCHEMES[name].files, source=path)
+
+
+@pytest.mark.filterwarnings("ignore:.* are for other programs alone")
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_ranks_write_the_same_bytes(name: str, three: Ranks, released: Callable[[str], Path], tmp_path: Path) -> None:
+    three.run(writes, name, str(released(name)), str(tmp_path / "out"))
+    assert same_files(released(name), tmp_path / "out")
