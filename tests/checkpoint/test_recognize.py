@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import unshipped
+from safetensors.torch import save_file
+from torch import nn
 
+from layoutc.checkpoint import convert_safetensors, load_safetensors, quantize_as_stored
 from layoutc.checkpoint.held.stored import Stored
-from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit
-from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, is_for
+from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit, told
+from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, installed, is_for
 from layoutc.recipes import (
     fp8_block,
     fp8_block_e8m0,
@@ -90,3 +95,57 @@ def test_dtypes_tell_bindings_of_one_folder_apart(
     assert [is_for(one, "a.weight", (32, 32), tensors, told) for one in told] == [for_dense, for_experts]
     assert [is_for(one, "a.weight", (32, 32), tensors) for one in told] == [scale is not None] * 2
     assert not any(is_for(one, "a.weight", (32,), tensors, told) for one in told)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq", "sym": True}
+
+
+def gptq_folder(path: Path, config: dict[str, Any]) -> Path:
+    """A weight of zeros, and its config."""
+    path.mkdir()
+    words = {"qweight": (16, 128), "qzeros": (1, 16)}
+    tensors = {f"a.{last}": torch.zeros(shape, dtype=torch.int32) for last, shape in words.items()}
+    save_file(tensors | {"a.scales": torch.ones(1, 128, dtype=torch.float16)}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"checkpoint_format": "gptq_v2"}, "'gptq_v2' as checkpoint_format .* gptq/gptq have 'gptq'"),
+        ({"bits": 8}, "8 as bits of its quantization_config"),
+        ({"group_size": 64}, "64 as group_size .* have 128"),
+        ({"quant_method": "awq"}, "'awq' as quant_method"),
+    ],
+)
+def test_what_config_json_states_against_a_binding_that_is_named_is_refused(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """By all that read a folder, before anything is changed or written."""
+    path, model = gptq_folder(tmp_path / "in", GPTQ | changed), nn.ModuleDict({"a": nn.Linear(128, 128, bias=False)})
+    for call in (
+        lambda: convert_safetensors(path, tmp_path / "out", dtype="float32", source_files="gptq"),
+        lambda: quantize_as_stored(model, path, files="gptq/gptq"),
+        lambda: load_safetensors(model, path, files="gptq", convert=True),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            call()
+    assert type(model["a"].weight) is nn.Parameter
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("left_out", ["checkpoint_format", "quant_method", "bits", None])
+def test_a_config_that_says_less_or_is_of_an_unknown_program_contradicts_nothing(
+    left_out: str | None, tmp_path: Path
+) -> None:
+    config = {key: value for key, value in GPTQ.items() if key != left_out}
+    config |= {"quant_method": "of-my-own"} if left_out is None else {}
+    convert_safetensors(gptq_folder(tmp_path / "in", config), tmp_path / "out", dtype="float32", source_files="gptq")
+
+
+def test_of_bindings_of_one_name_those_stay_that_config_json_does_not_contradict(tmp_path: Path) -> None:
+    form: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": form}))
+    labels = [one.label for one in told(tmp_path, "compressed_tensors", installed())]
+    assert labels == ["nvfp4_1d/compressed_tensors", "nvfp4_compressed_tensors/compressed_tensors"]

@@ -18,7 +18,9 @@ from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, so
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS
+from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
 from layoutc.checkpoint.safetensors.files import Slices, library, read_folder
@@ -69,6 +71,11 @@ def convert_gguf(
     check_new(out, "convert")
     names, kinds = names_of(header), installed()
     mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()
+    plain = {name: Described(held.type, held.shape) for name, held in header.tensors.items()}
+    records = {name for name, held in header.tensors.items() if held.type not in PLAIN}
+    undecoded.refuse(
+        str(header.path), undecoded.undecoded(plain, records), "llama.cpp's converter can write it in another type"
+    )
     for tensor in header.tensors:
         if tensor in names.architecture.ignored:
             left.append(tensor)
@@ -124,6 +131,8 @@ def convert_to_gguf(
             f"{path} holds quantized weights: make them plain first, with `layoutc convert {path} plain --dtype "
             "bfloat16`"
         )
+    instead = f"Make them plain first: layoutc convert {path} plain --dtype bfloat16 --from RECIPE/BINDING"
+    undecoded.refuse(str(path), undecoded.undecoded(contents.tensors), instead)
     with Slices() as slices:
         state = {name: slices.read(stored, ()) for name, stored in contents.tensors.items()}  # views of mapped files
         types = export_gguf(state, file, source=source, quantize=True)

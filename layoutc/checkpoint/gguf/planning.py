@@ -16,7 +16,8 @@ from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
 from layoutc.checkpoint.held.stored import Stored
-from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name
+from layoutc.checkpoint.held.undecoded import Described
+from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name, refuse_beside
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
@@ -187,6 +188,8 @@ def plan(
                 steps.append(Step(name, state[name], entry(name, state[name], source, file, kinds, convert)))
             elif tied[0] not in buffers or any(in_files.values()):
                 missing.append(tied[0])
+    with noted(problems):
+        refuse_beside({name: Described(held.type, held.shape) for name, held in header.tensors.items()}, expected)
     unexpected = sorted(header.tensors.keys() - expected - {*names.architecture.ignored})
     if strict:
         problems += [_absent(name, names, rename) for name in missing]

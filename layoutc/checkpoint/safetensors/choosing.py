@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find
 from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.runtime.bindings.names import contradicts
 from layoutc.runtime.errors import LayoutError
 
 
@@ -23,11 +24,12 @@ class Fit(NamedTuple):
 def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     """The bindings of `every` that a name or config.json tells of; none for a folder that says nothing.
 
-    Raises LayoutError for a name that none has, and for a `quantization_config` that none knows.
+    Raises LayoutError for a name that none has or that config.json contradicts, and for a `quantization_config` that
+    none knows.
     """
-    if files is not None:
-        return recognize.chosen(files, every)
     config = recognize.quantization_config(path)
+    if files is not None:
+        return _agreeing(path, config, recognize.chosen(files, every), every)
     found = recognize.recognized(config, every)
     if config and not found:
         labels = ", ".join(sorted({one.label for one in every}))
@@ -36,6 +38,20 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
             f"{labels}"
         )
     return found
+
+
+def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], every: Sequence[Bound]) -> list[Bound]:
+    """The bindings of one name that a config does not contradict. Raises LayoutError if it contradicts all."""
+    if config.get("quant_method") not in {one.binding.config.get("quant_method") for one in every}:
+        config = {key: value for key, value in config.items() if key != "quant_method"}  # others write such files too
+    wrong = [contradicts(one.binding, config) for one in named]
+    if all(wrong) and (first := wrong[0]) is not None:
+        where, there, here = first
+        raise LayoutError(
+            f"{path}: config.json has {there!r} as {where} of its quantization_config, but files of {named[0].label} "
+            f"have {here!r}: name a binding of such files, or correct config.json if it is wrong"
+        )
+    return [one for one, differs in zip(named, wrong, strict=True) if differs is None]
 
 
 def fitting(

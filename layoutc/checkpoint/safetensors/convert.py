@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.held.weights import Held, made
 from layoutc.checkpoint.safetensors import choosing, recognize
@@ -106,6 +107,7 @@ def convert_safetensors(
     into = _one(recognize.chosen(files, every)) if files is not None else None
     found = _quantized(path, contents, every, source_files, into)
     slices, errors = Slices(), list[float]()
+    _check_decoded(path, contents, found, every)
     with slices:
         jobs = _jobs(contents, found, into, to, match, slices)
     split = split_into_files(jobs, max_shard_bytes)
@@ -168,6 +170,26 @@ def _quantized(
         choosing.check_alike([fit.bound for fit in group], str(path), "source_files= (--from)")
         chosen |= by[group[0].bound.label]
     return chosen
+
+
+def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], every: Sequence[Bound]) -> None:
+    """Raises LayoutError for codes in a folder that no weight of those that were found holds."""
+    left = undecoded.undecoded(contents.tensors, {one for weight in found.values() for one in weight.tensors})
+    named = {one.label: named_in(one, contents.tensors).keys() - found.keys() for one in every} if left else {}
+    fit = (
+        sorted(
+            one.label
+            for one in every
+            for name in named[one.label]
+            if recognize.is_held(one, name, (1, 1), contents.tensors)
+        )
+        if left
+        else []
+    )
+    instead = "No installed recipe has tensors of such names and dtypes together"
+    if fit:
+        instead = f"Such names and dtypes have {', '.join(dict.fromkeys(fit))}: pass source_files= (--from) one of them"
+    undecoded.refuse(str(path), left, instead)
 
 
 def _jobs(

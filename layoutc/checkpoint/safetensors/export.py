@@ -20,6 +20,7 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.held import weights as held_weights
 from layoutc.checkpoint.held.stored import DTYPES
+from layoutc.checkpoint.held.undecoded import check_values
 from layoutc.checkpoint.held.weights import Held
 from layoutc.checkpoint.safetensors import beside, recognize
 from layoutc.checkpoint.safetensors.bound import held
@@ -122,8 +123,7 @@ def export_safetensors(
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
     partly = from_first(lambda: begin_folder(folder), process_group)
     try:
-        sees = everywhere(partly.is_dir(), process_group)
-        writers = [rank for rank, seen in enumerate(sees) if seen]
+        writers = [rank for rank, seen in enumerate(everywhere(partly.is_dir(), process_group)) if seen]
         with slices, Writing() as writing:
             for number, (name, file) in enumerate(split.items()):
                 writes = writers[number % len(writers)] == rank_of(process_group)
@@ -174,10 +174,12 @@ def items_of(
     problems: list[Problem],
     files: Origin,
 ) -> list[Item]:
-    """The weights to write, after this rank's checks. files: those that weights were loaded from. Raises ValueError."""
+    """The weights to write, after this rank's checks. files: those that weights were loaded from. Raises ValueError,
+    LayoutError."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()
+    check_values(state, class_of)
     for name, value in state.items():
         with noted(problems):
             check_exportable(name, value)
@@ -279,8 +281,7 @@ def _beside(source: str | PathLike[str] | None, items: Sequence[Item], theirs: l
 
 def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item]) -> list[str]:
     """The linear layers whose weights are not quantized; of a state dict, all modules whose weights have two dims."""
-    modules = dict(source.named_modules()) if isinstance(source, nn.Module) else None
-    found = []
+    modules, found = dict(source.named_modules()) if isinstance(source, nn.Module) else None, []
     for item in items:
         module, _, last = item.source.rpartition(".")
         matrix = not item.held and last == "weight" and item.value.dim() == 2 and item.value.is_floating_point()
@@ -362,8 +363,7 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[flo
         gathered_in_graphs.check_not_resharded(whole)
         tensors = {f"{item.name}.{plane}": whole._entries(plane) for plane in whole.planes()}
     for name, facts in item.tensors.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != facts.shape:
+        if tuple((tensor := tensors[name]).shape) != facts.shape:
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
         plain = tensor.view(facts.dtype) if isinstance(whole, QuantizedTensor) and dtype is None else tensor
         yield name, plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
+from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import DTYPES, Stored
+from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import bound, choosing, recognize
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents
@@ -117,10 +119,21 @@ def plan(
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
                 problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
+    with noted(problems):
+        refuse_beside(contents.tensors, expected)
     unexpected = sorted(there - expected)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
+
+
+def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> None:
+    """Raises LayoutError for tensors that a load reads, if another, which it does not read, says how to decode them.
+
+    expected: the names of all that it reads, and of all that lies beside these.
+    """
+    left = {name: why for name, why in undecoded.beside(tensors, expected).items() if name in expected}
+    undecoded.refuse("the files", left, "Pass files=, the binding that reads all of them, or dequantize them first")
 
 
 def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, bound.Found] | None:

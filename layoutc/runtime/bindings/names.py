@@ -56,6 +56,17 @@ def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
     )
 
 
+def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first path that tells this binding's files from others, and at which a config has other values alone: the
+    path, and a value of each; None if the config says the same, or nothing."""
+    for path in binding.recognized:
+        there = [value for value in values_at(config, path.split(".")) if value is not None]
+        here = values_at(binding.config, path.split("."))
+        if there and not any(value in here for value in there):
+            return path, there[0], here[0]
+    return None
+
+
 def values_at(config: Any, path: Sequence[str]) -> list[Any]:
     """What a path leads to; `*` stands for any key."""
     if not path:

@@ -1,0 +1,135 @@
+"""Which tensors of a folder are codes that nothing decodes, so that they must not pass for values: by headers alone.
+
+Codes are told by a dtype that has no values of its own, by names that programs give to codes, and by what lies beside a
+tensor to say how it is decoded: scales, zero points, the order of columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from layoutc.checkpoint.held.stored import NAMES
+from layoutc.runtime.errors import LayoutError
+
+LISTED = 24  # names that a message spells out; of more it counts those that differ in numbers alone
+
+_FLOATS = re.compile(r"F[468]_|F4$|float[468]_")  # dtypes whose values have a scale elsewhere
+_INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32"}
+_ALL_INTEGERS = _INTEGERS | {"I64", "U64"}
+# Integers of two dims or more that models have as they are: masks, and numbers of places, tokens and experts.
+_TABLES = re.compile(r"(^|[._])(ids?|idx|index|indices|mask|tid2eid|positions?|counts?|lengths?)$")
+_OF_WEIGHTS = r"weight_(scale|scales|scale_inv|scale_2|global_scale|zero_point|g_idx)|pre_quant_scale|SCB"
+# The last part of the name of a tensor of codes, or of one that tells of codes, whatever lies beside it.
+_CODES = re.compile(rf"weight_packed|qweight|qzeros|{_OF_WEIGHTS}")
+# That of one that says how another is decoded: of a tensor whose name it goes on from, or of its module's weight.
+_SUFFIX = re.compile(r"_(scale|scales|scale_inv|scale_2|global_scale|zero_point|zero_points|g_idx|absmax)$")
+_OF_MODULE = re.compile(rf"scales?|scale_inv|zeros|zero_point|qzeros|g_idx|biases|{_OF_WEIGHTS}")
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+
+
+class Header(Protocol):
+    """A tensor as a header describes it."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it, or as torch does."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dims."""
+
+
+class Described(NamedTuple):
+    """A tensor that a header would describe so."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def decoded_by(name: str, tensors: Mapping[str, Header]) -> str | None:
+    """The tensor whose values this one says how to decode; None if it is none of these."""
+    parts = name.split(".")
+    module, last = ".".join(parts[:-1]), parts[-1]
+    inside = (".".join(parts[:end]) for end in range(1, len(parts)))  # of a tensor, which no parameter can be
+    beside = [f"{name[: -len(suffix[0])]}"] if (suffix := _SUFFIX.search(last)) is not None else []
+    if (of := next((one for one in (*inside, *beside) if one in tensors), None)) is not None:
+        return of
+    if _OF_MODULE.fullmatch(last) is None:
+        return None
+    weights = (f"{module}.{one}" if module else one for one in _WEIGHTS)
+    if (of := next((one for one in weights if one in tensors), None)) is None:
+        return None
+    codes = _is_codes(of, tensors[of])  # else a norm may have a scale, and a layer several biases
+    return of if codes or (len(tensors[of].shape) > 1 and last != "biases") else None
+
+
+def _is_codes(name: str, header: Header) -> bool:
+    """True for a tensor that is codes, or tells of them, by itself."""
+    last, shape = name.rpartition(".")[2], header.shape
+    if _FLOATS.match(header.dtype) or _CODES.fullmatch(last):
+        return True
+    if last == "weight" and header.dtype in _ALL_INTEGERS:
+        return True
+    causal = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # a mask of attention
+    return header.dtype in _INTEGERS and len(shape) > 1 and not causal and _TABLES.search(last) is None
+
+
+def beside(tensors: Mapping[str, Header], decoded: Container[str] = ()) -> dict[str, str]:
+    """The tensors that have something beside them which says how they are decoded, but is not among those that were
+    `decoded`: name -> "BF16 of [64, 64] with a.weight_scale beside it"."""
+    found = dict[str, list[str]]()
+    for name in tensors:
+        if name not in decoded and (of := decoded_by(name, tensors)) is not None:
+            found.setdefault(of, []).append(name)
+    return {name: f"{_header(tensors[name])} with {' and '.join(by)} beside it" for name, by in found.items()}
+
+
+def undecoded(tensors: Mapping[str, Header], decoded: Container[str] = ()) -> dict[str, str]:
+    """The tensors that are codes by themselves, with their dtypes and shapes, and those of `beside`."""
+    found = beside(tensors, decoded)
+    for name, header in tensors.items():
+        if name not in decoded and decoded_by(name, tensors) is None and _is_codes(name, header):
+            found.setdefault(name, _header(header))
+    return {name: found[name] for name in tensors if name in found}
+
+
+def _header(header: Header) -> str:
+    return f"{header.dtype} of {list(header.shape)}"
+
+
+def refuse(where: str, found: Mapping[str, str], instead: str) -> None:
+    """Raises LayoutError for what `undecoded` found, if anything, with all names at once.
+
+    where: what holds them. instead: what would work.
+    """
+    if found:
+        raise LayoutError(
+            f"{where}: {len(found)} tensors hold codes that nothing here decodes, so they can't pass for values: "
+            f"{'; '.join(_listed(found))}. {instead}"
+        )
+
+
+def _listed(found: Mapping[str, str]) -> Iterable[str]:
+    if len(found) <= LISTED:
+        return [f"{name} ({why})" for name, why in found.items()]
+    alike = dict[str, list[str]]()
+    for name, why in found.items():
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(f"such as {name}, {why}")
+    return [f"{pattern} ({len(each)}, {each[0]})" for pattern, each in alike.items()]
+
+
+def check_values(values: Mapping[str, Tensor], class_of: Callable[[Tensor], type | None]) -> None:
+    """Raises LayoutError for codes that the layers of other packages hold as parameters of a model.
+
+    values: its tensors by name. class_of: what a tensor is quantized as; None for a plain one.
+    """
+    plain = {name: one for name, one in values.items() if class_of(one) is None}
+    headers = {
+        name: Described(NAMES.get(one.dtype, str(one.dtype)[6:]), tuple(one.shape)) for name, one in plain.items()
+    }
+    instead = "Load the folder that they came from with quantize_as_stored and load_safetensors, or dequantize them"
+    refuse("the model", undecoded(headers), instead)
