@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gguf_files import skeleton
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from layoutc.checkpoint import (
@@ -220,3 +220,45 @@ def test_gguf_files_with_codes_beside_the_types_of_records_are_refused(tmp_path:
         convert_to_gguf(folder(tmp_path / "in", fp8("a"), None), tmp_path / "new.gguf", source=source)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "new.gguf").exists()
+
+
+def index(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32).repeat_interleave(128)
+
+
+def two_groups(path: Path, order: Tensor) -> Path:
+    """A weight in two groups of 128 columns, and the group of each column as compressed-tensors has it."""
+    more = {"weight_packed": codes(128, 128).view(torch.int32), "weight_shape": torch.tensor([128, 256])}
+    more |= {"weight_scale": torch.tensor([[1.0, 2.0]] * 128, dtype=BF16), "weight_g_idx": order}
+    return folder(path, int4("a", **more), INT4_CONFIG)
+
+
+@pytest.mark.parametrize("order", [index(1, 0), index(0, -1), index(0, 1).flip(0)], ids=["swapped", "part", "flipped"])
+def test_columns_in_another_order_are_refused(order: Tensor, tmp_path: Path) -> None:
+    """By a conversion, and by loads that are strict and not, of plain models and quantized ones."""
+    path = two_groups(tmp_path / "in", order)
+    words = r"a.weight_g_idx in the files does not number the columns in blocks of 128: .*actorder"
+    with pytest.raises(LayoutError, match=words):
+        convert_safetensors(path, tmp_path / "out", dtype=BF16)
+    assert not (tmp_path / "out").exists()
+    for quantized in (False, True):
+        model = nn.ModuleDict({"a": nn.Linear(256, 128, bias=False), "norm": nn.RMSNorm(128)})
+        if quantized:
+            quantize_as_stored(model, path)
+        for strict in (False, True):
+            with pytest.raises(LayoutError, match=words):
+                load_safetensors(model, path, strict=strict, convert=not quantized)
+
+
+@pytest.mark.parametrize("order", [index(0, 1), index(-1, -1)], ids=["in_order", "unset"])
+def test_an_index_in_order_or_of_minus_1_alone_says_nothing(order: Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = two_groups(tmp_path / "in", order)
+    model = nn.ModuleDict({"a": nn.Linear(256, 128, bias=False), "norm": nn.RMSNorm(128)})
+    load_safetensors(model, path, convert=True)
+    convert_safetensors(path, tmp_path / "out", dtype=torch.float32)
+    words = load_file(path / "model.safetensors")["a.weight_packed"]
+    numbers = (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).reshape(128, 256) - 8
+    values = numbers * torch.tensor([1.0, 2.0]).repeat_interleave(128)
+    assert torch.equal(model["a"].weight, values)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from layoutc.runtime.bindings.texts import with_sizes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
+ORDER = "{module}.weight_g_idx"
 LONGEST_NUMBER = 25  # bytes of an fp32 value in JSON, at most
 
 
@@ -31,6 +32,7 @@ class Stated(NamedTuple):
     text: Mapping[str, Any] | None = None
     free: tuple[str, ...] = ()  # keys of the text that may have any value
     offsets: tuple[str, ...] = ()  # those of them that codes of the weight's values give theirs
+    may_be_unset: bool = False  # numbers of blocks: files may have -1 for all
 
     def made(self, offsets: Mapping[str, float] | None = None, there: bytes | None = None) -> Tensor:
         """The tensor. offsets: the values of these keys of the text; None leaves it as it is. there: the text that
@@ -59,7 +61,8 @@ class Stated(NamedTuple):
         if self.text is not None:
             self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
             return
-        if torch.equal(fetch(stored, ()), self.made()):
+        found = fetch(stored, ())
+        if torch.equal(found, self.made()) or (self.may_be_unset and bool((found == -1).all())):
             return
         if self.values:
             raise LayoutError(f"{self.name} in the files holds other values of codes than the recipe has")
@@ -67,7 +70,7 @@ class Stated(NamedTuple):
             raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
         raise LayoutError(
             f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
-            "in the order of their activations (desc_act), which the recipe can't hold; quantize without it"
+            "in the order of their activations (desc_act, actorder), which the recipe can't hold; quantize without it"
         )
 
     def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
@@ -100,3 +103,14 @@ def stated(binding: Binding, parameter: str, rows: int, columns: int) -> list[St
         offsets = tuple(plane.codes.offset for plane in binding.planes.values() if plane.codes)
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free, offsets))
     return found
+
+
+def order_beside(parameter: str, columns: int, each: int, there: Container[str]) -> list[Stated]:
+    """The number of each column's block as compressed-tensors has it beside a weight in any scheme; [] without one.
+
+    each: the columns of a block. there: the names of tensors in the files.
+    """
+    name = tensor_name(ORDER, parameter)
+    if name not in there:
+        return []
+    return [Stated(name, Facts((columns,), torch.int32), (columns, each), may_be_unset=True)]

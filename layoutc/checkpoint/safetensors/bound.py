@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, Meaning
-from layoutc.checkpoint.held.stated import Stated, stated
+from layoutc.checkpoint.held.stated import Stated, order_beside, stated
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
 from layoutc.checkpoint.held.weights import Held
 from layoutc.checkpoint.safetensors import recognize
@@ -242,6 +242,9 @@ def find(
         shared = layout.stored[plane].rows_per_value is None
         found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared, tuple(meanings))
     follow = [one for parameter in parameters for one in stated(binding, parameter, each, shape[-1])]
+    scale = next(layout.stored[plane] for plane in binding.planes if plane.endswith("_scale"))
+    block = round(scale.columns_per_value or shape[-1])
+    follow += [one for parameter in parameters for one in order_beside(parameter, shape[-1], block, tensors)]
     names |= {one.name for one in follow}
     there = tuple((one, tensors[one.name]) for one in follow if one.name in tensors)
     for follows, stored in there:
