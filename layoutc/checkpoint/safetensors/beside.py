@@ -1,13 +1,14 @@
-"""Tensors beside weights that only another program reads, such as scales of activations: found, and copied."""
+"""Tensors in files that are no parameter of a model: scales of activations, and parts that its class leaves out."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layoutc.checkpoint.held.stored import OF_OTHERS
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
@@ -15,6 +16,11 @@ from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.names import parts_of, tensor_name
 from layoutc.runtime.errors import LayoutError
 
+OF_ACTIVATIONS = re.compile(
+    r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
+)
+# What transformers' loader leaves out of old files where a model makes it itself: the buffer, and the name there.
+MADE_BY_MODELS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 MOST = 1 << 20  # bytes of such a tensor: scales of activations have a value for each channel at most
 
 
@@ -22,6 +28,17 @@ def names_beside(bound: Bound, name: str, matrices: int | None) -> list[str]:
     """The names that such tensors of a weight have. matrices: of a weight with leading dims; None without any."""
     parameters = parts_of(bound.binding, name, matrices)
     return [tensor_name(pattern, parameter) for pattern in bound.binding.ignored for parameter in parameters]
+
+
+def left_out_by(model: nn.Module) -> re.Pattern[str]:
+    """The names of tensors in files that a model leaves out: those of activations, and what its classes, as in
+    transformers, say that they ignore: layers that predict more tokens, towers of other modalities, old buffers."""
+    patterns = [OF_ACTIVATIONS.pattern]
+    for module in model.modules():
+        patterns += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns += [pattern for end, pattern in MADE_BY_MODELS.items() if any(name.endswith(end) for name in buffers)]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in dict.fromkeys(patterns)))
 
 
 def copied(source: Path, weights: Iterable[tuple[str, int | None, Bound]]) -> dict[str, Tensor]:

@@ -56,8 +56,9 @@ def load_safetensors(
     Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
     rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
     that the files leave out stay as they are. strict: raise for names that are missing in the files or unexpected
-    there. Tensors beside weights that only another program reads, such as scales of activations, are not loaded; a
-    warning on the first rank names them.
+    there. Tensors that only another program reads, such as scales of activations, and those that a model of
+    transformers says it ignores, such as layers that predict more tokens, are not loaded; a warning on the first rank
+    names them.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 

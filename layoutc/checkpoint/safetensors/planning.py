@@ -13,7 +13,7 @@ from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.held.undecoded import Header
-from layoutc.checkpoint.safetensors import bound, choosing, recognize
+from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -88,7 +88,7 @@ def plan(
     problems: list[Problem],
 ) -> tuple[list[Step], Loaded, list[str]]:
     """The steps, in the order of the model's state dict, which is the same on all ranks; and the names of tensors that
-    only another program reads."""
+    only another program reads, or that the model's class says it leaves out."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
     there = (contents.tensors.keys() - of_planes) | contents.described.keys()
     # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
@@ -121,7 +121,9 @@ def plan(
                 problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
     with noted(problems):
         refuse_beside(contents.tensors, expected)
-    unexpected = sorted(there - expected)
+    left_out = beside.left_out_by(model)
+    unread |= {name for name in there - expected if left_out.search(name)}
+    unexpected = sorted(there - expected - unread)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
