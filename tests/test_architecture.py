@@ -93,7 +93,7 @@ ABOVE = {
         "torch accelerate lightning peft torchtitan transformers",
     ),
     "bench": (
-        "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
+        "layoutc ints runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
         "torch triton rich",
     ),
     "conformance.model": ("spec layout", "numpy yaml"),
@@ -105,7 +105,7 @@ ABOVE = {
         "layoutc ints spec layout runtime runtime.weight runtime.fsdp2 conformance conformance.model",
         "torch numpy",
     ),
-    "doctor": ("runtime.sharding runtime.kernels runtime.weight runtime.products runtime.train", "torch"),
+    "doctor": ("runtime runtime.sharding runtime.kernels runtime.weight runtime.products runtime.train", "torch"),
     "cli": (
         "diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
         "checkpoint conformance bench doctor",

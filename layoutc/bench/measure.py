@@ -28,7 +28,6 @@ import torch
 
 from layoutc.bench import clocks
 from layoutc.bench.jobs import DTYPES, Job, Shape, amax_jobs, kernel_jobs, part, size
-from layoutc.diagnostics.diagnostic import nearest
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import PassName
@@ -75,16 +74,11 @@ class Hooked(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- what to do
 def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[tuple[str, type[QuantizedTensor]]]:
     """The classes of recipes by name. Raises ValueError for unknown recipes, and for shapes that one does not take."""
-    names = importlib.import_module("layoutc.recipes").RECIPES
     if world < 2:
         raise ValueError(f"hooks send nothing in a group of {world}; the smallest world is 2")
     classes = []
     for name in recipes or RECIPES:
-        try:
-            cls = recipe_class(name)
-        except ValueError as error:
-            meant = nearest(name, names)
-            raise ValueError(f"no recipe is named '{name}'. Did you mean {meant}?" if meant else str(error)) from None
+        cls = recipe_class(name)
         for shape in shapes:
             cls.LAYOUT.check_shape(shape)
         classes.append((name, cls))

@@ -38,7 +38,7 @@ _KNOWN_ELSEWHERE = {
 
 # The other families: module of this room -> its commands, which are imported when they are named or listed.
 _FAMILIES = {
-    "layout": ("show", "breaking"),
+    "layout": ("list", "show", "breaking"),
     "recipe": ("new", "test"),
     "estimate": ("estimate",),
     "files": ("convert",),
@@ -46,6 +46,9 @@ _FAMILIES = {
     "doctor": ("doctor", "completion"),
     "measure": ("bench", "demo"),
 }
+
+
+_NAMES = {"list": "list_recipes"}  # of commands that Python has for something else
 
 
 class _Verbs(click.Group):
@@ -70,7 +73,8 @@ class _Verbs(click.Group):
         """A command by name; None if there is none."""
         for family, names in _FAMILIES.items():
             if cmd_name in names:
-                command: click.Command = getattr(import_module(f"layoutc.cli.{family}"), cmd_name)
+                module = import_module(f"layoutc.cli.{family}")
+                command: click.Command = getattr(module, _NAMES.get(cmd_name, cmd_name))
                 return command
         return super().get_command(ctx, cmd_name)
 

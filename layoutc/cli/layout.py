@@ -1,4 +1,4 @@
-"""The commands that show a layout and what became of it: show, breaking, and the proofs of check --explain.
+"""The commands that show layouts and what became of them: list, show, breaking, and the proofs of check --explain.
 
 As in app.py: arguments, streams and exit codes. Nothing is decided here, and slow imports wait for their command.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from layoutc.build.lookup import completed, spec_of, specs_in, specs_option
+from layoutc.build.lookup import chosen, completed, known, spec_of, specs_in, specs_option
 from layoutc.cli.reading import content_of, plan_of, read_plan
 from layoutc.cli.shared import report, shape_of
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
@@ -30,6 +30,28 @@ MAP_BYTES = 2**20  # the largest index map that --json writes
 # What is shown alone, and why no size goes with it.
 PARTS = {"kernels": "kernels are the same", "products": "products are the same", "files": "bindings are the same"}
 _FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("list")
+@click.argument("specs", metavar="[RECIPE|SPEC]...", nargs=-1, shell_complete=completed)
+@specs_option("Where recipes are looked up.  Without it and RECIPE: also those of installed packages.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
+def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
+    """List recipes: bits of an element, what each is for, where its products run, which files it reads.
+
+    \b
+    layoutc list                              those of specs/ and of installed packages
+    layoutc list mxfp8 nvfp4                  two of them
+    layoutc list --json | jq '.[] | select(.use == "train") | .name'
+    """
+    from layoutc.report.describe import as_data
+    from layoutc.report.show import overview, overview_table
+
+    rows = [overview(plan_of(path)) for path in (chosen(specs, folder) if specs else known(folder))]
+    if as_json:
+        click.echo(json.dumps(as_data(rows)))
+    else:
+        _print([overview_table(rows)])
 
 
 @click.command()

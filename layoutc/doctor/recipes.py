@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from importlib.metadata import entry_points
 
 import torch
 
 from layoutc.doctor.findings import Line, Runs
+from layoutc.runtime.installed import points
 from layoutc.runtime.products.choice import NAMES, choose
 from layoutc.runtime.train.convert import recipe_class
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -38,7 +38,7 @@ def installed() -> list[tuple[str, str]]:
         own = list(importlib.import_module("layoutc.recipes").RECIPES)
     except ImportError:
         own = []
-    others = [(point.name, point.value) for point in entry_points(group="layoutc.recipes")]
+    others = [(point.name, point.value) for point in points()]
     return [*((name, "layoutc.recipes") for name in own), *others]
 
 

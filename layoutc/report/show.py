@@ -1,14 +1,16 @@
-"""The text of `layoutc show`: a description as tables, and bytes as a small picture. Pure functions."""
+"""The text of `layoutc show` and `list`: descriptions as tables, and bytes as a small picture. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 
 from layoutc.layout.chain import Index
 from layoutc.layout.layout import Buffer, Layout, is_swizzled
-from layoutc.report.describe import BufferFacts, CutBlocks, Description
+from layoutc.plan.plan import Plan
+from layoutc.report.describe import BufferFacts, CutBlocks, Description, describe, usual_shape
 from layoutc.report.maps import find_buffer, swizzled_map, values_in
 from layoutc.report.tables import Table
 
@@ -195,6 +197,60 @@ def _number(value: int) -> str:
 
 def _per_element(value: float) -> str:
     return f"{value:.4f}"
+
+
+# ----------------------------------------------------------------------------------------------- recipes side by side
+@dataclass(frozen=True)
+class Overview:
+    """A recipe in short.
+
+    stored, gathered: bits for an element of a large weight, on a rank and in forward's gather. use: "train"; "freeze"
+    of recipes with codes for forward alone; "operand" of activations and gradients. files: bindings, as RECIPE/NAME.
+    products: the lowest compute capability that multiplies in low precision, by product; none: weights are dequantized.
+    """
+
+    name: str
+    summary: str
+    stored: float
+    gathered: float
+    use: str
+    files: tuple[str, ...]
+    products: Mapping[str, str]
+
+
+def overview(plan: Plan) -> Overview:
+    """A recipe in short. Pure."""
+    layout = plan.layout
+    m, k = usual_shape(plan, 1)
+    facts = describe(plan, m, k, 1)
+    stored = 8 * sum(plane.nbytes for plane in facts.planes) / (m * k)
+    gathered = 8 * float(facts.passes[0].large_weight)
+    use = "operand" if plan.not_weights else "train" if len(layout.orientations) > 1 else "freeze"
+    bindings = [one.name for one in layout.files] + [one.name for one in layout.containers]
+    names = tuple(f"{layout.name}/{name}" for name in bindings)
+    found = plan.products.products if plan.products else ()
+    products: dict[str, str] = {one.name: f"{one.cards.least[0]}.{one.cards.least[1]}" for one in found if one.cards}
+    return Overview(layout.name, layout.summary, round(stored, 2), round(gathered, 2), use, names, products)
+
+
+def overview_table(rows: list[Overview]) -> Table:
+    """The recipes as a table."""
+    heads = ("recipe", "stored", "gathered", "for", "low-precision products", "files", "summary")
+    return Table(
+        "Bits of an element on a rank and in a gather, and what each recipe is for",
+        heads,
+        tuple(map(_cells, rows)),
+        numbers=frozenset({1, 2}),
+    )
+
+
+def _cells(row: Overview) -> tuple[str, ...]:
+    cards = sorted(set(row.products.values()))
+    products = (
+        f"{'all' if len(row.products) == 3 else ', '.join(row.products)}: from {', '.join(cards)}" if cards else ""
+    )
+    files = ", ".join(name.partition("/")[2] for name in row.files)
+    return row.name, f"{row.stored:.2f}", f"{row.gathered:.2f}", row.use, products, files, row.summary
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures

@@ -158,3 +158,97 @@ def test_a_recipe_that_two_packages_ship_is_not_chosen_between(installed: Path) 
     assert refused.exit_code == 2
     assert "layoutc and theirs ship a recipe nvfp4; name one: --specs layoutc" in refused.output
     assert run("check", "nvfp4", "--specs", "theirs").exit_code == 0
+
+
+# ------------------------------------------------------------------------------------- every way to name a recipe
+def linear() -> nn.Module:
+    return nn.Linear(64, 32, bias=False)
+
+
+def class_for(recipe: object) -> str:
+    model = linear()
+    assert layoutc.quantize_(model, recipe) == ["weight"]  # type: ignore[arg-type]
+    return f"{type(model.weight).__module__}"
+
+
+def test_own_recipe_is_found_by_name_spec_folder_and_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """In a folder with specs/ and generated/, as `layoutc new` and `layoutc build` leave it, and from elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    name = "found_by_all_names"
+    assert run("new", name, "--from", "mxfp8").exit_code == 0
+    assert run("build").exit_code == 0
+    folder = tmp_path / "generated" / name
+    request.addfinalizer(lambda: [sys.modules.pop(one) for one in list(sys.modules) if name in one])
+    module = class_for(name)
+    for way in (
+        f"specs/{name}.yaml",
+        f"generated/{name}",
+        Path("generated") / name,
+        sys.modules[module.rpartition(".")[0]],
+    ):
+        assert class_for(way) == module
+    for command in ("show", "list", "plan"):
+        for way in (name, f"specs/{name}.yaml", f"generated/{name}"):
+            words = ["--shapes", "a=64x64", "--recipe", way] if command == "plan" else [way]
+            done = run(command, *words)
+            assert done.exit_code == 0, done.output
+            assert name in done.output
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert class_for(folder) == class_for(tmp_path / "specs" / f"{name}.yaml") == module
+    with pytest.raises(ValueError, match=f"there is no recipe '{name}' .* its spec's path, or its imported module"):
+        layoutc.quantize_(linear(), name)
+
+
+def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("new", "changed_since", "--from", "mxfp8").exit_code == 0
+    with pytest.raises(ValueError, match=r"has not been built: run `layoutc build specs/changed_since\.yaml`"):
+        layoutc.quantize_(linear(), "specs/changed_since.yaml")
+    assert run("build").exit_code == 0
+    spec = Path("specs/changed_since.yaml")
+    spec.write_text(spec.read_text() + "\n# a remark\n")
+    with pytest.raises(ValueError, match=r"has not been built; .* was built from another text"):
+        layoutc.quantize_(linear(), spec)
+    done = run("show", "generated/changed_since")
+    assert done.exit_code == 2
+    assert "specs/changed_since.yaml has changed since; give the spec's path" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ("nvfp5", "Did you mean nvfp4"),
+        ("no/such", "no/such is none"),
+        (torch, "torch is no recipe's package"),
+        (3, "3 names no recipe"),
+    ],
+)
+def test_what_names_no_recipe_is_refused_with_the_ways(recipe: object, match: str) -> None:
+    with pytest.raises(ValueError, match=match) as refused:
+        layoutc.quantize_(linear(), recipe)  # type: ignore[arg-type]
+    assert "its spec's path, or its imported module" in str(refused.value)
+
+
+def test_entry_point_of_no_recipe_is_named_and_left_out(installed: Path) -> None:
+    """Checkpoints, files of other programs and `doctor` go on without it; asking for it by name says what is wrong."""
+    points = installed.parent / "their_package-1.0.dist-info" / "entry_points.txt"
+    points.write_text(points.read_text() + "wrong = their_package\nmissing = their_package.nothing\n")
+    from layoutc.runtime.installed import every, named
+
+    whose = r"the entry point wrong = 'their_package' of their-package 1\.0, group layoutc\.recipes, names no recipe"
+    with pytest.warns(UserWarning, match="names no recipe") as warned:
+        found = every()
+    assert [one.__name__ for one in found][-1] == "their_package.built.their_format"
+    told = [str(one.message).partition(" of their-package 1.0, group layoutc.recipes, ")[0] for one in warned]
+    assert told == ["the entry point wrong = 'their_package'", "the entry point missing = 'their_package.nothing'"]
+    with pytest.warns(UserWarning, match=whose):
+        assert named("wrong") == []
+    with pytest.raises(ValueError, match=whose):
+        layoutc.quantize_(linear(), "wrong")
+    shown = run("doctor")
+    assert "recipe wrong" in shown.output
+    assert "their-package 1.0" in shown.output.replace("\n", " ")

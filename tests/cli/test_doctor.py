@@ -339,11 +339,11 @@ def test_recipes_of_other_packages_follow_ours(monkeypatch: pytest.MonkeyPatch) 
     import layoutc.recipes
 
     own = [(name, "layoutc.recipes") for name in layoutc.recipes.RECIPES]
-    monkeypatch.setattr(recipes, "entry_points", lambda group: [SimpleNamespace(name="a", value=group)])
+    monkeypatch.setattr(recipes, "points", lambda: [SimpleNamespace(name="a", value="layoutc.recipes")])
     assert recipes.installed() == [*own, ("a", "layoutc.recipes")]
     monkeypatch.setitem(sys.modules, "layoutc.recipes", None)
     assert recipes.installed() == [("a", "layoutc.recipes")]
-    monkeypatch.setattr(recipes, "entry_points", lambda group: [])
+    monkeypatch.setattr(recipes, "points", lambda: [])
     runs, (line,) = recipes.look()
     assert (runs, line.about, line.verdict) == ([], "recipes", "missing")
 

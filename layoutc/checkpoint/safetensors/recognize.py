@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.installed import every
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
@@ -70,10 +69,7 @@ def installed() -> list[Bound]:
 
 def classes() -> list[type[QuantizedTensor]]:
     """Those of the recipes that come with layoutc, and of packages that register theirs."""
-    recipes = importlib.import_module("layoutc.recipes")
-    packages = [getattr(recipes, name) for name in recipes.RECIPES]
-    packages += [point.load() for point in entry_points(group="layoutc.recipes")]
-    return [package.Tensor for package in packages]
+    return [recipe.Tensor for recipe in every()]
 
 
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import entry_points
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import installed
 from layoutc.runtime.cast.plain_state_dicts import keep_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import keep_quantized
+from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS, quantize
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-Recipe = str | ModuleType
 
 
 class Filters(NamedTuple):
@@ -51,7 +48,8 @@ def quantize_(
 ) -> list[str]:
     """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
 
-    recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
+    recipe: a name in layoutc.recipes, of an entry point of that group, or in generated/ of the working directory; the
+    folder that `layoutc build` wrote for a recipe; its spec's path; or its module.
     filter_fn(module, fully qualified name): chooses modules; default: every nn.Linear, or with param_filter every
     module. param_filter(fully qualified name, parameter): chooses parameters of two dims, and of three (experts, m, k),
     whatever their names; or a list of patterns of names, such as ["*.experts.w?"], as fnmatch reads them. Default:
@@ -88,7 +86,7 @@ def cast_on_gather_(
     Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
     quantize the weight. See also `precompute_amaxes`. torchao's peer is enable_fsdp_float8_all_gather.
     """
-    casts: type[CastOnGather] = _recipe(recipe).CastTensor
+    casts: type[CastOnGather] = installed.find(recipe).CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
     return [use.name for use in _replace([model], casts.QUANTIZED, partial(_cast, casts), filters, "cast_on_gather_")]
@@ -177,22 +175,8 @@ def quantized_init(
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
-    """The tensor class of a recipe. Raises ValueError for an unknown name."""
-    return _recipe(recipe).Tensor  # type: ignore[no-any-return]
-
-
-def _recipe(recipe: Recipe) -> ModuleType:
-    """The module of a recipe, of layoutc's own or of an entry point of the group `layoutc.recipes`."""
-    if isinstance(recipe, ModuleType):
-        return recipe
-    recipes = importlib.import_module("layoutc.recipes")
-    if recipe in recipes.RECIPES:
-        return getattr(recipes, recipe)  # type: ignore[no-any-return]
-    shipped = {point.name: point for point in entry_points(group="layoutc.recipes")}
-    if recipe in shipped:
-        return shipped[recipe].load()  # type: ignore[no-any-return]
-    names = ", ".join([*recipes.RECIPES, *shipped])
-    raise ValueError(f"there is no recipe {recipe!r} in layoutc.recipes or in another package; choose one of {names}")
+    """The tensor class of a recipe. Raises ValueError for what names none."""
+    return installed.find(recipe).Tensor  # type: ignore[no-any-return]
 
 
 def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import find_cast
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 from layoutc.runtime.train.choosing import DIMS, Use, uses
-from layoutc.runtime.train.convert import Recipe, recipe_class
+from layoutc.runtime.train.convert import recipe_class
 
 Kind = Literal["quantized", "cast on gather", "plain"]
 # Modules whose matrices are no weights of products: rows that are looked up, and filters.

@@ -7,11 +7,9 @@ written: no other row's codes, each scale once, and a CRC-32 of every plane. The
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import entry_points
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from layoutc.ints.cuts import Halo
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime import installed
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.weight.checksums import crc32
@@ -260,13 +259,8 @@ def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     """
     if (cls := _registered(stored)) is not None:
         return cls
-    recipes = importlib.import_module("layoutc.recipes")
     name = stored["recipe"]
-    if name in recipes.RECIPES:
-        getattr(recipes, name)
-    for point in entry_points(group="layoutc.recipes"):
-        if point.name == name:
-            point.load()
+    installed.named(name)
     if (cls := _registered(stored)) is not None:
         return cls
     raise LayoutError(
