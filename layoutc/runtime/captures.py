@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from layoutc.runtime.torch_private import current_card
+
 
 def capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the device's current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == current_card():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

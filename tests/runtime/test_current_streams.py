@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from layoutc.runtime import streams
+from layoutc.runtime import captures, streams
 
 CPU = torch.device("cpu")
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,6 +36,26 @@ def test_other_devices_are_left_to_torch() -> None:
         assert not torch.is_grad_enabled()
     assert handle.asked == ["current", "another stream"]
     assert streams.stream_of(CPU) == 0
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("cuda", False), ("cuda:0", False), ("cuda:1", True)])
+def test_a_capture_is_on_the_card_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: bool
+) -> None:
+    """Whichever is the current one: the second captures here, the first is the current one."""
+    current = [0]
+
+    @contextmanager
+    def on(one: torch.device) -> Iterator[None]:
+        current.append(one.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+    monkeypatch.setattr(captures, "current_card", lambda: current[-1])
+    assert captures.capturing(torch.device(device)) is expected
+    assert current == [0]
 
 
 @pytest.mark.gpu

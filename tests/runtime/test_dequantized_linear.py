@@ -240,17 +240,14 @@ def test_what_a_transform_has_left_is_followed(mode: Mode, name: str) -> None:
         assert torch.equal(plainly, followed)
 
 
-def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_launch_is_for_planes_of_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, planes = Launched(), {"data": OnCard(1)}
     held: Any = planes
     bound: Any = launched
     monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(2, 2))
     again = reading.Reading(bound, held, (2, 2), torch.float32)
-    again._card = current = 1  # its template is on a CPU, as there is no card
-    monkeypatch.setattr(reading, "current_card", lambda: current)
+    again._card = 1  # its template is on a CPU, as there is no card
     assert again(held) is not None
-    current = 0
-    assert again(held) is None
     assert again({"data": OnCard(0)}) is None  # type: ignore[dict-item]
     assert launched.calls == 1
 

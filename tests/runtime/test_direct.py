@@ -6,6 +6,7 @@ No card is needed: Triton's own binder says what it specializes on, and a driver
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -172,13 +173,15 @@ def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.Monk
 
 
 class NoDriver:
-    """A driver of a card that is not there."""
+    """A driver of cards that are not there."""
+
+    card = 0
 
     def get_current_device(self) -> int:
-        return 0
+        return self.card
 
     def get_current_stream(self, device: int) -> int:
-        return 7
+        return 7 + max(device, 0)
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", 90, 32)
@@ -211,7 +214,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], 
         return run(self, *args, **options)
 
     def compile_(self: Any, key: str, *_: Any) -> Any:
-        made = self.device_caches[0][0][key] = Compiled(key, calls)
+        made = self.device_caches[driver.active.get_current_device()][0][key] = Compiled(key, calls)
         return made
 
     monkeypatch.setattr(jit.JITFunction, "run", counted)
@@ -286,6 +289,42 @@ def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:
     assert names == names[: len(variants)] * 3
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+    """Whichever is the current one, which it is again after: each card has its own kernel, and its own stream."""
+    kernel, calls, ordinary = launches
+    (args, constants), entered = bound_and_args(), []
+    drivers: Any = driver.active
+
+    @contextmanager
+    def device(card: int) -> Iterator[None]:
+        before, drivers.card = drivers.card, card
+        entered.append(card)
+        try:
+            yield
+        finally:
+            drivers.card = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(direct, "current_card", lambda: drivers.card)
+    ran: dict[int, Any] = {}
+    for card in (1, 0, 1, 0):
+        monkeypatch.setattr(direct, "card_of", lambda _, card=card: card)
+        if card not in ran:
+            ran[card] = direct.Bound(kernel, (4,), args, 8, None, constants)
+        if bound:
+            ran[card](*tensors_of(args))
+        else:
+            direct.run(kernel, (4,), args, 8, None, constants)
+        assert drivers.card == 0
+    assert entered == [1, 1]
+    assert len(ordinary) == 2
+    assert [given[3] for _, given in calls] == [8, 7, 8, 7]
+    functions = [given[4] for _, given in calls]
+    assert functions[:2] == functions[2:]
+    assert functions[0] != functions[1]
+
+
 def test_a_kernel_with_another_tile_function_is_another(launches: Any) -> None:
     kernel, calls, _ = launches
     for _ in range(2):
@@ -350,7 +389,7 @@ def test_what_tritons_launcher_calls_is_called_with_the_same_arguments(launcher:
     made, calls = launcher
     compiled = compiled_by(made)
     assert compiled.launch is made.launch
-    compiled(4, [5, 6, 7])
+    compiled(0, 4, [5, 6, 7])
     made(4, 1, 1, 7, compiled.function, (1, 1, 0), None, None, None, 5, 6, 7)
     assert calls[0] == calls[1]
 

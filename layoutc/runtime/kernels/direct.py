@@ -23,6 +23,8 @@ from triton.backends import compiler as backends
 from triton.compiler import CompiledKernel
 from triton.runtime import driver, jit
 
+from layoutc.runtime.torch_private import current_card
+
 _launches: dict[Hashable, Compiled] = {}
 _splits: dict[Any, int | None] = {}  # for each kernel: how many parameters come before those that are tl.constexpr
 
@@ -54,10 +56,10 @@ class Compiled(NamedTuple):
             return cls(launcher.launch, kernel.function, *passed)
         return cls(launcher, kernel.function, (metadata, None, None, None), False)
 
-    def __call__(self, grid: int, values: Sequence[Any]) -> None:
-        """Launches on the current stream. values: of all arguments, with addresses in place of tensors."""
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
+    def __call__(self, card: int, grid: int, values: Sequence[Any]) -> None:
+        """Launches on the current stream of a card, which is the current one. values: of all arguments, with addresses
+        in place of tensors."""
+        stream = driver.active.get_current_stream(card)
         if self.packs:
             self.launch(grid, 1, 1, stream, self.function, *self.between, tuple(values))
         else:
@@ -105,17 +107,32 @@ def run(
 ) -> None:
     """kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False), in less time.
 
-    args: the kernel's arguments in order, with its constants at the end unless `constants` has them. Tensors must be on
-    the current device. Fusion stays off because bytes depend on it: a fused multiply-add rounds once, not twice.
+    args: the kernel's arguments in order, with its constants at the end unless `constants` has them. It runs on the
+    card that tensors are on, whichever is the current one. Fusion stays off because bytes depend on it: a fused
+    multiply-add rounds once, not twice.
     """
-    at, values = _key_of(kernel, args, num_warps, maxnreg, constants)
+    card = card_of(args)
+    if is_elsewhere(card):
+        with torch.cuda.device(card):
+            return run(kernel, grid, args, num_warps, maxnreg, constants)
+    at, values = _key_of(kernel, card, args, num_warps, maxnreg, constants)
     launch = _launches.get(at)
     if at is None or launch is None:
         compiled = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         if at is not None and isinstance(compiled, CompiledKernel):
             _launches[at] = Compiled.of(compiled)
         return
-    launch(grid[0], values)
+    launch(card, grid[0], values)
+
+
+def card_of(args: Sequence[Any]) -> int:
+    """The number of the card that the tensors of a launch are on; -1 on a CPU."""
+    return next((arg.get_device() for arg in args if isinstance(arg, Tensor)), -1)
+
+
+def is_elsewhere(card: int) -> bool:
+    """True for a card that is not the current one, on which CUDA launches."""
+    return card >= 0 and current_card() != card
 
 
 class Bound:
@@ -126,7 +143,7 @@ class Bound:
     among them that is bound as well.
     """
 
-    __slots__ = ("_args", "_at", "_dtypes", "_launches", "_options", "_state", "_values")
+    __slots__ = ("_args", "_at", "_card", "_dtypes", "_launches", "_options", "_state", "_values")
 
     def __init__(
         self,
@@ -141,13 +158,16 @@ class Bound:
         self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg is not kept)
         self._dtypes = [args[index].dtype for index in self._at]
         self._args = [None if index in self._at else arg for index, arg in enumerate(args)]
-        self._options = kernel, grid, num_warps, maxnreg, constants
+        self._options, self._card = (kernel, grid, num_warps, maxnreg, constants), card_of(args)
         self._values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in (*self._args, *constants)]
         self._launches: dict[int, Compiled] = {}  # by a bit for each tensor that is not aligned
         self._state: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current stream."""
+        """Launches on the current stream of the tensors' card."""
+        if is_elsewhere(self._card):
+            with torch.cuda.device(self._card):
+                return self(*tensors)
         kernel, grid, num_warps, maxnreg, constants = self._options
         values, every = self._values.copy(), 0
         for at, tensor in zip(self._at, tensors, strict=True):
@@ -156,7 +176,7 @@ class Bound:
         odd = self._odd(values) if every & 15 else 0
         launch = self._launches.get(odd)
         if launch is not None and self._state == _state() and _split(kernel) is not None:
-            launch(grid[0], values)
+            launch(self._card, grid[0], values)
             return
         args = self._args.copy()
         for at, tensor, dtype in zip(self._at, tensors, self._dtypes, strict=True):
@@ -165,7 +185,7 @@ class Bound:
         if self._state != _state():
             self._launches.clear()
             self._state = _state()
-        at_key, _ = _key_of(kernel, tuple(args), num_warps, maxnreg, constants)
+        at_key, _ = _key_of(kernel, self._card, tuple(args), num_warps, maxnreg, constants)
         if (made := _launches.get(at_key)) is not None:
             self._launches[odd] = made
 
@@ -180,15 +200,14 @@ def _state() -> tuple[Any, ...]:
 
 
 def _key_of(
-    kernel: Any, args: tuple[Any, ...], num_warps: int, maxnreg: int | None, constants: Constants | None
+    kernel: Any, card: int, args: tuple[Any, ...], num_warps: int, maxnreg: int | None, constants: Constants | None
 ) -> tuple[Hashable, list[Any]]:
-    """The key of a launch, None if Triton's own launcher must be used; and the values of all arguments."""
+    """The key of a launch on a card, None if Triton's own launcher must be used; and the values of all arguments."""
     split = _split(kernel)
     specialization, values = (None, []) if split is None else key(args, split, constants)
     if specialization is None:
         return None, values
-    device = driver.active.get_current_device()
-    return (kernel.fn, device, num_warps, maxnreg, *_state(), *specialization), values
+    return (kernel.fn, card, num_warps, maxnreg, *_state(), *specialization), values
 
 
 def _split(kernel: Any) -> int | None:

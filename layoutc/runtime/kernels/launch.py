@@ -51,10 +51,10 @@ def _has_triton() -> bool:
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True if kernels run instead of the reference: for a plain, non-empty tensor on a card, if Triton is installed.
 
-    Triton launches on the current device, so the reference serves tensors on other cards. dtype: of values to write.
+    dtype: of values to write.
     """
     plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
-    return plain and x.numel() > 0 and _has_triton() and x.get_device() == torch.cuda.current_device()
+    return plain and x.numel() > 0 and _has_triton()
 
 
 def level_of(capability: tuple[int, int]) -> int:

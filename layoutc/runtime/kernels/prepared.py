@@ -17,7 +17,6 @@ from torch import Tensor
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.buffers import Entry
 from layoutc.runtime.kernels.direct import Bound
-from layoutc.runtime.torch_private import current_card
 
 
 class Result(NamedTuple):
@@ -83,11 +82,11 @@ class Again:
     """A launch that gives what an operator returns, for arguments like those of the call that it was made in: of the
     same sizes, strides and dtypes, on the same device."""
 
-    __slots__ = ("_bound", "_index", "_new", "_results")
+    __slots__ = ("_bound", "_new", "_results")
 
     def __init__(self, bound: Bound, new: tuple[Tensor, ...], results: tuple[int, ...]) -> None:
         """new: templates of what it writes. results: the positions of those that are returned, in order."""
-        self._bound, self._new, self._results, self._index = bound, new, results, new[0].device.index
+        self._bound, self._new, self._results = bound, new, results
 
     @classmethod
     def of(
@@ -105,10 +104,8 @@ class Again:
             new[at] = launch.template(shape, dtypes.get(one.name, new[at].dtype), new[at].device)
         return cls(prepared.bound, tuple(new), positions)
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor] | None:
-        """The results; None if another device is the current one, on which kernels would run."""
-        if self._index is not None and current_card() != self._index:
-            return None
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The results."""
         made = [torch.empty_like(one) for one in self._new]
         self._bound(*inputs, *made)
         return [made[at] for at in self._results]

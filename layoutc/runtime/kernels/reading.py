@@ -13,7 +13,6 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.torch_private import current_card
 from layoutc.runtime.triton.kernels import dequantize_kernel
 
 Planes = Mapping[str, Tensor]
@@ -83,7 +82,7 @@ class Reading:
     def __call__(self, planes: Planes) -> Tensor | None:
         """The (m, k) values; None if anything is not as it was: then the ordinary way finds out what it is.
 
-        That is: planes that are missing, freed, strided, misaligned or on another device, or another current device.
+        That is: planes that are missing, freed, strided, misaligned or on another device.
         """
         card, found = self._card, []
         for name in self._names:
@@ -94,8 +93,6 @@ class Reading:
             if address == 0 or address & 3:
                 return None
             found.append(plane)
-        if card >= 0 and current_card() != card:
-            return None
         out = torch.empty_like(self._template)
         self._bound(out, *found)
         return out

@@ -31,7 +31,7 @@ _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 class Kernels:
     """The kernels of one recipe: its tile functions, and the sizes of their launches.
 
-    A recipe's kernels.py makes one, as KERNELS. Planes and buffers go by name. Tensors must be on the current device.
+    A recipe's kernels.py makes one, as KERNELS. Planes and buffers go by name. They run on the card of their tensors.
     """
 
     layout: Layout

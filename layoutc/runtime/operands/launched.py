@@ -19,7 +19,6 @@ from layoutc.runtime.kernels.launch import Launches as Launches
 from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.operands.scaled_mm import Side
 from layoutc.runtime.operands.weight_operand import kept_side
-from layoutc.runtime.torch_private import current_card
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:  # both need Triton
@@ -64,7 +63,6 @@ class Quantizing:
     """A launch that quantizes activations, or gradients, of one size: contiguous, in any shape with as many columns."""
 
     again: Again
-    device: int | None  # on which card
     amax: Bound | None  # finds that of the whole matrix first
 
     @classmethod
@@ -89,18 +87,12 @@ class Quantizing:
         amax = recipe._shared_amax(flat) if takes_amax else None
         recipe._quantize_buffers(flat, amax, orientations, swizzled, None, True)
         again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
-        return (
-            None
-            if again is None
-            else cls(again, flat.device.index, None if amax is None else amaxes.measuring(flat, None))
-        )
+        return None if again is None else cls(again, None if amax is None else amaxes.measuring(flat, None))
 
-    def __call__(self, x: Tensor) -> list[Tensor] | None:
-        """The buffers of x, (..., columns), in the order of `names`; None if another device is the current one."""
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """The buffers of x, (..., columns), in the order of `names`."""
         if self.amax is None:
             return self.again(x)
-        if self.device is not None and current_card() != self.device:  # the amax comes first
-            return None
         amax = amaxes.passing_zero(x.device)
         self.amax(x, amax)
         return self.again(x, amax)
@@ -151,8 +143,7 @@ class LayingOut(NamedTuple):
                 return None
             is_piece = plane.data_ptr() & 15  # of a larger tensor: as in `scaled_mm.side`
             results.append(plane.clone() if is_piece else plane)
-        made = self.again(*read)
-        return None if made is None else self.place.side(made + results)
+        return self.place.side(self.again(*read) + results)
 
 
 def template(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -61,9 +61,7 @@ class Forward(NamedTuple):
             return None
         shared = shared_inputs.of(x)
         if (results := shared.get(self.quantizing)) is None:
-            if (results := self.quantizing(x)) is None:
-                return None
-            shared[self.quantizing] = results
+            results = shared[self.quantizing] = self.quantizing(x)
         out = torch.empty_like(self.out)  # no view: FSDP2 warns of modules that return one
         scaled_mm.multiply_into(out.view(-1, out.shape[-1]), self.left.side(results), right, fast=True)
         out = out if bias is None else out + bias.to(x.dtype)
@@ -124,8 +122,7 @@ class Backward(NamedTuple):
             right = launched.right(weight, "columnwise", self.weight)
             if right is None:
                 return None
-        if (results := self.quantizing(grad)) is None:
-            return None
+        results = self.quantizing(grad)
         made: list[Tensor] = []
         if self.rowwise is not None and right is not None:
             of_input = torch.empty_like(self.of_input)

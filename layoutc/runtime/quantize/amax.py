@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,17 +141,19 @@ def shared_amaxes(
 ) -> tuple[Tensor, list[tuple[int, ...]]]:
     """The `_shared_amax` of each of many weights, fp32, flattened and concatenated; and the shape of each.
 
-    weights: classes of recipes that share an amax, with (m, k) matrices on one device. Only the number of columns that
-    an amax covers matters, so one launch serves several recipes.
+    weights: classes of recipes that share an amax, with (m, k) matrices. Only the number of columns that an amax covers
+    matters, so one launch serves several recipes. The result is on the device of the first matrix; those on others are
+    measured there, one by one.
     """
     shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
     offsets = list(accumulate(map(prod, shapes), initial=0))
-    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=weights[0][1].device)
-    kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
+    device = weights[0][1].device
+    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=device)
+    kinds: dict[tuple[Any, ...], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
     for offset, (cls, x) in zip(offsets, weights, strict=True):
-        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((offset, cls, x))
+        kinds[cls.LAYOUT.amax_columns, x.device, type(x), x.numel() == 0].append((offset, cls, x))
     for (block_k, *_), members in kinds.items():
-        if launch.usable(members[0][2]):
+        if launch.usable(members[0][2]) and members[0][2].device == device:
             batches.raise_amaxes(packed, [offset for offset, _, _ in members], [x for _, _, x in members], block_k)
             continue
         for offset, cls, x in members:

@@ -133,8 +133,8 @@ def requantize_batch_(
         amaxes, shapes = shared_amaxes(matrices)
         amaxes = reduce_max(amaxes, groups)
         pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
-        for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
-            shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
+        for (target, values), piece, shape in zip(sharing, pieces, shapes, strict=True):
+            shared[id(target)] = (piece if len(shape) == 1 else piece.view(shape)).to(values.device)
     requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
 
 

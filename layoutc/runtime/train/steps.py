@@ -231,7 +231,7 @@ class WriteBack:
     def __init__(self, moved: list[Entry]) -> None:
         self._moved = moved
         self._rounded: list[Entry] = []
-        batches: dict[tuple[int, ...], Batch] = {}
+        batches: dict[Any, Batch] = {}
         for entry in moved:
             local = entry.local
             if not entry.trains:
@@ -240,7 +240,9 @@ class WriteBack:
                 self._rounded.append(entry)
                 continue
             groups = meshes.amax_groups(local.LAYOUT, entry.param)
-            batch = batches.setdefault(tuple(map(id, groups)), Batch(groups))
+            # Ranks have equally many batches for collectives; without those, one process may have several cards.
+            key = tuple(map(id, groups)) or local.device
+            batch = batches.setdefault(key, Batch(groups))
             batch.entries.append(entry)
             batch.row_shardings.append(shards.row_sharding_of(entry.param, local))
         self._batches = list(batches.values())
