@@ -18,6 +18,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
+from .files import FILES
+
 require(12, "fp8_current")
 
 
@@ -42,7 +44,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_current",
     summary="E4M3 weights under one FP32 scale, taken from the weight's own amax",
-    spec_sha256="361e9075e2b148ac7ed9481f170d165e556cfd56634b98f9eda502f0dc93bb3a",
+    spec_sha256="164056c35e6bc21aa750ee0b895fecca73b70a3192787a7ca1c97922abc50c84",
     layout_id="d7ab66564343",
     language=1,
     shard_rows=1,
@@ -80,6 +82,7 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

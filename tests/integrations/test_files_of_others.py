@@ -169,6 +169,8 @@ def compressed(preset: str, form: str, **changed: Any) -> Callable[[Tensors], tu
                 lowest, highest = groups.amin(-1), groups.amax(-1)
             elif by.strategy == "channel":
                 lowest, highest = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+            elif by.strategy == "tensor":
+                lowest, highest = value.amin().reshape(1), value.amax().reshape(1)
             else:
                 lowest, highest = (_of_blocks(value, pick) for pick in (torch.amin, torch.amax))
             grouped = by.strategy == "tensor_group"

@@ -90,6 +90,26 @@ def read_by_compressed_tensors(tensors: Tensors, name: str, config: dict[str, An
     return weight
 
 
+def one_scale(state: Tensors, ends: tuple[str, str], shape: tuple[int, ...], config: dict[str, Any]) -> Any:
+    """By definition: amax / 448 of the weight in bf16, or fp32 for ModelOpt's, and a static scale of activations."""
+    tensors: Tensors = {}
+    dtype = torch.float32 if config["quant_method"] == "modelopt" else torch.bfloat16
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        scale = (value.float().abs().amax() / 448).to(dtype)
+        module = name.rpartition(".")[0]
+        tensors[name] = (value.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors |= {f"{module}.{ends[0]}": scale.reshape(shape), f"{module}.{ends[1]}": (scale * 3).reshape(shape)}
+    return tensors, config
+
+
+def times_scale(tensors: Tensors, name: str) -> Tensor:
+    """ModelOpt's per-tensor FP8: codes times the one fp32 scale."""
+    return tensors[name].float() * tensors[f"{name}_scale"]
+
+
 class Scheme(NamedTuple):
     """Who writes it, who reads it (by compressed-tensors where None), the binding of exports, one that converts there
     and back; and whether scales keep the dtype of the source when they change."""
@@ -138,10 +158,36 @@ SCHEMES = {
         "fp8_rowwise/compressed_tensors",
         keeps=False,
     ),
+    "tensor_of_transformers": Scheme(  # Devstral, Ministral
+        partial(
+            one_scale,
+            ends=("weight_scale_inv", "activation_scale"),
+            shape=(),
+            config={"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        ),
+        read_by_transformers,
+        "fp8",
+        "fp8_current/modelopt",
+        keeps=False,
+    ),
+    "tensor_of_modelopt": Scheme(
+        partial(
+            one_scale,
+            ends=("weight_scale", "input_scale"),
+            shape=(),
+            config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["head"]},
+        ),
+        times_scale,
+        "modelopt",
+        "fp8_current/compressed_tensors",
+    ),
+    "tensor_of_compressed_tensors": Scheme(
+        compressed("FP8", "float-quantized"), None, "compressed_tensors", "fp8_current/fp8", keeps=False
+    ),
 }
 
 
-ON_RANKS = ("block_bf16", "block_bytes")  # one of each kind of plane
+ON_RANKS = ("block_bf16", "block_bytes", "tensor_of_transformers")  # one of each kind of plane
 
 
 @pytest.fixture(scope="session")

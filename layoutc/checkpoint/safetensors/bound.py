@@ -26,7 +26,7 @@ from layoutc.runtime.facts import Facts
 
 LONGEST_TEXT = 1 << 16  # bytes
 NO_TEXTS: Mapping[str, bytes] = MappingProxyType({})
-NO_DTYPES: Mapping[str, str] = MappingProxyType({})
+NO_TENSORS: Mapping[str, Stored] = MappingProxyType({})
 
 
 class PlaneSource(Protocol):
@@ -115,13 +115,14 @@ def held(
     shape: tuple[int, ...],
     bound: Bound,
     texts: Mapping[str, bytes] = NO_TEXTS,
-    dtypes: Mapping[str, str] = NO_DTYPES,
+    like: Mapping[str, Stored] = NO_TENSORS,
 ) -> tuple[Held, ...]:
     """The tensors that files hold by this binding for a weight of this name and shape.
 
-    texts, dtypes: those of files that the weight was read from, by the names of tensors, which are kept. Raises
-    LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says; and for
-    files that have codes of a plane's values which the binding does not say how to make.
+    texts, like: texts and tensors of files that the weight was read from, by name: what texts say is kept, and so are
+    narrower dtypes of planes, and the dims of single values. Raises LayoutError if its rows can't be cut into the
+    parts, or its values into the dims, that the binding says; and for files that have codes of a plane's values which
+    the binding does not say how to make.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
     about = f"{name} in files of {bound.label}"
@@ -135,8 +136,11 @@ def held(
     for number, parameter in enumerate(parameters):
         for plane, pattern in binding.planes.items():
             tensor = tensor_name(pattern.name, parameter)
-            as_is, in_file = narrower.as_stored(pattern, of_part[plane], dtypes.get(tensor))
+            there = like.get(tensor)
+            as_is, in_file = narrower.as_stored(pattern, of_part[plane], there.dtype if there else None)
             place = _place(f"{about}: {tensor}", as_is, in_file, matrices)
+            if there is not None and prod(there.shape) == prod(place.shape) == 1:
+                place = place._replace(shape=there.shape)
             first = number * in_file.shape[0]
             rows = (first, first + in_file.shape[0])
             facts = Facts(place.shape, OF_OTHERS[as_is.dtype])

@@ -254,11 +254,13 @@ def _weight(
     alone = into._replace(binding=into.binding._replace(parts=()))
     same = isinstance(source, Found) and source.bound.binding == alone.binding
     kept = kept_in(source, slices.read) if isinstance(source, Found) and same else None
-    dtypes = dict[str, str]()
+    like = dict[str, Stored]()
     if isinstance(source, Found) and source.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id:
         named = {plane: tensor_name(into.binding.planes[plane].name, name) for plane in source.planes}
-        dtypes = {named[plane]: one.parts[0][0].dtype for plane, one in source.planes.items()}
-    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, dtypes)
+        like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items()}
+    if not same:  # the dims of a single value are the program's own
+        like = {tensor: one._replace(shape=(0,)) for tensor, one in like.items()}
+    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, like)
     planned = tuple(Planned(one.name, one.facts, one.may_be_shorter) for one in tensors)
     return Job(name, source, into, planned, tensors, kept)
 

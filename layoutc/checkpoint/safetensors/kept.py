@@ -29,10 +29,13 @@ class KeptIn(NamedTuple):
     wide: frozenset[str] = frozenset()
 
     @property
-    def dtypes(self) -> dict[str, str]:
-        """The dtypes of its planes' tensors by name, of those that hold the values."""
-        kept = (one for plane, one in self.found.planes.items() if plane not in self.wide)
-        return {stored.name: stored.dtype for one in kept for stored, _ in one.parts}
+    def like(self) -> dict[str, Stored]:
+        """Its planes' tensors by name; of those whose dtypes don't hold the values, as planes of fp32 are written."""
+        return {
+            stored.name: stored._replace(dtype="F32") if plane in self.wide else stored
+            for plane, one in self.found.planes.items()
+            for stored, _ in one.parts
+        }
 
     def too_wide(self, planes: Mapping[str, Tensor] | None) -> frozenset[str]:
         """The planes that have values here which the dtypes of the files don't hold. None: values are not known yet,
