@@ -444,6 +444,31 @@ def test_config_json_has_what_keys_and_shapes_say(heads: str, file: Path, tmp_pa
     }
 
 
+@needs_gguf
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_K"])
+def test_finite_values_that_float16_does_not_hold_are_refused(kind: str, tmp_path: Path) -> None:
+    """Of a type that a recipe states, and of one that the package dequantizes; bfloat16 holds them."""
+    import gguf
+
+    file = gguf_files.write(tmp_path / "in.gguf", kinds=gguf_files.KINDS | {"ffn_up": kind})
+    held, raw = read_header(file).tensors["blk.0.ffn_up.weight"], bytearray(file.read_bytes())
+    _, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    for at in range(held.begin, held.end, nbytes):
+        raw[at : at + 2] = struct.pack("<e", 60000.0)  # a record's scale
+    file.write_bytes(raw)
+    values = gguf_files.expected(file)["model.layers.0.mlp.up_proj.weight"]
+    over = values.half().isinf().sum()
+    assert over > 65_536
+    words = (
+        f"model.layers.0.mlp.up_proj.weight: {over:,} finite values would be infinite in float16, whose largest is "
+        f"65504; the largest of them is {values.abs().max():g}, which bfloat16 and float32 can hold"
+    )
+    with pytest.raises(LayoutError, match=re.escape(words)):
+        checkpoint.convert_gguf(file, tmp_path / "plain", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.gguf"]
+    checkpoint.convert_gguf(file, tmp_path / "plain", dtype="bfloat16")
+
+
 SCALED = key("llama.rope.scaling.type", STRING, text("yarn"))
 HUGE = key("llama.attention.layer_norm_rms_epsilon", 12, struct.pack("<d", 1e300))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weight_recipes import WEIGHTS
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, inspect, load_safetensors
+from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.checkpoint.safetensors import writing
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
@@ -112,6 +112,28 @@ def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, t
         want = held.dequantize(BF16) if isinstance(held, QuantizedTensor) else held
         assert torch.equal(raw(value), raw(want)), name
         assert torch.equal(raw(value), raw(plain.state_dict()[name])), name
+
+
+def test_finite_values_that_a_dtype_does_not_hold_are_refused(tmp_path: Path) -> None:
+    """Of quantized weights and plain ones, exported and converted; what is infinite already is passed on."""
+    plain: Any = nn.Linear(32, 4, dtype=BF16)
+    model: Any = nn.Sequential(nn.Linear(256, 4))
+    with torch.no_grad():
+        plain.weight[0, :3] = torch.tensor([1e6, -65520.0, float("inf")])
+        model[0].weight.fill_(1e6)
+    layoutc.quantize_(model, "fp8_block")
+    export_safetensors(model, tmp_path / "codes", files="compressed_tensors")
+    words = (
+        (plain, r"^weight: 2 finite values would be infinite in float16, whose largest is 65504; .* 999424, which bf"),
+        (model, r"^0.weight: 1,024 finite values would be infinite in float16, .* is 983040, which bfloat16 and flo"),
+    )
+    for one, told in words:
+        with pytest.raises(LayoutError, match=told):
+            export_safetensors(one, tmp_path / "half", dtype=torch.float16)
+    with pytest.raises(LayoutError, match=words[1][1]):
+        convert_safetensors(tmp_path / "codes", tmp_path / "half", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["codes"]
+    export_safetensors(plain, tmp_path / "wide", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

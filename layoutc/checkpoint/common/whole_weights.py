@@ -14,8 +14,10 @@ from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import meshes, shards
+from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -98,3 +100,13 @@ def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int
     tensor = DTensor.from_local(joined, within, cut, run_check=False, shape=value.shape, stride=value.stride())
     whole: Tensor = tensor.full_tensor()
     return whole
+
+
+def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor) -> dict[str, Tensor]:
+    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them."""
+    if not isinstance(whole, QuantizedTensor):
+        assert cls is not None
+        first = next(iter(cls.LAYOUT.sources))
+        whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
+    gathered_in_graphs.check_not_resharded(whole)
+    return {plane: whole._entries(plane) for plane in whole.planes()}

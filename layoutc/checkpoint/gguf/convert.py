@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, source_of
@@ -19,7 +21,7 @@ from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.held import undecoded
-from layoutc.checkpoint.held.stored import OF_OTHERS
+from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
@@ -143,11 +145,21 @@ def convert_to_gguf(
 def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, each when it is asked for."""
     for tensor, (name, facts, _) in jobs:
-        like = torch.empty((), dtype=facts.dtype).expand(facts.shape)  # its shape and dtype, in no memory
-        source = entry(name, like, mapped.sources[tensor], mapped, kinds, False)
-        if isinstance(source, Entry):
-            values = dequantized(like, like, source, mapped, facts.dtype)
-            mapped.forget()
-        else:
-            values = mapped.read(source, ())
-        yield name, values.to(facts.dtype).view(facts.shape)
+        source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
+        wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
+        yield name, check_finite(name, _values(facts, source, mapped), wide)
+
+
+def _like(facts: Facts) -> Tensor:
+    """A tensor of this shape and dtype, in no memory."""
+    return torch.empty((), dtype=facts.dtype).expand(facts.shape)
+
+
+def _values(facts: Facts, source: Stored | Entry, mapped: Mapped) -> Tensor:
+    """The values of a source, of this shape and dtype."""
+    if isinstance(source, Entry):
+        values = dequantized(_like(facts), _like(facts), source, mapped, facts.dtype)
+        mapped.forget()
+    else:
+        values = mapped.read(source, ())
+    return values.to(facts.dtype).view(facts.shape)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.held.weights import Held, made
@@ -291,7 +293,7 @@ def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[floa
         else:
             values = _values(job.source, stored, torch.float32 if dtype is None else dtype)
             if job.into is None:
-                yield job.name, values
+                yield job.name, check_finite(job.name, values, partial(_values, job.source, stored, torch.float32))
                 return
             planes = _planes(job.into, values)
     yield from made(job.held, planes, job.kept, errors)

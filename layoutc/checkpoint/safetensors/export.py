@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
+from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
-from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.common.whole_weights import gathered_whole, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
 from layoutc.checkpoint.held.stored import DTYPES
 from layoutc.checkpoint.held.undecoded import check_values
@@ -39,7 +41,6 @@ from layoutc.checkpoint.safetensors.writing import (
 )
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight import checksums, gathered_in_graphs, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -339,16 +340,6 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
     return len(json.dumps(_metadata(described)))
 
 
-def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor) -> dict[str, Tensor]:
-    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them."""
-    if not isinstance(whole, QuantizedTensor):
-        assert cls is not None
-        first = next(iter(cls.LAYOUT.sources))
-        whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
-    gathered_in_graphs.check_not_resharded(whole)
-    return {plane: whole._entries(plane) for plane in whole.planes()}
-
-
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
@@ -366,7 +357,13 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[flo
         if tuple((tensor := tensors[name]).shape) != facts.shape:
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
         plain = tensor.view(facts.dtype) if isinstance(whole, QuantizedTensor) and dtype is None else tensor
-        yield name, plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)
+        made = plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)
+        yield name, made if dtype is None else check_finite(name, made, partial(_wide, whole))
+
+
+def _wide(whole: Tensor) -> Tensor:
+    """The values of a weight, in a dtype that holds all of them, on the CPU."""
+    return (whole.dequantize(torch.float32) if isinstance(whole, QuantizedTensor) else whole.detach()).cpu()
 
 
 def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums: Mapping[str, int]) -> dict[str, Any]:
