@@ -105,6 +105,16 @@ def initializes() -> bool:
     return False
 
 
+def makes_shards() -> bool:
+    """True if code of torch.distributed called the operator whose handler runs, as FSDP2, DTensor and DCP do; false for
+    calls on a DTensor, which DTensor only passes on."""
+    for frame in _above():
+        name = _module(frame)
+        if not name.startswith((*_BETWEEN, "torch.nn.functional", "torch.distributed.tensor._dispatch")):
+            return name.startswith("torch.distributed.")
+    return False
+
+
 def of_collective() -> str | None:
     """The module that called the torch.distributed function whose handler runs; None if there is no such function."""
     within = False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weight_recipes import WEIGHTS
 
 import layoutc
+from layoutc.conformance.as_fsdp2 import called
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
 from layoutc.runtime.fsdp2 import hooks
@@ -254,7 +255,12 @@ def test_it_keeps_its_class_where_fsdp2_and_modules_need_it() -> None:
     casts = module_of("nvfp4").CastTensor
     weight = casts(values_for("nvfp4"))
     kept = [weight.detach(), weight.view(-1), weight[:16], weight.split(16)[0], *weight.chunk(4), weight.t()]
-    kept += [weight.new_zeros(32, 128), weight.new_empty(0), torch.empty_like(weight, device="meta"), weight.clone()]
+    kept += [
+        called(weight, "new_zeros", (32, 128)),
+        called(weight, "new_empty", 0),
+        torch.empty_like(weight, device="meta"),
+        weight.clone(),
+    ]
     kept += [
         weight.to(torch.bfloat16),
         weight.to("meta"),
@@ -267,7 +273,9 @@ def test_it_keeps_its_class_where_fsdp2_and_modules_need_it() -> None:
         torch.zeros_like(weight),
         torch.ones_like(weight),
         torch.rand_like(weight),
-        weight.new_zeros(2, dtype=torch.int),
+        called(weight, "new_zeros", 2, dtype=torch.int),
+        weight.new_zeros(32, 128),
+        weight.new_empty(32, 128),
     ]
     assert {type(one) for one in plain} == {Tensor}
     assert weight[:16].plain.data_ptr() == weight.plain.data_ptr()
@@ -456,10 +464,20 @@ def test_a_deep_copy_takes_what_users_have_set_on_the_weight() -> None:
     assert one.note is other.note  # type: ignore[attr-defined]
 
 
+def test_initializers_write_what_they_write_into_plain_weights() -> None:
+    """Those of several steps work on values, not on what the values quantize to."""
+    for name in ("orthogonal_", "trunc_normal_", "kaiming_normal_"):
+        plain, cast = nn.Linear(128, 256), nn.Linear(128, 256)
+        layoutc.cast_on_gather_(cast, "nvfp4")
+        for layer in (plain, cast):
+            getattr(nn.init, name)(layer.weight, generator=torch.Generator().manual_seed(3))
+        assert torch.equal(cast.weight.plain, plain.weight)  # type: ignore[operator]
+
+
 def test_a_vector_made_from_it_is_plain() -> None:
     """As spectral_norm makes one for each side of a weight, and draws into it."""
     layer = nn.Linear(128, 256, bias=False)
     layoutc.cast_on_gather_(layer, "mxfp8")
-    assert type(layer.weight.new_empty(256)) is type(layer.weight.new_zeros(256)) is Tensor
+    assert type(called(layer.weight, "new_empty", 256)) is type(layer.weight.new_empty(256)) is Tensor
     nn.utils.parametrizations.spectral_norm(layer)
     assert torch.isfinite(layer(torch.randn(2, 128))).all()

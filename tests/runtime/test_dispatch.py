@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from quantized_cases import (
     RECIPES,
     aliases,
@@ -24,9 +25,10 @@ from quantized_cases import (
     snapshot,
     weight,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import layoutc
+from layoutc.conformance.as_fsdp2 import called
 from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
 
 pytestmark = each_recipe
@@ -42,10 +44,10 @@ def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
 @pytest.mark.parametrize("size", [(256, 256), (128, 256), (384, 128), (2, 128, 256), (0, 256), (0,)])
-def test_new_zeros_has_the_class_and_dequantizes_to_exact_zeros(recipe: str, size: tuple[int, ...]) -> None:
+def test_new_zeros_for_fsdp2_has_the_class_and_dequantizes_to_exact_zeros(recipe: str, size: tuple[int, ...]) -> None:
     """36: with the planes that the layout gives for the size, none of them shared with the source."""
     q, layout = make(recipe, dtype=torch.bfloat16), module(recipe).LAYOUT
-    new = q.new_zeros(size, pin_memory=False)
+    new = called(q, "new_zeros", size, pin_memory=False)
     assert type(new) is type(q)
     assert (tuple(new.shape), new.dtype, new.is_contiguous()) == (size, torch.bfloat16, True)
     assert same_bits(new.dequantize(), torch.zeros(size, dtype=torch.bfloat16))
@@ -54,12 +56,26 @@ def test_new_zeros_has_the_class_and_dequantizes_to_exact_zeros(recipe: str, siz
     assert same(q, make(recipe, dtype=torch.bfloat16))
 
 
+def test_new_tensors_of_users_are_plain(recipe: str) -> None:
+    """Whatever the size: a LoRA adapter that is made from a weight holds fp32, of quantized weights and cast ones."""
+    values = make(recipe).dequantize()
+    for one in (make(recipe), module(recipe).CastTensor(values), nn.Parameter(module(recipe).CastTensor(values))):
+        for size in ((256, 256), (128, 256), (0, 256)):
+            for made in (one.new_empty(size), one.new_zeros(size), nn.Parameter(one.new_zeros(size))):
+                assert is_plain(made.data)
+                assert (tuple(made.shape), made.dtype) == (size, torch.float32)
+        adapter = nn.Parameter(one.new_zeros((256, 256)))
+        nn.init.orthogonal_(adapter, generator=torch.Generator().manual_seed(1))
+        plain = nn.init.orthogonal_(torch.empty(256, 256), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(adapter, plain)
+
+
 @pytest.mark.parametrize("size", [(256, 256), (0,), (0, 256), (2, 128, 256)])
-def test_new_empty_has_the_class_on_any_device(recipe: str, size: tuple[int, ...]) -> None:
+def test_new_empty_for_fsdp2_has_the_class_on_any_device(recipe: str, size: tuple[int, ...]) -> None:
     """37: of the class, whatever the device."""
     q = make(recipe)
     for device in ("cpu", "meta"):
-        new = q.new_empty(size, device=device)
+        new = called(q, "new_empty", size, device=device)
         assert type(new) is type(q)
         assert (tuple(new.shape), new.device.type) == (size, device)
         assert {plane.device.type for plane in new.planes().values()} == {device}
@@ -68,9 +84,9 @@ def test_new_empty_has_the_class_on_any_device(recipe: str, size: tuple[int, ...
 def test_a_size_of_one_dim_is_of_the_class_for_flat_tensors_alone(recipe: str) -> None:
     """A bias made with new_zeros is no weight; a flat weight's new_zeros is one, with its columns."""
     q = make(recipe)
-    assert type(q.new_zeros(256)) is torch.Tensor
-    assert type(q.new_zeros(65536)) is torch.Tensor
-    flat = q.view(-1).new_zeros(65536)
+    assert type(called(q, "new_zeros", 256)) is torch.Tensor
+    assert type(called(q, "new_zeros", 65536)) is torch.Tensor
+    flat = called(q.view(-1), "new_zeros", 65536)
     assert type(flat) is type(q)
     assert flat.planes().keys() == q.planes().keys()
 
@@ -78,7 +94,7 @@ def test_a_size_of_one_dim_is_of_the_class_for_flat_tensors_alone(recipe: str) -
 def test_sizes_and_dtypes_that_the_recipe_cannot_hold_give_plain_tensors(recipe: str) -> None:
     """36, 37: as an operator on a plain tensor would."""
     q, layout = make(recipe), module(recipe).LAYOUT
-    for make_new in (q.new_empty, q.new_zeros):
+    for make_new in (partial(called, q, "new_empty"), partial(called, q, "new_zeros")):
         assert is_plain(make_new(()))
         assert is_plain(make_new((3, 5), dtype=torch.int64))
         assert make_new((256, 256), dtype=torch.float16).dtype == torch.float16
@@ -87,6 +103,23 @@ def test_sizes_and_dtypes_that_the_recipe_cannot_hold_give_plain_tensors(recipe:
             assert is_plain(make_new((256, layout.multiple_k - 1)))
             assert is_plain(make_new((layout.multiple_m - 1, 512)))
         assert type(make_new((5, 256))) is type(q), "a shard may have any number of rows"
+
+
+@pytest.mark.parametrize("amounts", [(0, 5), (0, 0, 0, 3), (0, 0, -3, 0), (0, 256), (0, 0, 0, 256), (1, 1, 1, 1)])
+def test_padding_has_the_values_of_a_padded_plain_weight(recipe: str, amounts: tuple[int, ...]) -> None:
+    """Of the class where blocks stay whole; for others, crops and other fill values, a copy of values."""
+    q = make(recipe)
+    cast = module(recipe).CastTensor(q.dequantize())
+    values = cast.quantize().dequantize()
+    for one, plain, fill in (
+        (q, q.dequantize(), 0.0),
+        (q, q.dequantize(), 1.5),
+        (q.t(), q.dequantize().t(), 0.0),
+        (cast, values, 0.0),
+    ):
+        found, counted = counts(lambda one=one, fill=fill: F.pad(one, amounts, value=fill))
+        assert torch.equal(found if is_plain(found) else found.dequantize(), F.pad(plain, amounts, value=fill))
+        assert is_plain(found) == bool(counted)
 
 
 def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +134,8 @@ def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatc
 
     for name in originals:
         monkeypatch.setattr(torch, name, partial(pinning, name))
-    for call in (lambda: q.new_zeros(q.shape, pin_memory=True), lambda: q.new_empty(q.shape, pin_memory=True)):
-        call()
+    for name in ("new_zeros", "new_empty"):
+        called(q, name, q.shape, pin_memory=True)
     torch.empty_like(q, pin_memory=True)
     assert asked == [True] * (3 * len(q.planes()))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
+from layoutc.conformance.as_fsdp2 import called
 from layoutc.runtime import product_mode
 from layoutc.runtime.weight import flattening
 
@@ -163,7 +164,7 @@ def test_what_keeps_a_choice(use: str) -> None:
         held.clone(),
         held.to("cpu"),
     )
-    made = (*views, torch.empty_like(held), held.new_zeros(WIDTH, WIDTH), held.new_empty(64, WIDTH), nn.Parameter(held))
+    made = (*views, torch.empty_like(held), called(held, "new_zeros", (WIDTH, WIDTH)), nn.Parameter(held))
     assert {one._products for one in made} == {"low"}
     if use == "cast_on_gather_":
         assert held.quantize()._products == "low"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import layoutc
+from layoutc.conformance import as_fsdp2
 from layoutc.conformance.material import expect, expect_refused, expect_same, expect_same_all, weight
 from layoutc.conformance.registry import check
 from layoutc.conformance.subject import Subject
@@ -212,17 +213,20 @@ def joined(subject: Subject) -> None:
             expect_same_all(subject, back.planes(), whole.planes(), (m, k), pieces_of=size)
 
 
-@check("new-tensors", "new_zeros dequantizes to zeros, new_empty and empty_like have the class, zeros_like is plain")
+@check("new-tensors", "FSDP2's new_zeros is exact zeros, empty_like has the class, a user's new tensors are plain")
 def new_tensors(subject: Subject) -> None:
     """As FSDP2, checkpoints and optimizers ask for them."""
     m, k = shape = subject.whole()
     base = make(subject, shape)
     for size in (shape, (2 * m, k), (m * k,), (0, k)):
         like = base.view(-1) if len(size) == 1 else base
-        new = like.new_zeros(size)
+        new = as_fsdp2.called(like, "new_zeros", size)
         expect(type(new) is subject.tensor, f"new_zeros gives {type(new).__name__}", shape=size)
         expect_same(subject, "zeros", _zeros(subject, new), torch.zeros(size), shape=size)
-        expect(type(like.new_empty(size)) is subject.tensor, "new_empty loses the class", shape=size)
+        empty = as_fsdp2.called(like, "new_empty", size)
+        expect(type(empty) is subject.tensor, "new_empty loses the class", shape=size)
+        of_users = (like.new_zeros(size), like.new_empty(size))
+        expect({type(one) for one in of_users} == {Tensor}, "a user's new tensor is not plain", shape=size)
     for empty in (torch.empty_like(base), torch.empty_like(base, device="meta")):
         expect(type(empty) is subject.tensor and empty.shape == base.shape, "empty_like loses the class", shape=shape)
     stated = {name: tuple(facts) for name, facts in subject.facts.planes(m, k).items()}

@@ -74,19 +74,26 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros, new_empty, empty_like: of the class; for another dtype, or a vector, a plain tensor.
+    """new_zeros, new_empty: plain; for torch.distributed of the class, but for another dtype or a vector.
 
     FSDP2 makes the tensor of a shard by new_zeros. For short shards only, it does so again at the first use and after a
     load. So the new tensor shares the agreed amax; otherwise ranks would no longer agree.
     """
     tensor = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
-    if made.dtype != tensor.dtype or (made.dim() < 2 and made.numel()):
+    if not callers.makes_shards() or made.dtype != tensor.dtype or (made.dim() < 2 and made.numel()):
         return made
     new: CastOnGather = tensor._fresh(made)
-    if func is not aten.empty_like.default:
-        new._agreed = tensor._agreed
+    new._agreed = tensor._agreed
     return new
+
+
+def _empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """empty_like: of the class; plain for another dtype or a vector, and for torch.nn.init."""
+    tensor = args[0]
+    made: Tensor = func(tensor._plain, *args[1:], **kwargs)
+    is_plain = made.dtype != tensor.dtype or (made.dim() < 2 and made.numel()) or callers.initializes()
+    return made if is_plain else tensor._fresh(made)
 
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -248,7 +255,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
     aten.split.Tensor: _view,
-    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default), _new),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    aten.empty_like.default: _empty_like,
     **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten._pin_memory.default), _copied),
     **dict.fromkeys(
         (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as functional_pad
 
+from layoutc.runtime import callers
 from layoutc.runtime.dispatch import broadcasts, rejoining
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
@@ -215,10 +216,11 @@ def _done(
 
 
 # --------------------------------------------------------------------------------------------------- padding and order
-def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """constant_pad_nd with zeros after the last row or column, as DTensor pads short shards.
+def pad(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """constant_pad_nd: of whole blocks to whole blocks, with zeros after the last row or column; else through fallback.
 
-    Raises LayoutError for any other padding, and for columns that don't end with a block.
+    DTensor pads short shards, which need not be whole blocks. Raises LayoutError where it pads otherwise, or columns
+    that don't end with a block.
     """
     tensor, amounts = args[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
@@ -228,9 +230,15 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     k, columns = tensor._matrix[1], shape[-1]
     only_after = not any(amounts[::2]) and min(amounts, default=0) >= 0
     whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
-    if value or not only_after or not whole or tuple(shape[1:-1]) != tuple(tensor.shape[1:-1]):
-        raise LayoutError(f"{func}: {tensor._label()} can only be padded with zeros after its last row or column")
+    takes = not value and only_after and whole and tuple(shape[1:-1]) == tuple(tensor.shape[1:-1])
     rows, block = prod(shape[:-1]), layout.block_rows
+    if not callers.makes_shards():
+        is_cut = tensor._halo.rows or tensor._rows % block or rows % block or rows % layout.multiple_m
+        ends = k % layout.column_multiple == 0 and columns % layout.column_multiple == 0
+        exact = takes and ends and not is_cut and tensor._padding.rows is None
+        return rejoining.with_zeros(tensor, shape) if exact else fallback(func, args, kwargs)
+    if not takes:
+        raise LayoutError(f"{func}: {tensor._label()} can only be padded with zeros after its last row or column")
     if columns == k and (tensor._halo.rows or rows % block or tensor._rows % block):
         return rejoining.padded(tensor, shape)
     if columns != k and (tensor._halo.rows or k % layout.column_multiple):

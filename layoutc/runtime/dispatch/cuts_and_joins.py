@@ -274,22 +274,18 @@ def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
 def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_empty: of the class, with uninitialized planes, if the recipe can hold the size; else a plain tensor.
-
-    Plain for torch.nn.init too, which draws values into it that it computes with.
-    """
-    if callers.initializes():
-        return like_plain(torch.ops.aten.new_empty.default, args, kwargs)
-    return _new(torch.empty, args, kwargs)
+    """new_empty: a plain tensor; for torch.distributed one of the class, with uninitialized planes, if the recipe can
+    hold the size."""
+    return _new(torch.empty, args, kwargs) if callers.makes_shards() else like_plain(func, args, kwargs)
 
 
 def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros: of the class, if the recipe can hold the size; else a plain tensor.
+    """new_zeros: a plain tensor; for torch.distributed one of the class, if the recipe can hold the size.
 
     It dequantizes to exact zeros: all bytes of its rows are those of codes of 0. Planes that all rows share are copies
     of the tensor's.
     """
-    return _new(torch.zeros, args, kwargs)
+    return _new(torch.zeros, args, kwargs) if callers.makes_shards() else like_plain(func, args, kwargs)
 
 
 def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:

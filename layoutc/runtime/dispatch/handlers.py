@@ -222,7 +222,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """zeros_like, ones_like, full_like, rand_like, randn_like: plain for optimizers, of the class for stagers."""
+    """zeros_like, ones_like, full_like, rand_like, randn_like, new_*: plain for users, of the class for stagers."""
     tensor = args[0]
     options = {key: value for key, value in kwargs.items() if value is not None and key != "memory_format"}
     options.setdefault("dtype", tensor.dtype)

@@ -78,7 +78,7 @@ def padded(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 
 def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """A tensor of whole blocks padded to a larger shape, with zeros in its planes."""
+    """A tensor of whole blocks padded to a larger shape, with codes of 0."""
     matrix, planes = (prod(shape[:-1]), shape[-1]), dict[str, Tensor]()
     if matrix == tensor._matrix:
         return tensor
@@ -86,7 +86,8 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
         if (plane := tensor._planes.get(name)) is not None:
             planes[name] = plane
             if plane.shape != facts.shape:
-                planes[name] = plane.new_zeros(facts.shape)
+                planes[name] = plane.new_empty(facts.shape)
+                tensor.LAYOUT.fill_with_zeros(name, planes[name])
                 planes[name][: plane.shape[0], : plane.shape[1]] = plane
     full = tensor._with_planes(planes, shape, matrix=matrix)
     full._padding = NOT_PADDED
