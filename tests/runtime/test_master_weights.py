@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import layoutc
 from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.train import replaced_parameters
 
 WIDTH = 64
@@ -369,3 +370,35 @@ def test_where_parameters_are_is_known_of_converted_models(monkeypatch: pytest.M
     assert asked == []
     assert found(*converted.parameters(), *plain.parameters(), alone) == expected(converted) | expected(plain)
     assert asked[0] == {id(param) for param in (*plain.parameters(), alone)}
+
+
+@pytest.mark.parametrize("convert", [layoutc.quantize_, layoutc.cast_on_gather_])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_optimizer_from_before_the_conversion_is_refused(convert: Any, wrapped: bool) -> None:
+    """It would hold the plain weights, which no module has any more; the loss would fall through biases alone."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    params = model.parameters()
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, params) if wrapped else torch.optim.AdamW(params)
+    convert(model, "mxfp8")
+    model(torch.randn(2, 64)).sum().backward()
+    name = "MasterWeights" if wrapped else "AdamW"
+    with pytest.raises(LayoutError, match=rf"{name} has 0\.weight of shape \(64, 64\) from before {convert.__name__}"):
+        optimizer.step()
+
+
+def test_weight_that_another_model_still_trains_is_no_leftover() -> None:
+    """Of two models with one parameter one is converted: the other's optimizer goes on."""
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    second.weight = first.weight
+    optimizer = torch.optim.SGD(second.parameters(), lr=1.0)
+    layoutc.quantize_(first, "mxfp8")
+    before = second.weight.detach().clone()
+    second(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(second.weight, before)
+
+
+def test_optimizer_in_place_of_its_class_is_refused() -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises(TypeError, match=r"pass the class, MasterWeights\(AdamW, params, \.\.\.\)"):
+        layoutc.MasterWeights(torch.optim.AdamW(model.parameters()), model.parameters())  # type: ignore[arg-type]

@@ -43,7 +43,6 @@ def classes(model: nn.Module) -> dict[str, str]:
             ["mixed.weight", *NAMES, "head.weight"],
         ),
         ({"param_filter": ["*"], "filter_fn": lambda _, name: name == "mixed"}, ["mixed.weight"]),
-        ({"param_filter": lambda *_: False}, []),
         ({}, ["mixed.weight", "head.weight"]),
     ],
 )
@@ -52,7 +51,27 @@ def test_what_is_chosen(use: str, filters: dict[str, Any], expected: list[str]) 
     model = build()
     assert getattr(layoutc, use)(model, "fp8_current", **filters) == expected
     assert list(classes(model)) == expected
-    assert getattr(layoutc, use)(model, "fp8_current", **filters) == []  # nothing is quantized twice
+    with pytest.raises(ValueError, match="all others that were chosen are quantized already"):
+        getattr(layoutc, use)(model, "fp8_current", **filters)
+
+
+@pytest.mark.parametrize("use", [*USES, "quantized_init"])
+@pytest.mark.parametrize(
+    ("filters", "match"),
+    [
+        ({"param_filter": lambda *_: False}, "param_filter chooses no weight of the model, which has 6 of two dims"),
+        ({"filter_fn": lambda *_: False}, "filter_fn chooses no weight of the model, which has 6 .*: embed.weight, "),
+    ],
+)
+def test_filters_that_choose_nothing_are_refused(use: str, filters: dict[str, Any], match: str) -> None:
+    if use == "quantized_init":
+        with pytest.raises(ValueError, match=match), layoutc.quantized_init("fp8_current", **filters):
+            Mixture()
+        return
+    with pytest.raises(ValueError, match=match):
+        getattr(layoutc, use)(build(), "fp8_current", **filters)
+    with pytest.raises(ValueError, match=r"none of its modules is an nn\.Linear, and the default chooses no weight"):
+        getattr(layoutc, use)(nn.Sequential(nn.LayerNorm(4)), "fp8_current")
 
 
 def test_models_that_are_built_quantized() -> None:

@@ -303,7 +303,7 @@ NAMES = ["blocks.0.weight", "blocks.1.weight", "head.weight"]
 @each_recipe
 @pytest.mark.parametrize("by_module", [True, False])
 def test_quantize_replaces_the_weights_of_linears_and_names_them(recipe: str, by_module: bool) -> None:
-    """Same bytes as quantize(), same dtype, requires_grad kept; all else untouched; a second call does nothing."""
+    """Same bytes as quantize(), same dtype, requires_grad kept; all else untouched; a second call is refused."""
     net = Net()
     net.blocks[1].weight.requires_grad_(False)
     plain = dict(net.named_parameters())
@@ -319,7 +319,8 @@ def test_quantize_replaces_the_weights_of_linears_and_names_them(recipe: str, by
             )
         else:
             assert param is plain[name]
-    assert layoutc.quantize_(net, recipe) == []
+    with pytest.raises(ValueError, match=r"nothing to do: blocks\.0\.weight and all others .* are quantized already"):
+        layoutc.quantize_(net, recipe)
 
 
 @each_recipe

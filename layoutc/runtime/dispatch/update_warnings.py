@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layoutc.runtime import callers
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -68,6 +69,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """Checks an optimizer before its first step. Weights that it steps itself keep no initial values."""
     if optimizer in _seen:
         return
+    _check_replaced(optimizer)
     _seen.add(optimizer)
     if any(getattr(type(one), "STEPS_MASTERS", False) for one in (optimizer, *vars(optimizer).values())):
         return  # or one that wraps it
@@ -83,6 +85,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         warn_once("update", f"{what}. Instead, {_train(name)}, which steps fp32 masters")
 
 
+def mark_replaced(param: Tensor, name: str, caller: str) -> None:
+    """A conversion put another parameter in this one's place: an optimizer that still has it would train nothing."""
+    setattr(param, _REPLACED, (name, caller))
+
+
+def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raises LayoutError for parameters that a conversion replaced, unless another model trains them."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.grad is None and (found := getattr(param, _REPLACED, None)) is not None:
+            name, caller = found
+            raise LayoutError(
+                f"{type(optimizer).__name__} has {name} of shape {tuple(param.shape)} from before {caller}, which "
+                "replaced it, and would never train it: create the optimizer after that, with model.parameters()"
+            )
+
+
+_REPLACED = "_layoutc_replaced"
 _LOSES = "a change of less than half a step between codes is lost: such weights stand still or get worse"
 _AVERAGE = "to average weights, average what optimizer.masters() gives"
 _AVERAGES = "torch.optim.swa_utils"

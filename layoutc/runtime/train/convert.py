@@ -21,7 +21,7 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS, quantize
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.train import replaced_parameters
-from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose
+from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, uses
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -64,14 +64,13 @@ def quantize_(
     shard keeps its own. Without an optimizer they would stay forever: pass False for inference. Frozen weights keep
     none.
 
-    Changes nothing unless all of it can be done: raises ValueError with the parameter's name if the recipe does not
-    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen,
-    and for a pattern like no name; ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't
-    have.
+    Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
+    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
+    ValueError for a pattern like no name, and if nothing is chosen that is plain; ShardAlignmentError or LayoutError
+    for tensor-parallel shards that the recipe can't have.
     """
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
-    update_warnings.watch()
     filters = Filters(filter_fn, param_filter)
     return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters)]
 
@@ -101,11 +100,12 @@ def _replace(
     among: set[nn.Module] | None = None,
 ) -> list[Use]:
     """Replaces the chosen parameters of all roots by make(parameter, name). among: the only modules to look at."""
-    chosen = []
-    for use in choose(roots, filters.filter_fn, filters.param_filter, among):
-        if not _is_ours(use.param):
-            _check_weight(cls, use.param, use.name, caller)
-            chosen.append(use)
+    every = choose(roots, filters.filter_fn, filters.param_filter, among)
+    chosen = [use for use in every if not _is_ours(use.param)]
+    for use in chosen:
+        _check_weight(cls, use.param, use.name, caller)
+    if not chosen:
+        raise ValueError(_why_none(roots, every, filters, caller))
     check_ties(roots, chosen, cls.LAYOUT.name, filters.names)
     tied: dict[int, list[Use]] = defaultdict(list)
     for use in chosen:
@@ -116,13 +116,26 @@ def _replace(
         made = nn.Parameter(make(weight, same[0].name), requires_grad=weight.requires_grad)
         for use in same:
             setattr(use.module, use.key, made)
+        update_warnings.mark_replaced(weight, same[0].name, caller)
     for module in {use.module: None for use in chosen}:
         if module not in had_some:  # the hook of a module serves all of its parameters
             keep_quantized(module)
         if caller == "cast_on_gather_":
             keep_plain(module)
     replaced_parameters.note(roots)
+    update_warnings.watch()
     return chosen
+
+
+def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller: str) -> str:
+    if every:
+        return f"{caller} found nothing to do: {every[0].name} and all others that were chosen are quantized already"
+    what = (
+        f"{filters.names} chooses" if any(filters) else "none of its modules is an nn.Linear, and the default chooses"
+    )
+    weights = [use.name for use in uses(roots) if use.param.dim() > 1]
+    shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
+    return f"{caller}: {what} no weight of the model, which has {len(weights)} of two dims or more: {shown or 'none'}"
 
 
 def _is_ours(param: Tensor) -> bool:
@@ -170,7 +183,6 @@ def quantized_init(
         nn.Module.__init__ = original  # type: ignore[method-assign]
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
-    update_warnings.watch()
     _replace(roots, cls, partial(_quantized, cls, keep_values), Filters(filter_fn, param_filter), among=set(built))
 
 

@@ -62,6 +62,11 @@ class MasterWeights(torch.optim.Optimizer):
 
         After fully_shard masters are as small as shards.
         """
+        if isinstance(optimizer_class, torch.optim.Optimizer):
+            name = type(optimizer_class).__name__
+            raise TypeError(
+                f"MasterWeights makes the optimizer itself: pass the class, MasterWeights({name}, params, ...)"
+            )
         params = list(params)
         groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for group in groups:
