@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -51,7 +52,7 @@ class Mlp(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------- as others write and read it
-def fp8_of_transformers(state: Tensors, **how: Any) -> tuple[Tensors, dict[str, Any]]:
+def fp8_of_transformers(state: Tensors, ends: str = "_proj.weight", **how: Any) -> tuple[Tensors, dict[str, Any]]:
     """transformers' own quantizer."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -59,7 +60,7 @@ def fp8_of_transformers(state: Tensors, **how: Any) -> tuple[Tensors, dict[str, 
     config, tensors = FineGrainedFP8Config(**how), dict[str, Tensor]()
     quantizer = Fp8Quantize(SimpleNamespace(quantization_config=config))
     for name, value in state.items():
-        tensors |= quantizer.convert({name: value}) if name.endswith("_proj.weight") else {name: value}
+        tensors |= quantizer.convert({name: value}) if name.endswith(ends) else {name: value}
     stated: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return tensors, stated | {"modules_to_not_convert": ["head"]}
 
@@ -265,6 +266,50 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
     assert not scheme.keeps or {key: one.dtype for key, one in before.items()} == {
         key: one.dtype for key, one in after.items()
     }
+
+
+class Stacks(nn.Module):
+    """Experts as transformers stacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 256, 128, dtype=torch.bfloat16))
+        self.down_proj = nn.Parameter(torch.randn(4, 128, 128, dtype=torch.bfloat16))
+
+
+def moves_stacks(path: str, out: str) -> bool:
+    """On ranks: whether shards hold what the package reads, and an export."""
+    model = nn.Sequential(OrderedDict(experts=Stacks()))
+    quantize_as_stored(model, path)
+    fully_shard(model)
+    load_safetensors(model, path)
+    same = True
+    for name, param in model.named_parameters():
+        full: Any = param.full_tensor()  # type: ignore[attr-defined]
+        same &= torch.equal(full.dequantize(torch.bfloat16), read_by_transformers(tensors_in(Path(path)), name))
+    export_safetensors(model, out, files="deepseek", source=path)
+    return same
+
+
+def test_experts_that_files_have_stacked(two: Ranks, tmp_path: Path) -> None:
+    """As transformers' quantizer writes them, in place of a tensor for each expert; with a model and without."""
+    from safetensors.torch import save_file
+
+    state = {f"experts.{name}": one for name, one in Stacks().state_dict().items()}
+    tensors, config = fp8_of_transformers(state, ends="_proj")
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    assert two.run(moves_stacks, str(tmp_path / "in"), str(tmp_path / "out")) == [True, True]
+    assert same_files(tmp_path / "in", tmp_path / "out")
+    plain = nn.Sequential(OrderedDict(experts=Stacks()))
+    load_safetensors(plain, tmp_path / "in", convert=True)
+    convert_safetensors(tmp_path / "in", tmp_path / "plain", dtype=torch.bfloat16)
+    for name, param in plain.named_parameters():
+        values = read_by_transformers(tensors, name)
+        assert torch.equal(param, values)
+        assert torch.equal(tensors_in(tmp_path / "plain")[name], values)
 
 
 def writes(name: str, path: str, out: str) -> None:

@@ -218,10 +218,8 @@ def find(
 
     Raises LayoutError if tensors are missing, or have other shapes or dtypes than the binding says.
     """
+    bound = bound._replace(binding=bound.binding._replace(parts=())) if whole else bound.as_in(name, tensors)
     layout, binding = bound.cls.LAYOUT, bound.binding
-    if whole:
-        binding = binding._replace(parts=())
-        bound = bound._replace(binding=binding)
     named = parts_of(binding, name, prod(shape[:-2]) if len(shape) > 2 else None)
     if len(shape) < 2 or not any(
         tensor_name(scale, part) in tensors for scale in recognize.scales_of(bound) for part in named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,13 @@ class Bound(NamedTuple):
     def converts(self) -> bool:
         """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
+
+    def as_in(self, name: str, tensors: Container[str]) -> Bound:
+        """The binding for files that may hold a weight of this name whole, as a stack of experts, in place of parts."""
+        data = next((one.name for plane, one in self.binding.planes.items() if plane.endswith("_data")), None)
+        if not self.binding.parts or data is None or tensor_name(data, name) not in tensors:
+            return self
+        return self._replace(binding=self.binding._replace(parts=()))
 
     @property
     def is_read_only(self) -> bool:
@@ -98,10 +105,10 @@ def is_for(
     """
     if len(shape) < 2:
         return False
-    matrices = prod(shape[:-2]) if len(shape) > 2 else None
+    matrices, as_is = prod(shape[:-2]) if len(shape) > 2 else None, bound.as_in(name, tensors)
     if not any(
         tensor_name(pattern, part) in tensors
-        for part in parts_of(bound.binding, name, matrices)
+        for part in parts_of(as_is.binding, name, matrices)
         for pattern in scales_of(bound)
     ):
         return False
@@ -133,7 +140,7 @@ def is_for_another(
 def _fit(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored]) -> int:
     """2 if the first tensor of each of a weight's planes is there, and has the dtype that the binding says; 1 if some
     have narrower ones, of which the planes hold every value; else 0."""
-    first, fit = parts_of(bound.binding, name, matrices)[0], 2
+    first, fit = parts_of(bound.as_in(name, tensors).binding, name, matrices)[0], 2
     for plane in bound.binding.planes.values():
         stored = tensors.get(tensor_name(plane.name, first))
         if stored is None or not (is_dtype(stored, plane.dtype) or narrower.is_narrower(plane, stored.dtype)):
