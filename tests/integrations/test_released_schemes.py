@@ -271,16 +271,20 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
 class Stacks(nn.Module):
     """Experts as transformers stacks them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 256) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 256, 128, dtype=torch.bfloat16))
+        self.gate_up_proj = nn.Parameter(torch.randn(4, rows, 128, dtype=torch.bfloat16))
         self.down_proj = nn.Parameter(torch.randn(4, 128, 128, dtype=torch.bfloat16))
+
+
+def of_experts(stacks: Stacks) -> nn.Module:
+    return nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(experts=stacks))))
 
 
 def moves_stacks(path: str, out: str) -> bool:
     """On ranks: whether shards hold what the package reads, and an export."""
-    model = nn.Sequential(OrderedDict(experts=Stacks()))
+    model = of_experts(Stacks())
     quantize_as_stored(model, path)
     fully_shard(model)
     load_safetensors(model, path)
@@ -296,20 +300,60 @@ def test_experts_that_files_have_stacked(two: Ranks, tmp_path: Path) -> None:
     """As transformers' quantizer writes them, in place of a tensor for each expert; with a model and without."""
     from safetensors.torch import save_file
 
-    state = {f"experts.{name}": one for name, one in Stacks().state_dict().items()}
+    state = {f"mlp.experts.{name}": one for name, one in Stacks().state_dict().items()}
     tensors, config = fp8_of_transformers(state, ends="_proj")
     (tmp_path / "in").mkdir()
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
     assert two.run(moves_stacks, str(tmp_path / "in"), str(tmp_path / "out")) == [True, True]
     assert same_files(tmp_path / "in", tmp_path / "out")
-    plain = nn.Sequential(OrderedDict(experts=Stacks()))
+    plain = of_experts(Stacks())
     load_safetensors(plain, tmp_path / "in", convert=True)
     convert_safetensors(tmp_path / "in", tmp_path / "plain", dtype=torch.bfloat16)
     for name, param in plain.named_parameters():
         values = read_by_transformers(tensors, name)
         assert torch.equal(param, values)
         assert torch.equal(tensors_in(tmp_path / "plain")[name], values)
+
+
+def nvfp4_experts(folder: Path) -> Stacks:
+    """The same experts in NVFP4, a tensor each under a global scale of its own; 192 rows of gate, which end inside of
+    FP8's blocks."""
+    from safetensors.torch import save_file
+
+    model, state = Stacks(rows=384), dict[str, Tensor]()
+    for number, matrix in enumerate(model.gate_up_proj.detach()):
+        for part, rows in zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True):
+            state[f"mlp.experts.{number}.{part}.weight"] = rows * (number + 1)
+        state[f"mlp.experts.{number}.down_proj.weight"] = model.down_proj.detach()[number]
+    tensors, config = compressed("NVFP4A16", "nvfp4-pack-quantized")(state)
+    folder.mkdir()
+    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    return model
+
+
+def test_experts_of_their_own_scales_go_into_a_plain_model_part_by_part(tmp_path: Path) -> None:
+    """Also where a stack of them would share blocks or one amax, which a recipe has no place for."""
+    stacks = nvfp4_experts(tmp_path / "nvfp4")
+    model = of_experts(stacks)
+    convert_safetensors(tmp_path / "nvfp4", tmp_path / "block", files="fp8_block/deepseek")
+    for folder in ("nvfp4", "block"):
+        load_safetensors(model, tmp_path / folder, convert=True)
+        tensors = tensors_in(tmp_path / folder)
+        config = json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+
+        def read(name: str, tensors: Tensors = tensors, config: dict[str, Any] = config) -> Tensor:
+            if config["quant_method"] == "compressed-tensors":
+                return read_by_compressed_tensors(tensors, name, config).bfloat16()
+            codes, scale = tensors[name].float(), tensors[f"{name}_scale_inv"]
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(codes), : codes.shape[1]]
+            return (codes * scale).bfloat16()
+
+        for number in range(4):
+            parts = [read(f"mlp.experts.{number}.{part}.weight") for part in ("gate_proj", "up_proj")]
+            assert torch.equal(stacks.gate_up_proj[number], torch.cat(parts))
+            assert torch.equal(stacks.down_proj[number], read(f"mlp.experts.{number}.down_proj.weight"))
 
 
 def writes(name: str, path: str, out: str) -> None:

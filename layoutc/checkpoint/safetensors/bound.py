@@ -255,6 +255,20 @@ def find(
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
 
 
+def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]) -> list[Found]:
+    """The parts of a weight in the files, each as a weight of its own, as the files have them: a part may have values
+    for all its rows, and end inside a block. [] if the files don't hold it by this binding; raises as `find`."""
+    matrices, m = prod(shape[:-2]) if len(shape) > 2 else None, prod(shape[:-1])
+    parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
+    if len(parts) == 1 or m % len(parts):
+        found = [find(name, shape, bound, tensors)]
+    else:
+        found = [find(part, (m // len(parts), shape[-1]), bound, tensors, whole=True) for part in parts]
+        if any(found) and not all(found):
+            raise LayoutError(f"{parts[found.index(None)]} in files of {bound.label} is not there, a part of {name}")
+    return [one for one in found if one is not None]
+
+
 def _meaning(
     about: str, bound: Bound, pattern: BoundPlane, parameter: str, count: int, tensors: Mapping[str, Stored]
 ) -> list[Meaning]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,19 +55,22 @@ def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], eve
 
 
 def fitting(
-    shapes: Mapping[str, tuple[int, ...]], told: Sequence[Bound], tensors: Mapping[str, Stored]
+    shapes: Mapping[str, tuple[int, ...]],
+    told: Sequence[Bound],
+    tensors: Mapping[str, Stored],
+    by: Callable[[str, tuple[int, ...], Bound, Mapping[str, Stored]], object] = find,
 ) -> list[list[Fit]]:
     """The bindings that fit, as `alternatives`: all weights that the files hold by their names have the shapes that
     they say.
 
-    shapes: of the parameters that may be held so, by their names in the files. Raises LayoutError, with what the first
-    one misses, if weights are found that no binding fits.
+    shapes: of the parameters that may be held so, by their names in the files. by: what finds one of them. Raises
+    LayoutError, with what the first one misses, if weights are found that no binding fits.
     """
     fits, refused = list[Fit](), list[tuple[LayoutError, list[str]]]()
     for one in told:
         named = [name for name, shape in shapes.items() if recognize.is_for(one, name, shape, tensors, told)]
         try:
-            names = tuple(name for name in named if find(name, shapes[name], one, tensors) is not None)
+            names = tuple(name for name in named if by(name, shapes[name], one, tensors))
         except LayoutError as error:
             refused.append((error, named))
             continue

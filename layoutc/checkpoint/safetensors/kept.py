@@ -88,9 +88,9 @@ def origin(folder: str | PathLike[str] | None, slices: Slices, theirs: Iterable[
 
 
 def _planes_say_all(bound: Bound) -> bool:
-    """True if a weight's planes decide all bytes of its files, so that nothing of other files is kept."""
+    """True if a weight's planes decide its files, names and bytes, so that nothing of other files is kept."""
     varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in bound.binding.planes.values())
-    return not varies and (bound.binding.text is None or not bound.binding.text[2])
+    return not varies and not bound.binding.parts and (bound.binding.text is None or not bound.binding.text[2])
 
 
 def warn_wide(source: str | PathLike[str] | None, names: Sequence[str]) -> None:

@@ -135,10 +135,11 @@ def check(step: Step, convert: bool) -> None:
 def _check_single_values(step: Step, slices: Reader) -> None:
     """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
     what must follow from the weight's shape."""
-    if isinstance(step.source, Entry) and step.source.found is not None:
-        step.source.found.check_stated(slices.read)
+    for found in step.source.found if isinstance(step.source, Entry) else ():
+        found.check_stated(slices.read)
     if isinstance(step.source, Entry) and holds(step.param):
-        for plane in step.source.planes.values():
+        planes = (plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values())
+        for plane in planes:
             if isinstance(plane, BoundSource) and plane.shared:
                 plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
 
@@ -270,20 +271,36 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
 
 def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
     """The values of this rank's part in its local shape, dequantized from the whole blocks that it touches."""
-    cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
     out, at = torch.empty(local.shape, dtype=dtype, device=local.device), 0
-    for rows in _some_at_a_time(rows_of(source.shape, box_of(param)), layout.block_rows):
-        blocks = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k)
-        matrix = blocks.shape
-        planes = {}
-        for name, file in source.planes.items():
-            piece = _read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
-            planes[name] = piece.to(local.device).contiguous().view(layout.dtypes[name])
-        values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
-        own = values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0]
-        out.view(-1, local.shape[-1])[at : at + len(own)].copy_(own)
-        at += len(own)
+    for part, run in _by_parts(source, rows_of(source.shape, box_of(param))):
+        for rows in _some_at_a_time([run], source.cls.LAYOUT.block_rows):
+            own = _values(part, rows, slices, dtype, local.device)
+            out.view(-1, local.shape[-1])[at : at + len(own)].copy_(own)
+            at += len(own)
     return out
+
+
+def _values(source: Entry, rows: Rect, slices: Reader, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of some rows and columns."""
+    cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
+    blocks, planes = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k), {}
+    for name, file in source.planes.items():
+        piece = _read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
+        planes[name] = piece.to(device).contiguous().view(layout.dtypes[name])
+    matrix = blocks.shape
+    values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
+    return values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0]
+
+
+def _by_parts(source: Entry, runs: list[Rect]) -> Iterator[tuple[Entry, Rect]]:
+    """Runs of rows, each with the entry that holds it, counted from that entry's first row."""
+    parts = source.apart or (source,)
+    each = prod(source.shape[:-1]) // len(parts)
+    for rows in runs:
+        for number, part in enumerate(parts):
+            first, last = max(rows.r0 - number * each, 0), min(rows.r1 - number * each, each)
+            if first < last:
+                yield part, Rect(first, last, rows.c0, rows.c1)
 
 
 def _some_at_a_time(runs: list[Rect], block_rows: int) -> Iterator[Rect]:

@@ -33,13 +33,15 @@ class Loaded(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A quantized weight in the files. found: as another program's files hold it; None for layoutc's own."""
+    """A quantized weight in the files. found: as another program's files hold it, whole or in parts; () for layoutc's
+    own. apart: equal shares of its rows, each by itself, in place of planes."""
 
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
     orientations: tuple[str, ...]
     planes: Mapping[str, Stored | PlaneSource]
-    found: bound.Found | None = None
+    found: tuple[bound.Found, ...] = ()
+    apart: tuple[Entry, ...] = ()
 
 
 class Step(NamedTuple):
@@ -73,7 +75,8 @@ def bindings(
             for name, shape in shapes.items()
             if not recognize.is_for(one, name, shape, contents.tensors, told)
         }
-    groups = choosing.fitting(shapes, [one for one in told if one not in mine], contents.tensors)
+    others = [one for one in told if one not in mine]
+    groups = choosing.fitting(shapes, others, contents.tensors, bound.find_apart)
     for group in groups:
         choosing.check_alike([fit.bound for fit in group], "the files", "files=")
     return mine + [group[0].bound for group in groups]
@@ -105,9 +108,9 @@ def plan(
         for name in names:
             with noted(problems):
                 if (found := _bound(in_files[name], state[name], contents, theirs)) is not None:
-                    sources[name], weight = found
-                    expected |= weight.tensors
-                    unread |= weight.unread & there
+                    sources[name] = found
+                    expected.update(*(weight.tensors for weight in found.found))
+                    unread.update(*(weight.unread & there for weight in found.found))
                 elif in_files[name] in there:
                     sources[name] = _source(in_files[name], contents)
         if sources:
@@ -138,19 +141,27 @@ def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> N
     undecoded.refuse("the files", left, "Pass files=, the binding that reads all of them, or dequantize them first")
 
 
-def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, bound.Found] | None:
-    """A weight that other programs' files hold quantized, as an entry and as it was found: by a binding of the
-    parameter's own layout first. Raises LayoutError if they are not as the binding says."""
+def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> Entry | None:
+    """A weight that other programs' files hold quantized: by a binding of the parameter's own layout first, and else
+    part by part. Raises LayoutError if they are not as the binding says."""
     local = meshes.local_of(param)
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
     for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
         if not recognize.is_for(one, name, tuple(param.shape), contents.tensors, theirs):
             continue
-        if (found := bound.find(name, tuple(param.shape), one, contents.tensors)) is not None:
-            sources = one.cls.LAYOUT.sources
-            first = next(iter(sources.values()))
-            orientations = tuple(name for name, planes in sources.items() if planes == first)
-            return Entry(one.cls, tuple(param.shape), orientations, found.planes, found), found
+        shape, sources = tuple(param.shape), one.cls.LAYOUT.sources
+        if own == one.cls.LAYOUT.layout_id:
+            whole = bound.find(name, shape, one, contents.tensors)
+            found = [whole] if whole is not None else []
+        else:
+            found = bound.find_apart(name, shape, one, contents.tensors)
+        first = next(iter(sources.values()))
+        orientations = tuple(name for name, planes in sources.items() if planes == first)
+        parts = tuple(Entry(one.cls, part.shape, orientations, part.planes, (part,)) for part in found)
+        if len(parts) > 1:
+            return Entry(one.cls, shape, orientations, {}, tuple(found), parts)
+        if parts:
+            return parts[0]
     return None
 
 
@@ -183,6 +194,6 @@ def sources_of(step: Step) -> list[Stored]:
     """The tensors of the files that a step reads."""
     if isinstance(step.source, Stored):
         return [step.source]
-    planes = step.source.planes.values()
+    planes = [plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values()]
     parts = [part for plane in planes if isinstance(plane, BoundSource) for part, _ in plane.parts]
     return [*(plane for plane in planes if isinstance(plane, Stored)), *parts]
