@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder
+import tiers
 from interpreter import quicken
 
 from layoutc.conformance import ranks
@@ -58,9 +59,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of one folder, tests that run on ranks come last, so that their groups of processes are started once."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Puts tests into tiers, and of one folder those that run on ranks last, whose processes are then started once."""
+    tiers.mark(items)
+    if not config.option.markexpr and not any("::" in argument for argument in config.args):
+        items[:], second = tiers.parted(items)
+        config.hook.pytest_deselected(items=second)
+    yield
     folders = {path: number for number, path in enumerate(dict.fromkeys(item.path.parent for item in items))}
     items.sort(key=lambda item: (folders[item.path.parent], runs_on_ranks(item)))
 

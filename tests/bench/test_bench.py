@@ -92,6 +92,7 @@ def test_what_is_asked_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [((), [], 8, False, False), (("mxfp8", "nvfp4"), [(96, 64), (8, 32)], 2, True, True)]
 
 
+@pytest.mark.thorough
 def test_the_module_runs_without_the_command_line() -> None:
     """Where pydantic, click, jinja2, yaml and rich can't be imported."""
     program = (

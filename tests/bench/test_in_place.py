@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from places import ROOT
 
 
+@pytest.mark.thorough
 def test_both_ways_are_compared_and_timed(tmp_path: Path) -> None:
     """On two processes of a CPU; the program fails where bytes differ."""
     file, options = tmp_path / "ways.json", "--divide 16 --recipes mxfp8 nvfp4 --json"

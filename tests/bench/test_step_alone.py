@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from places import ROOT
 
 SMALL = "--layers 2 --dim 128 --ffn 256 --heads 4 --kv-heads 2 --sequence 64 --batch 1 --steps 2 --warm 2 --turns 2"
 
 
+@pytest.mark.thorough
 def test_one_process_takes_the_steps_of_a_rank(tmp_path: Path) -> None:
     """FSDP2 gathers, reduces and reshards as for a rank of two, and says where the host's time goes."""
     file, options = tmp_path / "steps.json", "--alone 2 --eager --phases --variants bf16 layoutc:fp8_current"

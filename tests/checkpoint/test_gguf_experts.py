@@ -45,6 +45,7 @@ def test_experts_keep_their_bytes(apart: bool, file: Path, tmp_path: Path) -> No
     assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chunk", [None, 5000])
 def test_plain_experts_take_values_and_give_the_file_back(
     chunk: int | None, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

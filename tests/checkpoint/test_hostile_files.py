@@ -29,6 +29,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", hostile.HOSTILE)
 def test_a_hostile_checkpoint_is_refused(name: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "checkpoint"))
@@ -171,6 +172,7 @@ MUTATIONS = 60
 PARTS = (".metadata", "layoutc.json", "__0_0.distcp", "weight", "plain", "step", "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", PARTS)
 def test_mutated_files_are_refused_or_load_as_they_were(part: str, sound: Path, tmp_path: Path) -> None:
     """MUTATIONS of each part, the same in each run; of items by someone who gets all checksums right but those of

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from places import HELPERS
 
 PROGRAM = HELPERS / "killed_saves.py"
 
 
+@pytest.mark.thorough
 def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
     """Saves into folders of their own, and saves that replace the one before: one program, which imports torch once."""
     command = [sys.executable, str(PROGRAM), str(tmp_path), "apart:20", "overwrite:14"]

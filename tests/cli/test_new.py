@@ -132,6 +132,7 @@ def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path: Path) -> None:
     assert not (tmp_path / "mine.yaml").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_newcomers_path_takes_under_a_minute(tmp_path: Path) -> None:
     """new, edit block and format, check, build, test: as commands, in a project of its own, without an interpreter."""

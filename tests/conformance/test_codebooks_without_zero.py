@@ -37,6 +37,7 @@ orientations:
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "scale",
     [

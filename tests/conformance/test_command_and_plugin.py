@@ -91,6 +91,7 @@ def pytest_run(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_plugin_runs_a_spec_beside_other_tests(tmp_path: Path) -> None:
     text = (ROOT / "specs" / "mxfp8.yaml").read_text(encoding="utf-8").replace("name: mxfp8", "name: mine")
@@ -107,6 +108,7 @@ def test_the_plugin_runs_a_spec_beside_other_tests(tmp_path: Path) -> None:
     assert "::fsdp2" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_plugin_reports_what_was_found_and_not_its_own_frames(tmp_path: Path) -> None:
     """Of a file, and of a shipped recipe by its name."""
     (tmp_path / "bad.yaml").write_text("layoutc: 1\nname: bad\n", encoding="utf-8")

@@ -52,6 +52,7 @@ def compared(outcomes: list[Outcome]) -> str:
     return "".join(sorted(f"{one.check}: {one.compared} {CHECKS[one.check].compares}\n" for one in counted))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_shipped_recipes_pass(path: Path, golden: Callable[[Path, str], None]) -> None:
     """All kernels are in tests/runtime/test_kernels.py; here the check of them runs for three recipes that differ.
@@ -83,6 +84,7 @@ def test_shipped_recipes_pass(path: Path, golden: Callable[[Path, str], None]) -
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", MADE_UP, ids=lambda path: path.stem)
 def test_recipes_that_nobody_ships_pass(path: Path) -> None:
     """Zero points, codes of six bits, odd and large blocks, scales of rows and of columns, two formats at once."""
@@ -94,6 +96,7 @@ def test_recipes_that_nobody_ships_pass(path: Path) -> None:
     assert not failures(outcomes), failures(outcomes)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too() -> None:
     """One group of processes serves both; a rank that raises ends it, and it starts again."""
@@ -120,6 +123,7 @@ def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too(
         assert ranks.run(int, "7") == [7, 7]
 
 
+@pytest.mark.thorough
 def test_what_processes_are_copied_with_asks_cuda_nothing_and_starts_no_thread() -> None:
     """A copy of a process that has asked can't ask again, and has none of its threads."""
     program = (

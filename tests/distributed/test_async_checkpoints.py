@@ -82,6 +82,7 @@ def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: b
             assert kinds == {recipe_module(recipe).Tensor if name.endswith("weight") else torch.Tensor}, name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["default", "reused", "reused_shared", "blocking", "blocking_cached"])
 def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, tmp_path: Path) -> None:
     """46: bytes, of the class, whichever stager copies them."""
@@ -178,6 +179,7 @@ def in_processes(kind: str, folder: str, rank: int) -> None:
     os._exit(0)  # the process that writes waits for a word that need not come
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["reused_shared"])
 def test_a_save_in_another_process_keeps_what_the_weights_were(kind: str, tmp_path: Path) -> None:
     """47: as it arrives there, over shared memory."""

@@ -71,6 +71,7 @@ HOW = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("recipe", "how"), [(recipe, how) for how, recipes in HOW.items() for recipe in recipes])
 def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(four: Ranks, recipe: str, how: str) -> None:
     four.run(from_first, recipe, how)
@@ -130,6 +131,7 @@ def loads_as_accelerate_does(recipe: str) -> None:
     assert_gathers(model, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
@@ -166,11 +168,13 @@ def loads_by_hand(recipe: str, names: str) -> None:
     assert_gathers(model, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(four: Ranks, recipe: str) -> None:
     four.run(loads_by_hand, recipe, "alike")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("names", ["none", "other"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block", "mxfp6_e2m3"])
 def test_weights_of_other_names_or_none_keep_their_bytes(four: Ranks, recipe: str, names: str) -> None:

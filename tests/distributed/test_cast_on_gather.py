@@ -210,6 +210,7 @@ def assert_gathers(recipe: str, model: Model, reference: OneProcess) -> None:
         module.reshard()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize(("keeps", "precomputed"), [(False, False), (True, True)])
 def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, precomputed: bool) -> None:
@@ -234,6 +235,7 @@ def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimiz
     two.run(trains, recipe, optimizer, False, None, None, False, None, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
@@ -249,6 +251,7 @@ def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, mesh
 
 
 # Every pair of recipe, sizes and precomputed.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "sizes", "precomputed"),
     [

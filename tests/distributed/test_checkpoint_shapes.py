@@ -92,6 +92,7 @@ def is_rearranged(recipes: tuple[str, ...], names: tuple[str, ...], folder: str,
                 assert step(model, optimizer, after) == wanted, (saved, name, after)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipes", TOGETHER, ids="-".join)
 def test_copies_and_offloaded_shards_load_as_one_another(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
     """Sharded over four ranks, over two in two copies, over four in one copy, and offloaded."""
@@ -99,6 +100,7 @@ def test_copies_and_offloaded_shards_load_as_one_another(four: Ranks, recipes: t
     four.run(is_rearranged, recipes, ("flat", "2x2", "1x4", "offload"), str(tmp_path), turn)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipes", TOGETHER, ids="-".join)
 def test_columns_and_rows_of_experts_load_as_rows_and_back(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path
@@ -175,6 +177,7 @@ def is_cut_in_two_dims(recipes: tuple[str, ...], folder: str, shifts: tuple[int,
 CUT_TWICE = (("fp8_delayed", "int4_group32", "mxfp6_e3m2", "fp8_current"), ("fp8_rowwise", "mxfp8", "nvfp4_4over6"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipes", CUT_TWICE, ids="-".join)
 def test_columns_and_cuts_in_two_dims_load_as_one_another(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path

@@ -64,6 +64,7 @@ def resumes(recipes: tuple[str, ...], sized: Callable[[str], Sizes], folder: str
                     assert step(model, optimizer, number) == wanted, (saved_by, ranks, number)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipes", [EVERY[i : i + 4] for i in range(0, len(EVERY), 4)], ids="-".join)
 def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
     """Bytes of all planes, masters and moments, and two more losses, are those of a run that was not interrupted.

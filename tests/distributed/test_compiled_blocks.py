@@ -114,6 +114,7 @@ def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool
 
 
 # fp8_delayed, whose state moves on, in every mode, and recipes with codes of their own for each orientation in others.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
@@ -127,6 +128,7 @@ def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tu
     two.run(compiles, recipe, Block, modes, seconds=COLD)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
@@ -142,6 +144,7 @@ def test_checkpoints_inside_of_a_graph_recompute_what_forward_had(
     two.run(compiles, recipe, partial(Block, inside=True), modes, seconds=COLD)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
@@ -153,12 +156,14 @@ def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str, modes: tuple[str,
     two.run(compiles, recipe, Pieces, modes, seconds=COLD)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "mode"), [("fp8_current", "whole"), ("mxfp8", "resharded")])
 def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str, mode: str) -> None:
     """A whole model is taken apart at FSDP2's hooks."""
     two.run(compiles, recipe, Block, (mode,), False, seconds=COLD)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "mode"), [("fp8_current", "resharded"), ("mxfp8", "kept"), ("fp8_block", "whole")])
 def test_blocks_with_casts_compile(two: Ranks, recipe: str, mode: str) -> None:
     """What is gathered is the quantized weight, whatever the parameter is."""
@@ -174,6 +179,7 @@ def inductor_agrees(recipe: str) -> None:
     assert 0 < counts[0] == counts[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_inductor(two: Ranks, recipe: str) -> None:
@@ -317,6 +323,7 @@ def read_where_they_lie() -> None:
         assert all(map(torch.equal, some, others))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
 def test_products_read_gathered_codes_where_they_lie(two: Ranks) -> None:
     two.run(read_where_they_lie, seconds=COLD)

@@ -147,6 +147,7 @@ def at_all_cuts(recipe: str, worlds: tuple[int, ...]) -> None:
         dist.barrier()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
     """Of two, three and four ranks two for recipes that differ in their cuts, one for those that have the cuts of one
@@ -171,6 +172,7 @@ def on_other_dims(recipe: str) -> None:
         are_whole(recipe, 2, given, Shard(0), copies)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
     four.run(on_other_dims, recipe)

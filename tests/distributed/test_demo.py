@@ -65,6 +65,7 @@ def trains(recipe: str | None) -> demo.Result:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_current"])
 def test_a_run_trains_counts_verifies_and_resumes(two: Ranks, recipe: str | None) -> None:
     first, second = two.run(trains, recipe)

@@ -345,6 +345,7 @@ def test_tensor_parallel_training_equals_one_process(two: Ranks, recipe: str, or
     two.run(trains_in_two_dims, recipe, order, False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
 def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, recipe: str, order: str) -> None:
@@ -504,6 +505,7 @@ def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str)
     four.run(trains_as_simple_fsdp, recipe, False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
     """Collectives of planes are traced as they run."""

@@ -84,6 +84,7 @@ def all_loops(use: str) -> None:
         assert bool(sent["exchanges"]) != accumulates, name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", USES)
 def test_gradients_of_two_ranks_are_those_of_a_reduce_scatter(two: Ranks, use: str) -> None:
     two.run(all_loops, use)

@@ -46,6 +46,7 @@ def cut(recipe: str) -> None:
     at_all_cuts(recipe, (2, 3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", NAMES if ALL_PAIRS else KINDS)
 def test_weights_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
     four.run(cut, recipe)

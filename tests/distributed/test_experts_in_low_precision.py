@@ -114,6 +114,7 @@ def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> No
             assert torch.equal(train_step(model, optimizers[1], step, my_share()), expected), f"step {step}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("recipe", "use", "mode", "keeps", "compiled"),
     [
@@ -158,6 +159,7 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
             assert torch.equal(found, expected[[0, *ends][first] : ends[first + 1]]), f"step {step}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "mode", "dim", "compiled"),
     [

@@ -184,6 +184,7 @@ def trains_in_one_group(
 
 
 # Every pair of recipe, keeps, sizes, precomputed, accumulates and kernels.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "units", "precomputed", "accumulates", "with_kernels"),
     [

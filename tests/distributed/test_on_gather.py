@@ -98,6 +98,7 @@ def changes_modes(recipe: str, use: str) -> None:
     assert_alike(run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "quantized"), ("nvfp4", "cast")])
 def test_choices_change_between_steps(two: Ranks, recipe: str, use: str) -> None:
     two.run(changes_modes, recipe, use)
@@ -144,6 +145,7 @@ def trains_as_others(kind: str) -> None:
     assert_alike(run)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["recipes", "nvfp4 quantized", "nvfp4 cast", "fp8_block quantized"])
 def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None:
     four.run(trains_as_others, kind)

@@ -105,6 +105,7 @@ def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
         linear._multiply = multiply
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("recipe", "use", "keeps", "how"),
     [

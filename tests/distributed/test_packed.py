@@ -68,11 +68,13 @@ def leaves_values(recipe: str, cast: bool) -> None:
     assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "nf4"])
 def test_gathers_of_four_ranks(four: Ranks, recipe: str) -> None:
     four.run(leaves_values, recipe, False)

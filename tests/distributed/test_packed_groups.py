@@ -150,12 +150,14 @@ def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool, width: int 
         assert bool(taken) is (dist.get_rank() == 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", False), ("fp8_block", True), ("fp8_current", False)])
 def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mixed: bool) -> None:
     two.run(is_the_same, recipe, cast, mixed, False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "cast", "width"), [("fp8_block", False, 256), ("nvfp4", True, 128)])
 def test_by_kernels(two: Ranks, recipe: str, cast: bool, width: int) -> None:
     two.run(is_the_same, recipe, cast, True, True, width)
@@ -195,6 +197,7 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
             assert any(taken) is (dist.get_rank() == 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "mixed", "precomputed", "width", "able"),
     [
@@ -242,6 +245,7 @@ def values_that_move() -> None:
     assert same(*found)
 
 
+@pytest.mark.thorough
 def test_cast_weights_that_move(two: Ranks) -> None:
     two.run(values_that_move)
 
@@ -288,6 +292,7 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -310,6 +315,7 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
     two.run(codes_are_the_same, recipe, False, False, 256, options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "cast", "width", "options"),
     [
@@ -327,12 +333,14 @@ def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, optio
     two.run(codes_are_the_same, recipe, cast, True, width, options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("recipe", ["hybrid_fp8", "fp8_channel_bf16"])
 def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool) -> None:
     two.run(codes_are_the_same, recipe, cast, True, 256, {}, partial(Narrow, 256))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "rows", "kernels", "options"),
     [
@@ -354,6 +362,7 @@ def test_scales_of_blocks_that_cuts_split(
     two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "rows", "kernels", "options"),
     [
@@ -392,6 +401,7 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
                 assert same(steps(), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "cast", "mixed", "rows", "width"),
     [

@@ -416,6 +416,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES)
 def test_two_ranks_send_and_hold_what_is_planned(
@@ -425,6 +426,7 @@ def test_two_ranks_send_and_hold_what_is_planned(
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES[1:3] + CASES[4:5] + CASES[6:7] + CASES[9:])
 def test_four_ranks_send_and_hold_what_is_planned(
@@ -434,6 +436,7 @@ def test_four_ranks_send_and_hold_what_is_planned(
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
 )
@@ -451,6 +454,7 @@ def test_experts_that_are_cut_on_their_rows(two: Ranks, how: str, recipe: str) -
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
 )
@@ -472,6 +476,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "experts", "dim", "how", "recipe", "mixed"), EXPERTS)
 def test_experts_in_parts_under_shards_of_all_ranks(
     four: Ranks, kind: str, experts: int, dim: int, how: str, recipe: str, mixed: bool
@@ -503,6 +508,7 @@ def test_two_ranks_exchange_what_is_planned(two: Ranks, kind: str, how: str, rec
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("how", "recipe", "head"), EXCHANGES)
 def test_four_ranks_exchange_what_is_planned(four: Ranks, kind: str, how: str, recipe: str, head: bool) -> None:
@@ -510,6 +516,7 @@ def test_four_ranks_exchange_what_is_planned(four: Ranks, kind: str, how: str, r
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
     [
@@ -564,6 +571,7 @@ def test_values_that_stay_are_as_planned(two: Ranks, kind: str, how: str, recipe
     assert max(here for here, _ in held) == held[0][1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
     [

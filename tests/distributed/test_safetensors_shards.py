@@ -191,6 +191,7 @@ def on_ranks(recipe: str, world: int, inner: int, where: str) -> None:
         loads_and_exports(recipe, 128, inner, where, mesh)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("world", "inner"), CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_load_and_export_as_one_process_does(

@@ -34,6 +34,7 @@ def test_generated_code_is_what_the_specs_produce() -> None:
     assert not drifted, f"{drifted}; run: layoutc build"
 
 
+@pytest.mark.thorough
 def test_two_hash_seeds_and_two_places_give_the_same_bytes(tmp_path: Path) -> None:
     for seed in ("0", "12345"):
         command = [*LAYOUTC, "build", "--specs", str(ROOT / "specs"), "--out", str(tmp_path / seed), "-q"]
@@ -169,6 +170,7 @@ def process_time(arguments: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 1.5)])
 def test_commands_are_quick(
     arguments: list[str], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

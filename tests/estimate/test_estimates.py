@@ -264,6 +264,7 @@ def test_presets_have_as_many_parameters_as_they_say(name: str, billions: float)
     assert elements / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_constants_are_those_of_the_fit() -> None:
     """To the digits that machine.py has."""
     program = fit_steps()
@@ -279,6 +280,7 @@ def test_constants_are_those_of_the_fit() -> None:
             assert getattr(kept.link(link, world), field.name) == expected, (link, world, field.name)
 
 
+@pytest.mark.thorough
 def test_residuals_are_as_stated() -> None:
     program = fit_steps()
     kept, found = program.Constants(), dict[tuple[str, bool], list[tuple[float, float]]]()

@@ -95,6 +95,7 @@ def compare(node: subprocess.Popen[str], asked: list[Case]) -> None:
             assert formula.index(*answer["back"][at]) == index
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_the_pages_maps_are_the_compilers_and_numpys(path: Path, node: subprocess.Popen[str]) -> None:
     compare(node, cases(plan_of(path).layout))

@@ -213,6 +213,7 @@ def toy(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_what_survived_is_listed_with_its_diff_and_nothing_is_written(toy: Path) -> None:
     """Noticed: by the test that calls the function; by its time; at import. Not: a constant that no test looks at."""

@@ -61,6 +61,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
 @pytest.mark.parametrize("saves", ["quantized", "input"] if ALL_PAIRS else ["input"])
 def test_inductor_finds_the_amax_of_what_is_quantized(

@@ -71,6 +71,7 @@ if TRITON_38:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability: int) -> None:
     """Of a recipe of each kind of code and block, those that read bf16 and have between them all of its code; on newer

@@ -197,6 +197,7 @@ def test_posits_by_their_definition() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", unshipped.exchanged())
 def test_kernels_equal_the_reference(name: str) -> None:
@@ -260,6 +261,7 @@ SPILLS = {
 LONG_BUDGETS = {("posit8", "quantize all bf16"): 88, ("posit8", "dequantize rowwise bf16"): 8}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100] if EVERY else [90])
 def test_kernels_compile(capability: int) -> None:

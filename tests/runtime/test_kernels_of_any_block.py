@@ -135,6 +135,7 @@ def texts(draw: st.DrawFn) -> str:
     return dumped
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @given(texts(), st.sampled_from(SHAPES), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**16))
 @settings(max_examples=EXAMPLES, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
@@ -148,6 +149,7 @@ def test_random_blocks(text: str, shape: tuple[int, int], dtype: torch.dtype, se
         compare(name, x, asked)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_quantize_and_dequantize_equal_the_reference(name: str) -> None:
     """At shapes of less than a block, of several tiles, and of whole tiles, which need no masks but those of idle

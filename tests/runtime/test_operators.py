@@ -89,6 +89,7 @@ def test_nothing_of_quantize_is_left_for_inductor_to_divide(name: str) -> None:
 
 
 # Formulas of sizes with each kind of call; fixed sizes, each compiled for anew, with one recipe of each kind of block.
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, True) for name in KINDS] + [(name, False) for name in ("fp8_block", "fp8_delayed", "mxfp6_e2m3", "nvfp4")],
@@ -101,6 +102,7 @@ def test_compiled_calls_give_the_bytes_of_eager_calls_in_one_graph(name: str, dy
     assert OPERATORS.quantize.default in targets
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"] if ALL_PAIRS else ["fp8_delayed", "nvfp4"]
 )
@@ -143,6 +145,7 @@ def test_shapes_and_dtypes_without_values(name: str) -> None:
         assert q.dequantize().device.type == "cuda"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_operators_keep_their_contracts(name: str) -> None:
     """torch.library's own checks: schema, aliases, fake against real, autograd registration, tracing."""

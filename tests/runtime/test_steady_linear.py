@@ -95,6 +95,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch, *args: Any) -> list[Tensor]:
 PRODUCTS = {"fp8_current": 3, "fp8_block": 3, "fp8_rowwise": 2}  # in low precision, of a step
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("recipe", PRODUCTS)
 def test_later_calls_are_straight_line_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,6 +275,7 @@ def test_inductor_lowers_an_operator_as_it_is_told() -> None:
         assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reuses", [True, False])
 def test_inductor_writes_into_what_an_operator_returned_unless_told_not_to(reuses: bool) -> None:
     """The operator gives memory of its own, in which Inductor has the next result once it was read."""

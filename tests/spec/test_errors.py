@@ -129,6 +129,7 @@ WHOLE = (
 YAML_PIECES = st.sampled_from([*MARKS, *WHOLE, "1:32", "0x7f", "1e-3", "1" * 5000, "[" * 300, "{a: " * 100])
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.one_of(YAML_PIECES, st.text(max_size=5)), max_size=30).map("".join)))
 def test_never_raises_on_any_text(text: str) -> None:
@@ -141,6 +142,7 @@ def test_never_raises_on_any_bytes(content: bytes) -> None:
     read_spec_bytes(content, "specs/x.yaml")
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(sorted(GOOD.values())), st.data())
 def test_never_raises_on_damaged_specs(text: str, data: st.DataObject) -> None:
@@ -162,6 +164,7 @@ WORDS = sorted(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(GOOD)), st.data())
 def test_never_raises_on_exchanged_words(name: str, data: st.DataObject) -> None:

@@ -37,6 +37,7 @@ def facts(found: list[Diagnostic], lines: int = 0) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "lines"),
     [

@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from consistent import settle, simplify
@@ -267,6 +268,7 @@ def written(spec: dict[str, Any], swizzled: bool) -> str:
     return yaml.dump(spec, Dumper=Plain, sort_keys=False, width=200)
 
 
+@pytest.mark.thorough
 @given(texts(), st.integers(0, 2**16))
 @settings(
     max_examples=COUNT,

@@ -1,0 +1,66 @@
+"""Both tiers together run every test that there is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tiers import spread
+
+pytestmark = pytest.mark.checkout
+TESTS = Path(__file__).parent
+
+
+def functions(path: Path) -> Counter[str]:
+    """How often a file defines each test, those of classes among them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for one in tree.body:
+        if isinstance(one, ast.ClassDef) and one.name.startswith("Test"):
+            found += [node for node in one.body if isinstance(node, ast.FunctionDef)]
+    return Counter(node.name for node in found if node.name.startswith("test_"))
+
+
+def collected(*words: str) -> set[str]:
+    """Node ids, without parameters."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words, str(TESTS)]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    lines = [line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line]
+    return {line.removeprefix("tests/") for line in lines}
+
+
+def test_no_test_hides_another_of_its_name() -> None:
+    twice = {path.name: [name for name, times in functions(path).items() if times > 1] for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in twice.items() if names} == {}
+
+
+def test_tests_stand_in_files_that_are_collected() -> None:
+    elsewhere = [path.name for path in TESTS.rglob("*.py") if not path.name.startswith("test_") and functions(path)]
+    assert elsewhere == []
+
+
+@pytest.mark.thorough
+def test_both_tiers_collect_every_test() -> None:
+    """Whole files may be left out where a package is missing: those say so themselves."""
+    every = {
+        f"{path.relative_to(TESTS).as_posix()}::{name}" for path in TESTS.rglob("test_*.py") for name in functions(path)
+    }
+    found = {
+        line.replace("::Test", "::").rpartition("::")[0].partition("::")[0] + "::" + line.rpartition("::")[2]
+        for line in collected("-m", "thorough or not thorough")
+    }
+    files = {line.partition("::")[0] for line in found}
+    assert {one for one in every if one.partition("::")[0] in files} - found == set()
+    assert collected() | collected("-m", "thorough") == collected("-m", "thorough or not thorough")
+
+
+@pytest.mark.parametrize(
+    ("cases", "count", "kept"), [(5, 1, {0}), (5, 2, {0, 2}), (4, 4, {0, 1, 2, 3}), (2, 9, {0, 1})]
+)
+def test_a_sample_is_spread_evenly(cases: int, count: int, kept: set[int]) -> None:
+    assert spread(cases, count) == kept
