@@ -1,13 +1,18 @@
-"""Values in a dtype that holds less: what is finite stays finite, or nothing is made of it."""
+"""Values in a dtype that holds less: what is finite stays finite, or nothing is made of it; what is rounded is said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
+
+AT_A_TIME = 1 << 22  # values
+SHOWN = 2
 
 
 def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tensor:
@@ -29,3 +34,30 @@ def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tenso
         f"{torch.finfo(made.dtype).max:g}; the largest of them is {largest:g}"
         + (f", which {' and '.join(wider)} can hold" if wider else "")
     )
+
+
+def narrows(source: torch.dtype, into: torch.dtype) -> bool:
+    """True if one floating-point dtype has values that the other does not hold."""
+    return torch.promote_types(source, into) != into
+
+
+def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:
+    """True if a narrower dtype does not hold all values. Raises LayoutError as `check_finite`."""
+    there = values.to(into)
+    check_finite(name, there, partial(values.to, torch.float32))
+    flat, made, found = values.reshape(-1), there.reshape(-1), False
+    for first in range(0, len(flat), AT_A_TIME):
+        part, close = (one[first : first + AT_A_TIME] for one in (flat, made))
+        found = found or bool(((close.to(part.dtype) != part) & ~part.isnan()).any())
+    return found
+
+
+def warn_rounded(where: str, names: Sequence[str]) -> None:
+    """Says once which parameters have values that were rounded."""
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        warnings.warn(
+            f"{where}: values were rounded into the model's dtype: {', '.join(names[:SHOWN])}{more}. A model in the "
+            "files' dtype holds them as they are",
+            stacklevel=4,
+        )

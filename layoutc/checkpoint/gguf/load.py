@@ -13,7 +13,7 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, noted
 from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
-from layoutc.checkpoint.safetensors.load import check, write
+from layoutc.checkpoint.safetensors.load import check, rounds, say_rounded, write
 from layoutc.checkpoint.safetensors.planning import Rename
 
 
@@ -48,6 +48,7 @@ def load_gguf(
     names, shapes and types that don't fit; ImportError if the package gguf is needed and missing.
     """
     problems: list[Problem] = []
+    rounded = list[str]()
     made: tuple[Plan, Mapped] | None = None
     digest = ""
     with noted(problems):
@@ -56,11 +57,15 @@ def load_gguf(
         made = plan(model, header, rename, strict, convert, problems)
         for step in made[0].steps:
             with noted(problems):
-                check(step, convert or step.name in made[0].dequantized)
+                decoded = step.name in made[0].dequantized
+                check(step, convert or decoded)
+                rounded += rounds(step, made[1], decoded)
+                made[1].forget()
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
     (steps, _, loaded), mapped = made
     for step in steps:
         write(step, mapped)
         mapped.forget()
+    say_rounded(file, rounded, process_group)
     return loaded

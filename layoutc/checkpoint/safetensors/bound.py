@@ -23,6 +23,7 @@ from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
 from layoutc.runtime.bindings.texts import sizes_in
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 LONGEST_TEXT = 1 << 16  # bytes
 NO_TEXTS: Mapping[str, bytes] = MappingProxyType({})
@@ -204,11 +205,33 @@ class Found(NamedTuple):
 
     def check_stated(self, fetch: Read) -> None:
         """Raises LayoutError if the files hold something else than follows from the weight's shape, or nothing that
-        their codes could stand for."""
+        their codes could stand for: also for a scale of the whole weight that is NaN or infinite, or 0 over codes of
+        other values."""
         for one, stored in self.stated:
             one.check(stored, fetch)
         for meaning in (meaning for plane in self.planes.values() for meaning in plane.meanings):
             meaning.added(fetch)
+        for stored, _ in self.planes["amax"].parts if "amax" in self.planes else ():
+            scale = fetch(stored, ()).float()
+            if not bool(scale.isfinite().all()) or (not bool(scale.all()) and not self._is_zero(fetch)):
+                raise LayoutError(
+                    f"{stored.name} in the files is {scale.flatten()[0].item():g}, which is no scale of these codes: "
+                    "the weight was not calibrated, or the file is damaged"
+                )
+
+    def _is_zero(self, fetch: Read) -> bool:
+        """True if all codes stand for 0, whatever the scale of the whole weight is."""
+        planes = {name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in self.planes.items()}
+        ones = planes | {"amax": torch.ones_like(planes["amax"])}
+        return all(bool((self.values(one, torch.float32) == 0).all()) for one in (planes, ones))
+
+    def values(self, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """What all of its planes stand for."""
+        cls = self.bound.cls
+        given = next(name for name, needed in cls.LAYOUT.sources.items() if set(needed) <= planes.keys())
+        viewed = {name: plane.contiguous().view(cls.LAYOUT.dtypes[name]) for name, plane in planes.items()}
+        whole: QuantizedTensor = cls(viewed, self.shape, dtype, orientations=(given,))
+        return whole.dequantize(dtype)
 
 
 def find(

@@ -38,7 +38,6 @@ from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Converted(NamedTuple):
@@ -207,6 +206,8 @@ def _jobs(
     if into is not None:  # what programs read alike beside weights
         alone = into._replace(binding=into.binding._replace(parts=()))
         of_weights -= {one for name in found for one in names_beside(alone, name, None)}
+    for weight in found.values():
+        weight.check_stated(slices.read)
     jobs = [_weight(name, weight, weight.shape, into, dtype, slices) for name, weight in found.items()]
     for name, stored in contents.tensors.items():
         if name in of_weights:
@@ -284,29 +285,18 @@ def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[floa
         planes = _planes(job.into, plain)
     else:
         fetch = slices.read
-        job.source.check_stated(fetch)
         stored = {
             name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in job.source.planes.items()
         }
         if job.into is not None and job.source.bound.cls.LAYOUT.layout_id == job.into.cls.LAYOUT.layout_id:
             planes = stored
         else:
-            values = _values(job.source, stored, torch.float32 if dtype is None else dtype)
+            values = job.source.values(stored, torch.float32 if dtype is None else dtype)
             if job.into is None:
-                yield job.name, check_finite(job.name, values, partial(_values, job.source, stored, torch.float32))
+                yield job.name, check_finite(job.name, values, partial(job.source.values, stored, torch.float32))
                 return
             planes = _planes(job.into, values)
     yield from made(job.held, planes, job.kept, errors)
-
-
-def _values(found: Found, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """What a weight's planes stand for."""
-    cls = found.bound.cls
-    sources = cls.LAYOUT.sources
-    given = next(name for name, needed in sources.items() if set(needed) <= planes.keys())
-    viewed = {name: plane.contiguous().view(cls.LAYOUT.dtypes[name]) for name, plane in planes.items()}
-    whole: QuantizedTensor = cls(viewed, found.shape, dtype, orientations=(given,))
-    return whole.dequantize(dtype)
 
 
 def _planes(into: Bound, values: Tensor) -> dict[str, Tensor]:

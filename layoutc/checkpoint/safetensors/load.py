@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.common import narrowing
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
-from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
-from layoutc.checkpoint.held.stored import DTYPES, Stored
+from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
+from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
@@ -58,7 +59,8 @@ def load_safetensors(
     that the files leave out stay as they are. strict: raise for names that are missing in the files or unexpected
     there. Tensors that only another program reads, such as scales of activations, and those that a model of
     transformers says it ignores, such as layers that predict more tokens, are not loaded; a warning on the first rank
-    names them.
+    names them. Another names parameters of a narrower dtype than the files', if values were rounded; values beyond it
+    are refused.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -68,7 +70,8 @@ def load_safetensors(
     """
     problems: list[Problem] = []
     steps: list[Step] = []
-    contents, loaded, unread = Contents({}, {}, ""), Loaded((), ()), list[str]()
+    contents, loaded = Contents({}, {}, ""), Loaded((), ())
+    unread, rounded = list[str](), list[str]()
     with Slices() as slices:
         with noted(problems):
             library()
@@ -78,15 +81,17 @@ def load_safetensors(
             for step in steps:
                 with noted(problems):
                     check(step, convert)
-                for source in planning.sources_of(step):
-                    slices.open(source.path)
-                _check_single_values(step, slices)
+                    for source in planning.sources_of(step):
+                        slices.open(source.path)
+                    _check_single_values(step, slices)
+                    rounded += rounds(step, slices)
         agree(problems, process_group, contents.digest, f"read different files in {folder}")
         with noted(problems):
             _verify(contents, process_group)
         agree(problems, process_group)
         for step in steps:
             write(step, slices)
+    say_rounded(folder, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(folder), unread)
     return loaded
@@ -144,6 +149,36 @@ def _check_single_values(step: Step, slices: Reader) -> None:
                 plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
 
 
+def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
+    """The name and dtypes of a parameter that does not hold all values of this rank's part; [] for one that does, and
+    for one that is quantized, or filled with what codes stand for. These are read once more than a load reads.
+
+    decoded: the source is read as what codes stand for. Raises LayoutError for values beyond the parameter's dtype.
+    """
+    name, param, source = step
+    local = meshes.local_of(param)
+    if isinstance(local, QuantizedTensor) or not local.is_floating_point() or not holds(param):
+        return []
+    plain = None if isinstance(source, Entry) or decoded else source.dtype
+    # Other dtypes than fp16 reach as far as what codes stand for.
+    narrower = local.dtype is torch.float16 if plain is None else narrowing.narrows(DTYPES[plain], local.dtype)
+    if not narrower:
+        return []
+    if isinstance(source, Entry):
+        values = dequantized(param, local, source, slices, torch.float32)
+    else:
+        values = slices.read(source, box_of(param).slices)
+    rounded = narrowing.rounds(name, values, local.dtype)
+    return [f"{name} ({plain} to {NAMES[local.dtype]})"] if rounded and plain is not None else []
+
+
+def say_rounded(where: str | PathLike[str], names: list[str], group: dist.ProcessGroup | None) -> None:
+    """Says once, on the first rank, which parameters were rounded on any. Collective."""
+    every = sorted({name for of_rank in everywhere(names, group) for name in of_rank})
+    if rank_of(group) == 0:
+        narrowing.warn_rounded(str(where), every)
+
+
 def holds(param: Tensor) -> bool:
     """False for a DTensor that only other ranks have."""
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
@@ -153,8 +188,8 @@ def _converts(dtype: str, local: Tensor) -> bool:
     as_dtype = DTYPES.get(dtype)
     if isinstance(local, QuantizedTensor):
         return as_dtype in weights.FLOATS
-    if local.is_floating_point():
-        return as_dtype in (*weights.FLOATS, torch.float64)
+    if local.is_floating_point():  # an 8-bit float has no scale here
+        return {as_dtype, local.dtype} <= {*weights.FLOATS, torch.float64}
     return as_dtype == local.dtype
 
 
