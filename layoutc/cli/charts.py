@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,22 @@ def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:
     click.echo(f"{linked(path, err=True)}: {what}", err=True)
 
 
+@contextmanager
+def shown_again(name: str | None) -> Iterator[None]:
+    """What is shown of a file's values: whatever is wrong with them is said of the file. None: they are of no file."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
+        if name is None:
+            raise
+        why = f": {error}" if type(error) is ValueError else f" is not whole: {type(error).__name__}: {error}"
+        raise click.UsageError(f"{name}{why}") from error
+
+
 def draw_again(draw: Draw, name: str, data: Mapping[str, Any], path: Path) -> None:
     """As draw_chart, of what `written` has read from a file of this name."""
-    try:
+    with shown_again(name):
         draw_chart(draw, data, path)
-    except ValueError as error:
-        raise click.UsageError(f"{name}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise click.UsageError(f"{name} is not whole: {type(error).__name__}: {error}") from error
 
 
 def written(name: str) -> Any | None:

@@ -17,6 +17,7 @@ from layoutc.cli.shared import (
     LINKS_HELP,
     MOST_RANKS,
     WORLDS,
+    FiniteRange,
     card_option,
     check_host,
     eager_option,
@@ -105,7 +106,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
     help="Ranks of a host, between which steps of a collective take 3.4 us.",
 )
 @click.option(
-    "--latency", type=click.FloatRange(0, 1e6), metavar="US", help="Of a step between hosts.  [default: 9.6, NCCL's]"
+    "--latency", type=FiniteRange(0, 1e6), metavar="US", help="Of a step between hosts.  [default: 9.6, NCCL's]"
 )
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")

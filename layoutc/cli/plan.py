@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
-from layoutc.cli.charts import chart_option, check_chart, draw_chart
+from layoutc.cli.charts import chart_option, check_chart, draw_chart, shown_again
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import (
     LINKS_HELP,
@@ -163,22 +163,25 @@ def plan(
     from layoutc.report import tables
     from layoutc.report.budgets import charts, figures
 
-    data = _data(model, shapes, asked, quiet)
-    if as_json:
-        click.echo(json.dumps(data))
-    elif as_csv:
-        click.echo(figures.as_csv(data), nl=False)
-    elif not (quiet and chart):
-        made = figures.tables(data, weights)
-        if sys.stdout.isatty():
-            tables.print_rich(made)
-        else:
-            click.echo(tables.plain(made), nl=False)
-    draw_chart(charts.draw, data, chart)
+    data, file = _data(model, shapes, asked, quiet)
+    with shown_again(file):
+        if as_json:
+            click.echo(json.dumps(data))
+        elif as_csv:
+            click.echo(figures.as_csv(data), nl=False)
+        elif not (quiet and chart):
+            made = figures.tables(data, weights)
+            if sys.stdout.isatty():
+                tables.print_rich(made)
+            else:
+                click.echo(tables.plain(made), nl=False)
+        draw_chart(charts.draw, data, chart)
 
 
-def _data(model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], quiet: bool) -> dict[str, Any]:
-    """The plan as JSON values: made now, or read from an earlier one."""
+def _data(
+    model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], quiet: bool
+) -> tuple[dict[str, Any], str | None]:
+    """The plan as JSON values: made now, or read from the file of an earlier one, whose name is the second value."""
     from layoutc.models import read
     from layoutc.models import shapes as typed
     from layoutc.models.weights import ModelError
@@ -187,11 +190,12 @@ def _data(model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], qui
         raise click.UsageError(f"name a MODEL, or --shapes; a MODEL is {read.FORMS}")
     try:
         if model is not None and (earlier := read.written(model, WRITTEN)) is not None:
-            return _earlier(model, earlier)
+            with shown_again(model):
+                return _earlier(model, earlier), model
         found = typed.read(words_of(shapes)) if model is None else read.read(model)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
-    return _planned(found, asked, quiet)
+    return _planned(found, asked, quiet), None
 
 
 def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:

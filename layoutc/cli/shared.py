@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -35,9 +35,21 @@ on_gather_option = click.option(
 )
 graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
+
+class FiniteRange(click.FloatRange):
+    """Numbers from `min` to `max`, which NaN is not, although it is never less nor more."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's, and fails for NaN."""
+        found = super().convert(value, param, ctx)
+        if not isfinite(found):
+            self.fail(f"{found} is no number in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
 host_option = click.option(
     "--host",
-    type=click.FloatRange(0.1, 3),
+    type=FiniteRange(0.1, 3),
     metavar="FACTOR",
     help="The host's time, times that of the hosts that were measured.  [default: 1]",
 )

@@ -44,7 +44,7 @@ def read(config: Mapping[str, Any], source: str) -> Model:
         )
     sizes = _Sizes(config, entry, source)
     count = sizes.whole("num_hidden_layers", MOST_LAYERS)
-    attention, width = float(sizes.value(entry["attention"])), int(sizes.value(entry["width"]))
+    attention, width = sizes.number(entry["attention"]), int(sizes.number(entry["width"]))
     made: dict[tuple[str, ...], tuple[Weight, ...]] = {}
     layers = []
     for i in range(count):
@@ -78,12 +78,12 @@ class _Sizes:
                 self.fields[field] = self.value(default) if isinstance(default, str) else default
 
     def value(self, text: Any) -> Any:
-        """Of an expression. Raises ModelError for a field that is missing, or of another type."""
+        """Of an expression. Raises ModelError for a field that is missing, of another type, NaN or infinite."""
         try:
             return evaluate(text, self.fields)
         except KeyError as error:
             raise ModelError(f"{self.source} has no {error.args[0]}, by which its weights are sized") from error
-        except (TypeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"{self.source}: {text} can't be worked out: {error}") from error
 
     def whole(self, text: str, most: int = MOST_SIZE) -> int:
@@ -92,6 +92,13 @@ class _Sizes:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ModelError(f"{self.source}: {text} is {value!r}, and must be a whole number from 1 to {most:,}")
         return value
+
+    def number(self, text: Any) -> float:
+        """A number that need not be whole. Raises ModelError for one that is not from 0 to MOST_SIZE."""
+        value = self.value(text)
+        if not isinstance(value, int | float) or not 0 <= value <= MOST_SIZE:
+            raise ModelError(f"{self.source}: {text} is {value!r}, and must be a number from 0 to {MOST_SIZE:,}")
+        return float(value)
 
     def parts(self, listed: Sequence[Any], i: int) -> list[str]:
         """The parts that layer `i` has."""
@@ -113,5 +120,5 @@ class _Sizes:
 
     def _weight(self, stated: Mapping[str, Any]) -> Weight:
         shape = tuple(self.whole(str(size)) for size in stated["shape"])
-        share = float(self.value(stated["share"])) if "share" in stated else float(stated["kind"] == "linear")
+        share = self.number(stated["share"]) if "share" in stated else float(stated["kind"] == "linear")
         return Weight(stated["name"], shape, stated["kind"], share, stated.get("cut", "none"))

@@ -9,6 +9,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from math import isfinite
 from typing import Any
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -39,8 +40,9 @@ def _parsed(text: str) -> ast.expr:
 
 
 def evaluate(text: str | int | float | bool, names: Mapping[str, Any]) -> Any:
-    """The value of an expression. Raises KeyError for a name that is not there, ValueError for anything else than
-    arithmetic, TypeError and ZeroDivisionError as Python does."""
+    """The value of an expression. Raises KeyError for a name that is not there, ValueError for one that is NaN or
+    infinite and for anything else than arithmetic, TypeError for arithmetic on what are no numbers, ArithmeticError as
+    Python does."""
     return text if isinstance(text, int | float) else _value(_parsed(text), names)
 
 
@@ -49,9 +51,14 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Constant(value=int() | float() | bool() | None | str()):
             return node.value
         case ast.Name():
-            return names[node.id]
+            if isinstance(value := names[node.id], float) and not isfinite(value):
+                raise ValueError(f"{node.id} is {value}")
+            return value
         case ast.BinOp() if type(node.op) in _BINARY:
-            return _BINARY[type(node.op)](_value(node.left, names), _value(node.right, names))
+            left, right = _value(node.left, names), _value(node.right, names)
+            if not (isinstance(left, int | float) and isinstance(right, int | float)):
+                raise TypeError(f"{ast.unparse(node)} has something that is no number")
+            return _BINARY[type(node.op)](left, right)
         case ast.UnaryOp(op=ast.Not()):
             return not _value(node.operand, names)
         case ast.BoolOp():

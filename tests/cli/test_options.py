@@ -11,9 +11,11 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from layoutc.build import lookup
 from layoutc.cli import shared
+from layoutc.cli.app import main
 from layoutc.diagnostics.diagnostic import Diagnostic
 
 
@@ -54,6 +56,22 @@ def test_worlds(texts: tuple[str, ...], worlds: list[int] | None) -> None:
             shared.worlds_of(*context(), texts)
     else:
         assert shared.worlds_of(*context(), texts) == worlds
+
+
+def test_numbers_are_finite_in_all_commands() -> None:
+    """NaN is neither less nor more than a bound: an estimate with it would never end."""
+    commands = {name: main.get_command(click.Context(main), name) for name in main.list_commands(click.Context(main))}
+    options = [
+        (name, one.opts[0])
+        for name, command in commands.items()
+        for one in getattr(command, "params", ())
+        if isinstance(one.type, click.types.FloatParamType)
+    ]
+    assert options == [("estimate", "--latency"), ("estimate", "--host"), ("plan", "--host")]
+    for name, option in options:
+        for word in ("nan", "-NaN", "inf", "1e400"):
+            shown = CliRunner().invoke(main, [name, option, word])
+            assert (shown.exit_code, f"Invalid value for '{option}'" in shown.stderr) == (2, True), shown.stderr
 
 
 FINDING = Diagnostic("LC315", "no such format", "specs/a.yaml", help="name another")

@@ -389,6 +389,9 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
         ({"model": {}}, "it has no 'name'"),
         ({"notes": ...}, "it has no 'notes'"),
         ({"setting": {"link": {}}}, "it has no "),
+        ({"notes": [None]}, "run.json is not whole: TypeError: "),
+        ({"budgets": [{**written["budgets"][0], "memory": "much"}]}, "run.json is not whole: TypeError: "),
+        ({"budgets": [{**written["budgets"][0], "memory": 10**400}]}, "run.json is not whole: OverflowError: "),
     ):
         whole = {key: value for key, value in {**written, **damage}.items() if value is not ...}
         path.write_text(json.dumps(whole), encoding="utf-8")

@@ -135,6 +135,14 @@ def bad_config(**fields: Any) -> dict[str, Any]:
         (bad_config(vocab_size=True), "vocab_size is True"),
         (bad_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, and must be a whole number from 1"),
         (bad_config(num_attention_heads=0), "can't be worked out"),
+        (
+            bad_config(hidden_size=float("nan")),
+            "can't be worked out: hidden_size is nan",
+        ),
+        (bad_config(intermediate_size=float("-inf")), "can't be worked out: intermediate_size is -inf"),
+        (bad_config(head_dim="x"), "num_attention_heads * head_dim has something that is no number"),
+        (bad_config(head_dim=1e308), "num_attention_heads * head_dim is inf, and must be a number from 0"),
+        (bad_config(head_dim=-64), "num_attention_heads * head_dim is -256, and must be a number from 0"),
         ([1], "is a list, and should be a mapping"),
     ],
 )
