@@ -25,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 
 import layoutc
 from layoutc.checkpoint import convert_safetensors, export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = [
@@ -266,6 +268,80 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
     assert not scheme.keeps or {key: one.dtype for key, one in before.items()} == {
         key: one.dtype for key, one in after.items()
     }
+
+
+def with_config(source: Path, folder: Path, config: Any) -> Path:
+    """The same tensors beside another config.json."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """Where transformers and vLLM look for them, in capitals, with keys of before, or without what has a default."""
+    path = released("block_bf16")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    short = {"quant_method": "FP8"}
+    for i, one in enumerate(
+        (
+            {"quantization_config": config | {"quant_method": "FP8", "fmt": "E4M3"}},
+            {"quantization_config": short},
+            {"compression_config": config},
+            {"model_type": "some_vl", "text_config": {"hidden_size": 256, "quantization_config": config}},
+        )
+    ):
+        folder = with_config(path, tmp_path / str(i), one)
+        check_values("block_bf16", path, loaded(folder))
+        convert_safetensors(folder, tmp_path / f"plain{i}", dtype=torch.bfloat16)
+        left = (tmp_path / f"plain{i}" / "config.json").read_text() if i == 3 else ""
+        assert "quantization_config" not in left
+    for written, kind in (
+        ({"quant_method": "AWQ", "w_bit": 4, "q_group_size": 128, "version": "GEMM", "zero_point": True}, "awq"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "GPTQ", "desc_act": False}, "gptq"),
+    ):
+        assert [one.label for one in recognize.recognized(written, recognize.installed())] == [f"{kind}/{kind}"]
+
+
+def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable[[str], Path], tmp_path: Path) -> None:
+    config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}, "skip": ["x"] * 500}
+    for i, one in enumerate((config, {"quant_method": "awq", "bits": 3, "group_size": 128, "version": "gemm"})):
+        folder = with_config(released("block_bf16"), tmp_path / str(i), {"quantization_config": one})
+        with pytest.raises(
+            LayoutError, match=r"config.json has a quantization_config that no .* quant_method = "
+        ) as found:
+            quantize_as_stored(Mlp(), folder)
+        assert str(found.value).count("\n") < 10
+        assert all(len(line) < 300 for line in str(found.value).splitlines())
+        assert "pass files= its name" in str(found.value)
+    assert "bits = 3" in str(found.value)
+    assert "awq/awq, but for bits" in str(found.value)
+    with pytest.raises(ValueError, match=r"filter_fn=lambda module, name: .* name != '0'"):
+        layoutc.quantize_(nn.Sequential(nn.Linear(24, 8)), "nvfp4")
+
+
+def test_headers_as_other_programs_write_them(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """MLX: no metadata, stated as null, and a header of any length; and a tensor of a dtype that nothing here has."""
+    path, folder = released("block_bf16"), tmp_path / "in"
+    raw = (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length]) | {"__metadata__": None}
+    end = len(raw) - 8 - length
+    header["table"] = {"dtype": "C64", "shape": [3], "data_offsets": [end, end + 24]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (1 - len(text) % 2)  # odd, so that nothing is aligned
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + raw[8 + length :] + b"complex!" * 3
+    )
+    (folder / "config.json").symlink_to(path / "config.json")
+    model = Mlp()
+    quantize_as_stored(model, folder)
+    assert load_safetensors(model, folder, strict=False).unexpected == ("table",)
+    check_values("block_bf16", path, model)
+    convert_safetensors(folder, tmp_path / "out", files="fp8_block/deepseek")
+    assert same_files(folder, tmp_path / "out")
+    assert tensors_in(tmp_path / "out")["table"].dtype == torch.complex64
 
 
 class Stacks(nn.Module):

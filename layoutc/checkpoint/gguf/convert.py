@@ -144,7 +144,7 @@ def convert_to_gguf(
 
 def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, each when it is asked for."""
-    for tensor, (name, facts, _) in jobs:
+    for tensor, (name, facts, *_) in jobs:
         source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
         wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
         yield name, check_finite(name, _values(facts, source, mapped), wide)

@@ -10,7 +10,9 @@ from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.runtime.bindings.names import contradicts
+from layoutc.checkpoint.untrusted.files import short
+from layoutc.runtime.bindings.configs import spelled
+from layoutc.runtime.bindings.names import contradicts, differences, values_at
 from layoutc.runtime.errors import LayoutError
 
 
@@ -32,12 +34,26 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
         return _agreeing(path, config, recognize.chosen(files, every), every)
     found = recognize.recognized(config, every)
     if config and not found:
-        labels = ", ".join(sorted({one.label for one in every}))
-        raise LayoutError(
-            f"{path}: config.json has a quantization_config that no installed recipe knows: {dict(config)}. Known are "
-            f"{labels}"
-        )
+        raise _unknown(path, config, every)
     return found
+
+
+def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> LayoutError:
+    """The error for a config that no binding has: what of it was looked at, and the bindings that are nearest."""
+    own, least = spelled(config), min(len(differences(one.binding, config)) for one in every)
+    near = [one for one in every if len(differences(one.binding, config)) == least]
+    method = own.get("quant_method")
+    alike = [one for one in every if spelled(one.binding.config).get("quant_method") == method]
+    looked = dict.fromkeys(path for one in alike or near[:1] for path in one.binding.recognized)
+    values = {key: values_at(own, key.split(".")) for key in looked}
+    there = [f"{key} = {' and '.join(map(short, found[:4])) or 'nothing'}" for key, found in values.items()]
+    but = [f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near[:4]]
+    return LayoutError(
+        f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}\n"
+        + "\n".join(["The nearest are", *but][: 1 + len(but)])
+        + f"\nIf the tensors are those of a binding all the same, pass files= its name, such as {near[0].label!r}; "
+        "`layoutc show RECIPE --files` prints the tensors of a recipe's"
+    )
 
 
 def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], every: Sequence[Bound]) -> list[Bound]:

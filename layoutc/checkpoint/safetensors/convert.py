@@ -23,7 +23,7 @@ from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.beside import names_beside
 from layoutc.checkpoint.safetensors.bound import NO_TEXTS, Found, held, named_in, weights_in
 from layoutc.checkpoint.safetensors.choosing import Fit
-from layoutc.checkpoint.safetensors.files import Contents, Slices, library, read_folder
+from layoutc.checkpoint.safetensors.files import Contents, Slices, bytes_of, library, read_folder
 from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in, warn_rounded
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.checkpoint.safetensors.writing import (
@@ -34,6 +34,7 @@ from layoutc.checkpoint.safetensors.writing import (
     split_into_files,
     write_streamed,
 )
+from layoutc.runtime.bindings.configs import KEYS, holder
 from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -212,8 +213,10 @@ def _jobs(
     for name, stored in contents.tensors.items():
         if name in of_weights:
             continue
-        if stored.dtype not in OF_OTHERS:
-            raise LayoutError(f"{name} is {stored.dtype}, which torch has no dtype for")
+        if stored.dtype not in OF_OTHERS:  # nothing that is multiplied: copied as bytes
+            facts = Facts((stored.end - stored.begin,), torch.uint8)
+            jobs.append(Job(name, stored, None, (Planned(name, facts, declared=(stored.dtype, stored.shape)),)))
+            continue
         facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
         chosen = into is not None and any(fnmatchcase(name, pattern) for pattern in match)
         if chosen and (len(facts.shape) != 2 or facts.dtype not in weights.FLOATS):
@@ -278,6 +281,9 @@ def _is_linear(job: Job) -> bool:
 def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one weight."""
     if isinstance(job.source, Stored):
+        if job.source.dtype not in OF_OTHERS:
+            yield job.name, bytes_of(job.source)
+            return
         plain = slices.read(job.source, ())
         if job.into is None:
             yield job.name, plain
@@ -308,12 +314,13 @@ def _write_config(source: Path, folder: Path, into: Bound | None, plain: Sequenc
     """config.json of the source, with the quantization_config of the target."""
     path = source / CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    config.pop("quantization_config", None)
+    at, key = holder(config) or (config, KEYS[0])
+    at.pop(key, None)
     if into is not None:
         wanted = dict(into.binding.config)
         if into.binding.plain:
             wanted[into.binding.plain] = sorted(name.removesuffix(".weight") for name in plain)
-        config["quantization_config"] = wanted
+        at[KEYS[0]] = wanted
     if config:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         sync(folder / CONFIG)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
@@ -108,7 +109,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes
             raise DamagedError(f"{path} should have a header of {length:,} bytes, but the most is {HEADER:,}")
         raw = read_at(file, 8, length)
     header = json_of(raw, f"{path}: the header")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # null, as MLX writes it
     if not isinstance(metadata, dict):
         raise DamagedError(f"{path}: the metadata of the header is not a mapping")
     start = 8 + length
@@ -210,6 +212,12 @@ def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
     """The one place where values are read."""
     values: Tensor = file.get_slice(stored.name)[index] if index else file.get_tensor(stored.name)
     return values
+
+
+def bytes_of(stored: Stored) -> Tensor:
+    """All bytes of a tensor, uint8, whatever its dtype."""
+    with open_file(stored.path) as file:
+        return torch.frombuffer(bytearray(read_at(file, stored.begin, stored.end - stored.begin)), dtype=torch.uint8)
 
 
 def crc32_of(stored: Stored) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
+from layoutc.runtime.bindings.configs import holder
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -51,12 +52,13 @@ class Bound(NamedTuple):
 
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
-    """The `quantization_config` of a folder's config.json; {} without one. Raises DamagedError for a damaged file."""
+    """The `quantization_config` of a folder's config.json, of the model or of a part of it; {} without one. Raises
+    DamagedError for a damaged file."""
     path = folder / CONFIG
     if not path.is_file():
         return {}
-    config = json_of(read_whole(path, LIMIT), f"{path}: the config").get("quantization_config")
-    return config if isinstance(config, dict) else {}
+    found = holder(json_of(read_whole(path, LIMIT), f"{path}: the config"))
+    return found[0][found[1]] if found else {}
 
 
 def bindings_of(classes: Iterable[type[QuantizedTensor]]) -> list[Bound]:

@@ -74,11 +74,13 @@ def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Plann
 
 
 class Planned(NamedTuple):
-    """A tensor that a file will hold, before it is made. may_be_shorter: its size is the most that it can have."""
+    """A tensor that a file will hold, before it is made. may_be_shorter: its size is the most that it can have.
+    declared: the dtype and shape that the file says it has, of bytes of a dtype that torch does not have."""
 
     name: str
     facts: Facts
     may_be_shorter: bool = False
+    declared: tuple[str, tuple[int, ...]] | None = None
 
 
 class OpenFile:
@@ -91,6 +93,7 @@ class OpenFile:
 
     def __init__(self, path: Path, planned: Iterable[Planned], reserve: int = 0) -> None:
         self._left = {one.name: one for one in planned}
+        self._declared = {one.name: one.declared for one in self._left.values() if one.declared is not None}
         self._spans: dict[str, tuple[int, int]] = {}
         self._facts, self._nbytes = dict[str, Facts](), 0
         by_width = sorted(self._left.values(), key=lambda one: (-one.facts.dtype.itemsize, one.name))
@@ -112,7 +115,8 @@ class OpenFile:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         for name, span in self._spans.items():
             facts = self._facts[name]
-            header[name] = {"dtype": NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": list(span)}
+            dtype, shape = self._declared.get(name) or (NAMES[facts.dtype], facts.shape)
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(span)}
         return json.dumps(header, separators=(",", ":")).encode()
 
     def put(self, name: str, tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layoutc.runtime.bindings.configs import DEFAULTS, spelled
 from layoutc.runtime.bindings.facts import Binding
 
 
@@ -50,18 +51,23 @@ def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str
 
 def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
     """True if a folder's `quantization_config` has the values that tell this binding's files from others."""
-    return all(
-        any(value in values_at(config, path.split(".")) for value in values_at(binding.config, path.split(".")))
-        for path in binding.recognized
-    )
+    return not differences(binding, config)
+
+
+def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
+    """The paths that tell this binding's files from others, and at which a config has none of its values."""
+    theirs, own = {**DEFAULTS, **spelled(config)}, spelled(binding.config)
+    paths = ((path, path.split(".")) for path in binding.recognized)
+    return [name for name, path in paths if not any(one in values_at(theirs, path) for one in values_at(own, path))]
 
 
 def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first path that tells this binding's files from others, and at which a config has other values alone: the
     path, and a value of each; None if the config says the same, or nothing."""
+    theirs, own = spelled(config), spelled(binding.config)
     for path in binding.recognized:
-        there = [value for value in values_at(config, path.split(".")) if value is not None]
-        here = values_at(binding.config, path.split("."))
+        there = [value for value in values_at(theirs, path.split(".")) if value is not None]
+        here = values_at(own, path.split("."))
         if there and not any(value in here for value in there):
             return path, there[0], here[0]
     return None

@@ -147,7 +147,14 @@ def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller:
         raise ValueError(f"{name} is already sharded: call {caller} before fully_shard")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
-    cls.LAYOUT.check_shape(tuple(weight.shape), name)
+    try:
+        cls.LAYOUT.check_shape(tuple(weight.shape), name)
+    except ValueError as error:
+        module = name.rpartition(".")[0]
+        raise ValueError(
+            f"{error}. To leave it plain, pass a filter_fn that refuses its module, such as "
+            f"filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != {module!r}"
+        ) from error
     if isinstance(weight, DTensor):
         meshes.check_shards(cls.LAYOUT, weight, name)
 

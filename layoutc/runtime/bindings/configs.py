@@ -1,0 +1,49 @@
+"""The `quantization_config` of folders as programs and people write it: where it stands, how its keys are spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
+from typing import Any
+
+KEYS = ("quantization_config", "compression_config")  # the second in files of compressed-tensors before 0.7
+# Other spellings of a key that the programs' own readers take.
+SPELLINGS: Mapping[str, str] = MappingProxyType({"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size"})
+OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`
+# What transformers' readers take a key for that is not there.
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "version": "gemm",
+        "weight_block_size": [128, 128],
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+)
+
+
+def holder(config: MutableMapping[str, Any]) -> tuple[MutableMapping[str, Any], str] | None:
+    """The mapping of a config.json that has the `quantization_config`, and its key there: the config itself, or that of
+    a part of the model, such as `text_config`. None without one."""
+    for key in KEYS:
+        if isinstance(config.get(key), MutableMapping):
+            return config, key
+    parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, MutableMapping)]
+    return next((found for part in parts if (found := holder(part)) is not None), None)
+
+
+def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` with lower-case words, and keys as bindings spell them."""
+    found: dict[str, Any] = {key: _lower(value) for key, value in config.items()}
+    for other, key in (*SPELLINGS.items(), *(("format", key) for key in OF_FORMAT)):
+        if other in found:
+            found.setdefault(key, found[other])
+    return found
+
+
+def _lower(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _lower(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_lower(one) for one in value]
+    return value.lower() if isinstance(value, str) else value
