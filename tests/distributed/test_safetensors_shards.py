@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -554,3 +555,35 @@ def is_held_by_some(where: str) -> None:
 
 def test_a_weight_that_only_other_ranks_have_is_left_to_them(four: Ranks, tmp_path: Path) -> None:
     four.run(is_held_by_some, str(tmp_path))
+
+
+def narrows(where: str) -> tuple[str, list[str]]:
+    """A plain weight in fp16 over all ranks, of which rank 2 has a value beyond it, and then one that is rounded."""
+    rank = dist.get_rank()
+    model = nn.Module()
+    held = distribute_tensor(torch.zeros(8, 12, dtype=torch.float16), mesh_of(4), [Shard(0)], src_data_rank=None)
+    model.register_parameter("some", nn.Parameter(held))
+    values = torch.ones(8, 12)
+    for number, value in (("0", 1e6), ("1", 1 + 2**-20)):
+        values[5, 7] = value
+        if rank == 0:
+            write(Path(where) / number, {"some": values})
+    dist.barrier()
+    with pytest.raises(LayoutError) as caught:
+        load_safetensors(model, Path(where) / "0")
+    local = meshes.local_of(model.some)
+    assert not local.any()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load_safetensors(model, Path(where) / "1")
+    assert bool((local == 1).all())
+    return str(caught.value), [str(one.message) for one in said]
+
+
+def test_values_beyond_a_dtype_on_one_rank_are_refused_on_all_and_rounding_is_said_by_the_first(
+    four: Ranks, tmp_path: Path
+) -> None:
+    told = four.run(narrows, str(tmp_path))
+    assert all("rank 2: some: 1 finite values would be infinite in float16" in refused for refused, _ in told), told
+    assert [len(said) for _, said in told] == [1, 0, 0, 0], told
+    assert "some (F32 to F16)" in told[0][1][0]

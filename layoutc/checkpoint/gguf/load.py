@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted
 from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.splits import read_model
@@ -39,7 +40,7 @@ def load_gguf(
 
     Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
     state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected
-    there.
+    there. Buffers that no state dict has are made anew, or named, as by `load_safetensors`.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -68,4 +69,4 @@ def load_gguf(
         write(step, mapped)
         mapped.forget()
     say_rounded(file, rounded, process_group)
-    return loaded
+    return loaded._replace(missing=(*loaded.missing, *made_anew(model)))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common import narrowing
+from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
@@ -56,7 +57,9 @@ def load_safetensors(
 
     Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
     rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
-    that the files leave out stay as they are. strict: raise for names that are missing in the files or unexpected
+    that the files leave out stay as they are, and are named in the result. Of those that no state dict has, such as
+    rotary frequencies, which `to_empty` leaves without values, a model of transformers has its own made anew, as
+    `from_pretrained` does; other models' are named. strict: raise for names that are missing in the files or unexpected
     there. Tensors that only another program reads, such as scales of activations, and those that a model of
     transformers says it ignores, such as layers that predict more tokens, are not loaded; a warning on the first rank
     names them. Another names parameters of a narrower dtype than the files', if values were rounded; values beyond it
@@ -94,7 +97,7 @@ def load_safetensors(
     say_rounded(folder, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(folder), unread)
-    return loaded
+    return loaded._replace(missing=(*loaded.missing, *made_anew(model)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- check

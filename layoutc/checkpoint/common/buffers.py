@@ -1,0 +1,60 @@
+"""Buffers that no file has, which `to_empty` leaves without values: made anew as transformers does, or named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARK = "_is_hf_initialized"  # what transformers' initializing leaves alone
+
+
+def made_anew(model: nn.Module) -> list[str]:
+    """Makes the buffers that are not part of the state dict, in models of transformers as its `from_pretrained` does:
+    rotary frequencies, numbers of positions. Returns the names of those that nothing here knows how to make."""
+    left = list[str]()
+    for prefix, module, owner in _modules("", model, None):
+        names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+        made = _made(module, names, owner) if names and owner is not None else set()
+        left += [f"{prefix}{name}".replace("_orig_mod.", "") for name in names if name not in made]
+    return sorted(left)
+
+
+def _modules(prefix: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """All modules, with the innermost model of transformers around each, whose config its parts are made by."""
+    owner = module if hasattr(module, "_initialize_weights") and hasattr(module, "_init_weights") else owner
+    yield prefix, module, owner
+    for name, child in module.named_children():
+        yield from _modules(f"{prefix}{name}.", child, owner)
+
+
+def _made(module: nn.Module, names: list[str], owner: Any) -> set[str]:
+    """The buffers of a module that its model's own initializing writes, and nothing else."""
+    before = {name: (module._buffers[name], _version(module._buffers[name])) for name in names}
+    others = [
+        one for one in (*module.parameters(), *module.buffers()) if all(one is not of for of, _ in before.values())
+    ]
+    marked = [one for one in others if not getattr(one, MARK, False)]
+    for one in marked:
+        setattr(one, MARK, True)
+    for buffer, _ in before.values():
+        vars(buffer).pop(MARK, None)
+    initialization = sys.modules.get("transformers.initialization")
+    guard: Any = getattr(initialization, "guard_torch_init_functions", nullcontext)
+    within: AbstractContextManager[Any] = guard()
+    try:
+        with torch.no_grad(), within:
+            owner._init_weights(module)
+    finally:
+        for one in marked:
+            delattr(one, MARK)
+    after = {name: (module._buffers[name], _version(module._buffers[name])) for name in names}
+    return {name for name in names if after[name][0] is not before[name][0] or after[name][1] != before[name][1]}
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or buffer.is_inference() else buffer._version
