@@ -71,7 +71,7 @@ def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGrou
             continue
         plane, own = layout.stored[name], local._entries(name)
         if plane.rows_per_value is None:
-            planes[name] = own
+            planes[name] = own.clone()
             continue
         indexes = [[entries_of(plane, facts.shape, rows, k) for rows in of_rank] for of_rank in runs]
         most = max(sum(index[0].stop - index[0].start for index in of_rank) for of_rank in indexes)

@@ -2,9 +2,9 @@
 
 An all-gather sends every plane as it is, all of them in one coalesced call: one launch on a card, and no copy into or
 out of a packed buffer. It is asynchronous until `wait_tensor`. Planes that cover all rows of a weight (`Layout.shared`)
-are not sent: all shards of a weight have equal ones, and the result gets this rank's own. That is true of weights from
-distribute_tensor, quantize_ and MasterWeights. It is not checked for a DTensor that `from_local` made from shards that
-were quantized separately.
+are not sent: all shards of a weight have equal ones, and the result gets copies of this rank's. That is true of weights
+from distribute_tensor, quantize_ and MasterWeights. It is not checked for a DTensor that `from_local` made from shards
+that were quantized separately.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.padding import ENDS_WHERE_CUT, NOT_PADDED
+from layoutc.runtime.weight.planes import with_copies
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     names = [name for name in tensor._planes if _travels(layout, name)]
     sent = [_bytes(tensor._planes[name]) for name in names]
     received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
-    planes: dict[str, Tensor] = dict(tensor._planes)
+    planes = with_copies(tensor._planes, layout.shared)
     stacked: dict[str, Tensor] = {}
     for name, plane in zip(names, received, strict=True):
         into = stacked if name in layout.shared else planes
@@ -232,6 +233,8 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
     takes = not value and only_after and whole and tuple(shape[1:-1]) == tuple(tensor.shape[1:-1])
     rows, block = prod(shape[:-1]), layout.block_rows
+    if not any(amounts):
+        return tensor._compact_copy()  # type: ignore[no-any-return]
     if not callers.makes_shards():
         is_cut = tensor._halo.rows or tensor._rows % block or rows % block or rows % layout.multiple_m
         ends = k % layout.column_multiple == 0 and columns % layout.column_multiple == 0

@@ -22,7 +22,7 @@ from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import part_of
-from layoutc.runtime.weight.planes import CutPlanes, ScatteredPlanes
+from layoutc.runtime.weight.planes import CutPlanes, ScatteredPlanes, with_copies
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -221,7 +221,7 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return _join_between(pieces, dim)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
     matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
-    planes = type(first)._join([piece._planes for piece in pieces])
+    planes = with_copies(type(first)._join([piece._planes for piece in pieces]), first.LAYOUT.shared)
     return first._with_planes(planes, shape, matrix=matrix)
 
 
@@ -254,7 +254,7 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
 def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
     """Pieces joined along the columns: planes are m-major, so columns of the weight are columns of each plane."""
     first, k = pieces[0], sum(piece._matrix[1] for piece in pieces)
-    planes = dict(first._planes)
+    planes = with_copies(first._planes, first.LAYOUT.shared_along_rows)
     for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
         planes[name] = torch.cat([piece._planes[name] for piece in pieces], 1)
     return first._with_planes(planes, (*first.shape[:-1], k), matrix=(first._matrix[0], k))
@@ -265,8 +265,9 @@ def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
     first, planes = pieces[0], {}
     shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
     for name, plane in first._planes.items():
-        planes[name], rows = plane, first.LAYOUT.stored[name].rows_per_value
-        if rows is not None:
+        if first.LAYOUT.stored[name].rows_per_value is None:
+            planes[name] = plane.clone()
+        else:
             each = [p._planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
             planes[name] = torch.cat(each, 1).reshape(-1, plane.shape[-1])
     return first._with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))

@@ -24,6 +24,7 @@ from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.torch_private import c10d_functional, process_group
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
+from layoutc.runtime.weight.planes import with_copies
 from layoutc.runtime.weight.stored_form import with_halo
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -84,8 +85,9 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
         return tensor
     for name, facts in tensor.LAYOUT.planes(*matrix).items():
         if (plane := tensor._planes.get(name)) is not None:
-            planes[name] = plane
-            if plane.shape != facts.shape:
+            if plane.shape == facts.shape:
+                planes[name] = plane.clone()
+            else:
                 planes[name] = plane.new_empty(facts.shape)
                 tensor.LAYOUT.fill_with_zeros(name, planes[name])
                 planes[name][: plane.shape[0], : plane.shape[1]] = plane
@@ -100,8 +102,8 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
 def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> QuantizedTensor:
     """all_gather_into_tensor of shards that are not whole blocks; waits for it.
 
-    world: ranks of `group`. Planes that cover all rows are this rank's own. Raises ShardAlignmentError on all ranks for
-    tensors that are not shards of one weight, and while calls are traced.
+    world: ranks of `group`. Planes that cover all rows are copies of this rank's. Raises ShardAlignmentError on
+    all ranks for tensors that are not shards of one weight, and while calls are traced.
     """
     layout, rows, k = tensor.LAYOUT, prod(tensor.shape[:-1]), tensor._matrix[1]
     message = (
@@ -129,7 +131,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
         _as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
         for name in names
     ]
-    planes, facts = dict(tensor._planes), layout.planes(cuts.rows, k)
+    planes, facts = with_copies(tensor._planes, layout.shared), layout.planes(cuts.rows, k)
     for name, received in zip(names, _gathered(sent, world, group), strict=True):
         chosen = picks(cuts, layout.stored[name].rows_per_value or 1)
         entries = received[: facts[name].shape[0]]
@@ -160,8 +162,8 @@ def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group:
         own = tensor._planes[name]
         full = own.new_empty(own.shape[0] * world, *own.shape[1:]) if tensor.is_meta else plane.reshape(-1)
         stacks[name] = full.view(own.dtype).view(-1, *own.shape[1:])
-    own_planes = {name: plane for name, plane in tensor._planes.items() if name in common}
-    return tensor._with_planes(StackedPlanes(stacks, own_planes, world, message), shape)
+    copies = {name: plane.clone() for name, plane in tensor._planes.items() if name in common}
+    return tensor._with_planes(StackedPlanes(stacks, copies, world, message), shape)
 
 
 def unstacked(tensor: QuantizedTensor) -> list[QuantizedTensor]:

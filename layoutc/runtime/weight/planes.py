@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,11 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
 
     def __delitem__(self, name: str) -> None:
         raise LayoutError("rows that are not adjacent have no planes to replace")
+
+
+def with_copies(planes: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """The planes, and copies of those named: a new weight shares no memory with what it is made of."""
+    return {name: plane.clone() if name in names else plane for name, plane in planes.items()}
 
 
 def own(plane: Tensor) -> Tensor:

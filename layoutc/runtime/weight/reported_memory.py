@@ -10,6 +10,7 @@ from torch import Tensor
 from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding.registry import Shard
+from layoutc.runtime.weight.planes import ScatteredPlanes
 
 # Tracing identifies tensors by their storage, and sees the planes as well: the wrapper's must not be one of theirs.
 _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
@@ -55,6 +56,17 @@ class ReportedMemory:
         if plain is None or plain.is_meta or not plain.untyped_storage().nbytes():
             return 0
         return plain.data_ptr()
+
+    def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        """As of a plain tensor: itself if it lies in one piece, as whole rows do; else, as for some columns, a copy.
+
+        The wrapper's strides, by which torch decides, are contiguous for some columns too.
+        """
+        planes = getattr(self, "_planes", None)
+        in_pieces = isinstance(planes, dict) and not all(map(Tensor.is_contiguous, planes.values()))
+        if in_pieces or isinstance(planes, ScatteredPlanes):
+            return self.clone()
+        return torch.Tensor.contiguous(self, memory_format=memory_format)
 
     def numpy(self: Any, *, force: bool = False) -> Any:
         """The values as a numpy array, as torch.Tensor.numpy. Of codes a copy, with force=True alone.

@@ -202,7 +202,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     def planes(self) -> dict[str, Tensor]:
         """The stored planes by name, in the recipe's order: plain, compact tensors; the tensors themselves, not copies.
 
-        Their shapes and dtypes are `LAYOUT.planes(m, k)`.
+        Their shapes and dtypes are `LAYOUT.planes(m, k)`. While FSDP2 has a weight gathered, some are its shard's.
         """
         return {name: self._planes[name] for name in self.LAYOUT.stored if name in self._planes}
 
