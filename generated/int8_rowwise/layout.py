@@ -19,6 +19,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
+from .files import FILES
+
 require(12, "int8_rowwise")
 
 
@@ -45,7 +47,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="int8_rowwise",
     summary="8-bit integers with one FP32 scale for each row, columnwise for each column",
-    spec_sha256="ea2c90e29b414193456577bd64679243e18ddc863b431ecca41ccdc9cd7bfb33",
+    spec_sha256="aea4288b095555ef3105ec3ddfa685998ae95727a59c7f7c8a92d3a730be2815",
     layout_id="92ee72710e09",
     language=1,
     shard_rows=1,
@@ -83,6 +85,7 @@ LAYOUT = Layout(
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",
     },
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

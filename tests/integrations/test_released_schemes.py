@@ -161,6 +161,9 @@ SCHEMES = {
         "fp8_rowwise/compressed_tensors",
         keeps=False,
     ),
+    "w8a8": Scheme(
+        compressed("W8A8", "int-quantized"), None, "compressed_tensors", "int8_rowwise/compressed_tensors", keeps=False
+    ),
     "tensor_of_transformers": Scheme(  # Devstral, Ministral
         partial(
             one_scale,
