@@ -262,3 +262,22 @@ def test_an_index_in_order_or_of_minus_1_alone_says_nothing(order: Tensor, tmp_p
     values = numbers * torch.tensor([1.0, 2.0]).repeat_interleave(128)
     assert torch.equal(model["a"].weight, values)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], values)
+
+
+@pytest.mark.parametrize("locations", [["weight_input", "input"], ["output"], ["weight_input", "weight_output"], []])
+def test_weights_that_multiply_transformed_activations_are_refused(locations: list[str], tmp_path: Path) -> None:
+    """As compressed-tensors has them. Transforms of weights alone are in their values."""
+    apply = [{"location": one, "targets": ["Linear"]} for one in locations]
+    config = INT4_CONFIG | {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}}
+    path = folder(tmp_path / "in", int4("a"), config)
+    model = nn.ModuleDict({"a": nn.Linear(128, 128, bias=False), "norm": nn.RMSNorm(128)})
+    for call in (
+        lambda: convert_safetensors(path, tmp_path / "out", dtype=BF16),
+        lambda: load_safetensors(model, path, convert=True),
+        lambda: quantize_as_stored(model, path),
+    ):
+        if not {"input", "output"} & {*locations}:
+            call()
+            continue
+        with pytest.raises(LayoutError, match=r"activations are transformed while the model runs \((in|out)put of"):
+            call()

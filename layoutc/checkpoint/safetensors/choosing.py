@@ -26,16 +26,28 @@ class Fit(NamedTuple):
 def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     """The bindings of `every` that a name or config.json tells of; none for a folder that says nothing.
 
-    Raises LayoutError for a name that none has or that config.json contradicts, and for a `quantization_config` that
-    none knows.
+    Raises LayoutError for a name that none has or that config.json contradicts, for a `quantization_config` that none
+    knows, and for one by which activations are transformed where weights multiply them.
     """
     config = recognize.quantization_config(path)
+    _check_transforms(path, config)
     if files is not None:
         return _agreeing(path, config, recognize.chosen(files, every), every)
     found = recognize.recognized(config, every)
     if config and not found:
         raise _unknown(path, config, every)
     return found
+
+
+def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises LayoutError for compressed-tensors' transforms of activations: the weights alone are another model."""
+    where = values_at(config, ["transform_config", "config_groups", "*", "apply"])
+    applied = [one for several in where if isinstance(several, list) for one in several if isinstance(one, Mapping)]
+    if online := sorted({str(one["location"]) for one in applied if one.get("location") in ("input", "output")}):
+        raise LayoutError(
+            f"{path}: by the transform_config in config.json activations are transformed while the model runs "
+            f"({' and '.join(online)} of layers), which nothing here does, so that its weights alone are another model"
+        )
 
 
 def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> LayoutError:
