@@ -12,13 +12,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from layoutc.build.lookup import chosen
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import choosing, linked, refuse, report, reporting
+from layoutc.cli.shared import choosing, linked, refuse, report, reporting, safe
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
 
@@ -64,6 +64,14 @@ class _Verbs(click.Group):
             hint = f"Did you mean `layoutc {meant}`?" if meant else f"Verbs: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"No such verb '{name}'. {hint}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click; errors print names that came from files as text alone."""
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            vars(error)["message"] = safe(error.message)  # of whatever kind it is, with its context
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order in which users need them."""

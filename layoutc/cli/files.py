@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from layoutc.cli.shared import linked, refuse
+from layoutc.cli.shared import linked, refuse, told
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -73,7 +73,7 @@ def convert(
         else:
             done = convert_safetensors(source, folder, files=files, dtype=dtype, match=match, source_files=source_files)
     except (LayoutError, ValueError, OSError, ImportError) as error:
-        click.echo(f"error: {error}", err=True)
+        told(f"error: {error}")
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(done._asdict()))
@@ -81,7 +81,7 @@ def convert(
     what = f"{len(done.quantized)} weights quantized" if files or like else "no weight quantized"
     click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
     if done.no_config:
-        click.echo(f"no config.json, take the model's own: {done.no_config}", err=True)
+        told(f"no config.json, take the model's own: {done.no_config}")
     if done.left:
         shown = ", ".join(done.left[:4]) + (f" and {len(done.left) - 4} more" if len(done.left) > 4 else "")
-        click.echo(f"left out, since only the source's program reads them: {shown}", err=True)
+        told(f"left out, since only the source's program reads them: {shown}")

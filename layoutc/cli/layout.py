@@ -15,7 +15,7 @@ import click
 
 from layoutc.build.lookup import chosen, completed, known, spec_of, specs_in, specs_option
 from layoutc.cli.reading import content_of, plan_of, read_plan
-from layoutc.cli.shared import report, shape_of
+from layoutc.cli.shared import report, shape_of, told
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import FORMS
 
@@ -197,7 +197,7 @@ def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
     try:
         facts = inspection.inspect(folder, thorough)
     except (inspection.LayoutError, OSError) as error:
-        click.echo(show_checkpoint.shown(f"error: {error}"), err=True)
+        told(f"error: {error}")
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(as_data(facts)))

@@ -15,6 +15,7 @@ import click
 from layoutc.build.lookup import Command, completed, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
+from layoutc.report.tables import shown
 
 if TYPE_CHECKING:
     from layoutc.estimate.work import Runs
@@ -171,6 +172,16 @@ def linked(path: Path, err: bool = False) -> str:
     with console.capture() as text:
         console.print(Text(str(path), style=f"link {path.absolute().as_uri()}"), end="", soft_wrap=True)
     return text.get()
+
+
+def told(text: str) -> None:
+    """Prints lines for people to stderr: what is unprintable in names from files is escaped."""
+    click.echo(safe(text), err=True)
+
+
+def safe(text: str) -> str:
+    """Lines that a terminal takes for nothing but text."""
+    return "\n".join(map(shown, text.split("\n")))
 
 
 def refuse(message: str) -> NoReturn:

@@ -34,10 +34,10 @@ def _share(facts: CheckpointFacts) -> str:
 def _entries(facts: CheckpointFacts) -> Table:
     rows = tuple(
         (
-            shown(entry.name),
+            entry.name,
             "x".join(map(str, entry.shape)) or "scalar" if entry.shape is not None else "",
-            shown(entry.kind),
-            ", ".join(shown(layout.layout_id) for layout in entry.layouts),
+            entry.kind,
+            ", ".join(layout.layout_id for layout in entry.layouts),
             ", ".join(str(layout.language) for layout in entry.layouts),
             ", ".join("yes" if layout.installed else "no" for layout in entry.layouts),
             str(entry.pieces),
@@ -56,11 +56,11 @@ def _strange(facts: CheckpointFacts) -> list[Table]:
     unknown = {one.layout_id: one for entry in facts.entries for one in entry.layouts if not one.installed}
     tables = []
     if unknown:
-        rows = tuple((shown(one.recipe), shown(one.layout_id), shown(one.difference or "")) for one in unknown.values())
+        rows = tuple((one.recipe, one.layout_id, one.difference or "") for one in unknown.values())
         tables.append(Table("Layouts that no installed recipe has", ("recipe", "layout id", "because"), rows))
     mixed = [entry for entry in facts.entries if len(entry.layouts) + (entry.plain > 0) > 1]
     if mixed:
-        ways = tuple((shown(entry.name), shown(_ways(entry))) for entry in mixed)
+        ways = tuple((entry.name, _ways(entry)) for entry in mixed)
         tables.append(Table("Tensors whose pieces are stored in several ways", ("entry", "pieces"), ways))
     return tables
 
@@ -89,13 +89,8 @@ def _totals(facts: CheckpointFacts) -> Table:
 
 def _total(one: TotalFacts) -> tuple[str, ...]:
     numbers = (f"{one.entries:,}", f"{one.elements:,}", f"{one.stored_bytes:,}")
-    return (shown(one.kind), *numbers, _per_element(one.bytes_per_element), f"{one.bf16_bytes:,}")
+    return (one.kind, *numbers, _per_element(one.bytes_per_element), f"{one.bf16_bytes:,}")
 
 
 def _per_element(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def shown(text: str) -> str:
-    """Text from a file, safe for a terminal: unprintable characters are escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -9,12 +9,28 @@ NAME = 18  # the most characters of cells in a narrow column
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads (none: a list of facts) and rows of text. `numbers`: columns that are set flush right."""
+    """A title, column heads (none: a list of facts) and rows of text. `numbers`: columns that are set flush right.
+
+    Text may come from files: what is unprintable in it is escaped.
+    """
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", shown(self.title))
+        object.__setattr__(self, "rows", tuple(tuple(map(shown, row)) for row in self.rows))
+
+
+def shown(text: str) -> str:
+    """Text from a file, safe for a terminal: unprintable characters are escaped."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
 def plain(tables: list[Table]) -> str:

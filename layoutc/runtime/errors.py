@@ -4,8 +4,20 @@ Every message names the recipe, the parameter where it is known, and what would 
 """
 
 
+def printable(text: str) -> str:
+    """Text with names from files, safe for a terminal: all that is unprintable is escaped but line breaks."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class LayoutError(RuntimeError):
     """Something that a layout can't do."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ShardAlignmentError(LayoutError, ValueError):

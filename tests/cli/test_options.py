@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -11,12 +12,16 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from layoutc.build import lookup
+from layoutc.checkpoint import load_safetensors
 from layoutc.cli import shared
 from layoutc.cli.app import main
 from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.runtime.errors import LayoutError
 
 
 def context() -> tuple[click.Context, click.Parameter]:
@@ -72,6 +77,28 @@ def test_numbers_are_finite_in_all_commands() -> None:
         for word in ("nan", "-NaN", "inf", "1e400"):
             shown = CliRunner().invoke(main, [name, option, word])
             assert (shown.exit_code, f"Invalid value for '{option}'" in shown.stderr) == (2, True), shown.stderr
+
+
+def test_names_from_files_are_text_alone_on_a_terminal(tmp_path: Path) -> None:
+    """In what commands say, in tables, and in what a load raises."""
+    name = "\x1b]0;owned\x07\u202e.weight"
+    save_file({name: torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    save_file({name: torch.ones(2, 2, dtype=torch.uint8)}, tmp_path / "codes.safetensors")
+    (tmp_path / "other.json").write_text(json.dumps({"weight_map": {name: "\x1b[31m"}}))
+    for arguments in (
+        ("convert", tmp_path, tmp_path / "out", "--files", "mxfp8/compressed_tensors", "--match", "*"),
+        ("show", "--checkpoint", tmp_path),
+        ("plan", tmp_path / "model.safetensors", "--world", 2, "--recipe", "mxfp8", "--weights"),
+        ("plan", tmp_path / "codes.safetensors"),
+        ("plan", tmp_path / "other.json"),
+    ):
+        shown = CliRunner().invoke(main, [str(one) for one in arguments])
+        assert not {*shown.output} & {"\x1b", "\x07", "\u202e"}, shown.output
+        assert "\\x1b" in shown.output, shown.output
+    with pytest.raises(LayoutError) as error:
+        load_safetensors(torch.nn.Linear(4, 4), tmp_path)
+    assert "\\x1b]0;owned\\x07\\u202e.weight is in the files, but not in the model" in str(error.value)
+    assert "\x1b" not in str(error.value)
 
 
 FINDING = Diagnostic("LC315", "no such format", "specs/a.yaml", help="name another")

@@ -389,7 +389,7 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
         ({"model": {}}, "it has no 'name'"),
         ({"notes": ...}, "it has no 'notes'"),
         ({"setting": {"link": {}}}, "it has no "),
-        ({"notes": [None]}, "run.json is not whole: TypeError: "),
+        ({"notes": [None]}, "run.json is not whole: "),
         ({"budgets": [{**written["budgets"][0], "memory": "much"}]}, "run.json is not whole: TypeError: "),
         ({"budgets": [{**written["budgets"][0], "memory": 10**400}]}, "run.json is not whole: OverflowError: "),
     ):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, together
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, printable
 
 MANIFEST = "layoutc.json"
 INCOMPLETE, PREVIOUS = ".incomplete", ".previous"  # suffixes of the folders beside a checkpoint
@@ -183,7 +183,9 @@ def remove(folder: Path) -> None:
         if entry.name not in names and f"{entry.name}/" not in names:
             entry.unlink()
     if names:
-        warnings.warn(f"{folder} is kept: it holds {_few(names)}, which is not part of a checkpoint", stacklevel=2)
+        warnings.warn(
+            f"{folder} is kept: it holds {printable(_few(names))}, which is not part of a checkpoint", stacklevel=2
+        )
     else:
         folder.rmdir()
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, printable
 
 AT_A_TIME = 1 << 22  # values
 SHOWN = 2
@@ -57,7 +57,7 @@ def warn_rounded(where: str, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.warn(
-            f"{where}: values were rounded into the model's dtype: {', '.join(names[:SHOWN])}{more}. A model in the "
-            "files' dtype holds them as they are",
+            f"{where}: values were rounded into the model's dtype: {printable(', '.join(names[:SHOWN]))}{more}. "
+            "A model in the files' dtype holds them as they are",
             stacklevel=4,
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.errors import DamagedError, LayoutError, printable
 
 T = TypeVar("T")
 SHOWN = 8  # problems that a message spells out
@@ -34,7 +34,7 @@ def noted(problems: list[Problem]) -> Iterator[None]:
     except Exception as error:
         name = type(error).__name__
         kind = name if name in KINDS else "OSError" if isinstance(error, OSError) else "LayoutError"
-        text = str(error) if name in KINDS else f"{name}: {error}"
+        text = printable(str(error) if name in KINDS else f"{name}: {error}")
         problems.append(Problem(kind, text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."))
 
 

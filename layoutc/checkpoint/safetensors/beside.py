@@ -14,7 +14,7 @@ from layoutc.checkpoint.held.stored import OF_OTHERS
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.names import parts_of, tensor_name
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, printable
 
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
@@ -67,7 +67,7 @@ def warn_left(folder: Path, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         warnings.warn(
-            f"{folder}: {', '.join(names[:2])}{more} are for other programs alone, and not loaded. An export has them "
-            "too if it is told the folder: export_safetensors(..., source=folder)",
+            f"{folder}: {printable(', '.join(names[:2]))}{more} are for other programs alone, and not loaded. "
+            "An export has them too if it is told the folder: export_safetensors(..., source=folder)",
             stacklevel=4,
         )

@@ -17,6 +17,7 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import Found, find
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.runtime.errors import printable
 
 
 class KeptIn(NamedTuple):
@@ -98,8 +99,8 @@ def warn_wide(source: str | PathLike[str] | None, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         warnings.warn(
-            f"{', '.join(names[:2])}{more}: the scales are written as F32, because the dtype that {source} has them in "
-            "does not hold their values",
+            f"{printable(', '.join(names[:2]))}{more}: the scales are written as F32, because the dtype "
+            f"that {source} has them in does not hold their values",
             stacklevel=4,
         )
 
