@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.train.convert import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.train.coverage import coverage
     from layoutc.runtime.train.master_weights import MasterWeights
-    from layoutc.runtime.train.merging import merge_
+    from layoutc.runtime.train.merging import merge_, unmerge_
 
 _RUNTIME = {
     "MasterWeights": "layoutc.runtime.train.master_weights",
@@ -44,6 +44,7 @@ _RUNTIME = {
     "restore_tensor": "layoutc.runtime.weight.stored_form",
     "set_products_": "layoutc.runtime.products.own_choice",
     "strict": "layoutc.runtime.strict",
+    "unmerge_": "layoutc.runtime.train.merging",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "quantized_init",
     "set_products_",
     "strict",
+    "unmerge_",
 ]
 
 

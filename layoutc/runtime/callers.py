@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -113,6 +114,17 @@ def makes_shards() -> bool:
         if not name.startswith((*_BETWEEN, "torch.nn.functional", "torch.distributed.tensor._dispatch")):
             return name.startswith("torch.distributed.")
     return False
+
+
+def merging() -> tuple[str, Any]:
+    """The method of an adapter's layer, merge or unmerge, that called the operator whose handler runs, and the layer;
+    "" and None if none did. Such layers have `merged_adapters`, as all of PEFT's do."""
+    for frame in _frames():
+        if (name := frame.f_code.co_name) in ("merge", "unmerge"):
+            layer = frame.f_locals.get("self")
+            if isinstance(layer, nn.Module) and hasattr(layer, "merged_adapters"):
+                return name, layer
+    return "", None
 
 
 def of_collective() -> str | None:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad as functional_pad
 
 from layoutc.runtime import callers
-from layoutc.runtime.dispatch import broadcasts, rejoining
+from layoutc.runtime.dispatch import broadcasts, merges, rejoining
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, may_wait
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.padding import ENDS_WHERE_CUT, NOT_PADDED
@@ -319,7 +318,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **WRITES,
     aten.constant_pad_nd.default: pad,
     aten.index_select.default: index_select,
-    torch.Tensor.data: weights.replacement,  # plain values that are assigned to a tensor's data
+    torch.Tensor.data: merges.assigned,  # plain values that are assigned to a tensor's data
     None: fallback,  # every other operator
 }
 if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every supported torch

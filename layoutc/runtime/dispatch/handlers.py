@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
-from layoutc.runtime.dispatch import broadcasts, update_warnings
+from layoutc.runtime.dispatch import broadcasts, merges, update_warnings
 from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
@@ -151,6 +151,7 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     moved = tensor._with_planes(planes)
     if not registry.remember_copy(moved, tensor):
         initial_values.carry(moved, tensor)
+    initial_values.carry_base(moved, tensor)
     return moved
 
 
@@ -269,7 +270,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if target._transposed:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
     update_warnings.note_average(target)
-    weights.requantize_(target, source.to(target.device))
+    merges.write(target, source.to(target.device))
     return target
 
 

@@ -1,4 +1,4 @@
-"""Warnings about quantized weights that an optimizer or an average updates in place, given once in a process.
+"""Warnings about quantized weights that are updated in place: by name each time, and once of what steps or averages.
 
 An update smaller than half a step between codes is lost, so such a model hardly trains, or gets worse.
 """
@@ -39,15 +39,16 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
     name = func._schema.name
     if not name.endswith("_") or name.endswith("copy_"):
         return
-    shapes = {tuple(target.shape): target for target in targets if initial_values.lookup(target) is None}
-    for other in others:
-        if not isinstance(other, Tensor) or not other.is_floating_point() or any(other is one for one in targets):
-            continue
-        if other.dim() and (target := shapes.get(tuple(other.shape))) is not None:
-            if not note_average(target):
-                what = f"{func} updates {target._label()} in place, and {_LOSES}"
-                warn_once("update", f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}")
-            return
+    plain = [one for one in others if isinstance(one, Tensor) and not any(one is target for target in targets)]
+    shapes = {tuple(one.shape) for one in plain if one.is_floating_point() and one.dim()}
+    lose = [one for one in targets if tuple(one.shape) in shapes and initial_values.lookup(one) is None]
+    if not lose or note_average(lose[0]) or callers.merging()[0] == "merge":
+        return
+    lose = [one for one in lose if not one._writes.stepped and not (callers.merging()[0] and initial_values.base(one))]
+    if lose:
+        what = f"{func} updates {', '.join(one._label() for one in lose)} in place, and {_LOSES}"
+        undo = "to add what is taken off again, call layoutc.merge_(weight, delta, keep_base=True)"
+        warnings.warn(f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}; {undo}", stacklevel=2)
 
 
 def note_average(target: QuantizedTensor) -> bool:
@@ -77,12 +78,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     weights = [local for p in params if isinstance(local := getattr(p, "_local_tensor", p), QuantizedTensor)]
     for weight in weights:
         initial_values.free(weight)
-        weight._writes.trains = False
+        weight._writes.trains, weight._writes.stepped = False, True
     if weights:
         kind = type(optimizer)
         name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
         what = f"{kind.__name__} steps quantized weights themselves ({weights[0]._label()} first), and {_LOSES}"
-        warn_once("update", f"{what}. Instead, {_train(name)}, which steps fp32 masters")
+        warnings.warn(f"{what}. Instead, {_train(name)}, which steps fp32 masters", stacklevel=2)
 
 
 def mark_replaced(param: Tensor, name: str, caller: str) -> None:

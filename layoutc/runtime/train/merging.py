@@ -1,4 +1,4 @@
-"""Merging: adding an adapter's update to a quantized weight, and how far the result is from the sum."""
+"""Merging: adding an adapter's update to a quantized weight, how far the result is from the sum, and taking it back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from layoutc.runtime.dispatch import merges
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import gathered, meshes
@@ -15,22 +16,19 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 @torch.no_grad()
-def merge_(weight: Tensor, delta: Tensor) -> float:
+def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
     """Adds `delta` to a quantized weight, which is quantized again. Returns the error that this makes, relative to the
     sum: norm(weight now - sum) / norm(sum).
 
     weight: a parameter, whole or sharded; delta: of its shape, whole or sharded alike, in any floating-point dtype. It
     is added in fp32, to the values that the weight dequantizes to, or to its initial values where it has some. For a
-    sharded weight the call is collective, and all ranks return the same number.
+    sharded weight the call is collective, and all ranks return the same number. keep_base: a copy of the weight's bytes
+    of before is kept beside it, which `unmerge_` brings back; of several merges, those of before the first.
 
     Raises TypeError for a weight that is not quantized, ValueError for another shape, LayoutError for one that FSDP2
     has gathered as values. Nothing is changed then.
     """
-    if id(weight) in gathered.weights_of_values():
-        raise LayoutError(f"the weight of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
-    local = meshes.local_of(weight.data)
-    if not isinstance(local, QuantizedTensor):
-        raise TypeError(f"merge_ adds to quantized weights; this is {type(local).__name__}: write weight.add_(delta)")
+    local = _local(weight, "merge_ adds to", "weight.add_(delta)")
     if delta.shape != weight.shape:
         raise ValueError(f"{local._label()}: the update has shape {tuple(delta.shape)}, not {tuple(weight.shape)}")
     groups: list[dist.ProcessGroup] = []
@@ -41,7 +39,10 @@ def merge_(weight: Tensor, delta: Tensor) -> float:
         groups = [weight.device_mesh.get_group(mesh_dim) for mesh_dim, _ in meshes.cuts(weight)]
     values = initial_values.values(local, torch.float32)
     total = (local.dequantize(torch.float32) if values is None else values) + meshes.local_of(delta).to(local.device)
+    base = merges.keep(local) if keep_base else None
     weights.requantize_(local, total)
+    if base is not None:
+        merges.hold(local, base)
     squares = torch.stack(
         [(local.dequantize(torch.float32) - total).double().square().sum(), total.double().square().sum()]
     )
@@ -49,3 +50,29 @@ def merge_(weight: Tensor, delta: Tensor) -> float:
         dist.all_reduce(squares, group=group)
     error, norm = squares.sqrt().tolist()
     return float(error / norm) if norm else 0.0
+
+
+@torch.no_grad()
+def unmerge_(weight: Tensor) -> None:
+    """Takes back what `merge_` with `keep_base=True` added, all of it: the weight has its bytes of before, and what was
+    kept beside it is freed. Of a sharded weight all ranks call it.
+
+    Raises LayoutError for a weight whose bytes of before a merge are not kept, or that was written since: by
+    `merge_` without `keep_base`, a load, a step. TypeError as `merge_` does. Nothing is changed then.
+    """
+    local = _local(weight, "unmerge_ takes from", "weight.sub_(delta)")
+    if not merges.give_back(local):
+        raise LayoutError(
+            f"nothing is kept of {local._label()} from before a merge: write layoutc.merge_(weight, delta, "
+            "keep_base=True), and nothing else into the weight"
+        )
+
+
+def _local(weight: Tensor, does: str, instead: str) -> QuantizedTensor:
+    """This rank's part of a quantized weight. Raises TypeError; LayoutError for one that is gathered as values."""
+    if id(weight) in gathered.weights_of_values():
+        raise LayoutError(f"the weight of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
+    local = meshes.local_of(weight.data)
+    if not isinstance(local, QuantizedTensor):
+        raise TypeError(f"{does} quantized weights; this is {type(local).__name__}: write {instead}")
+    return local

@@ -50,7 +50,7 @@ def mark(tensor: QuantizedTensor) -> tuple[Any, ...]:
 
 def rewritten(tensor: QuantizedTensor) -> None:
     """Records that a tensor, or the tensor that it was cut from, has new bytes: their initial values are unknown."""
-    tensor._writes.content, tensor._writes.initial = object(), None
+    tensor._writes.content, tensor._writes.initial, tensor._writes.base = object(), None, None
 
 
 def _base(tensor: QuantizedTensor) -> Mapping[str, Tensor]:
@@ -64,6 +64,25 @@ def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
     if getattr(planes, "handle", None) is not None:
         return ()
     return tuple(0 if plane.is_inference() else plane._version for plane in planes.values())
+
+
+# --------------------------------------------------------------------------------------------------- what it was before
+def base(tensor: QuantizedTensor) -> Any:
+    """What is kept of a weight from before a merge; None if its bytes were written since."""
+    kept = tensor._writes.base
+    return kept[0] if kept is not None and kept[1] == mark(tensor) else None
+
+
+def set_base(tensor: QuantizedTensor, kept: Any) -> None:
+    """Keeps something for as long as a weight holds the bytes that it holds now."""
+    tensor._writes.base = kept, mark(tensor)
+
+
+def carry_base(copy: QuantizedTensor, source: QuantizedTensor) -> None:
+    """Keeps for a new copy what is kept for a weight, on its device."""
+    if not staging.copies_state() and (kept := base(source)) is not None:
+        weight = kept.weight.to(copy.device) if kept.weight is not None else None
+        set_base(copy, kept._replace(weight=weight))
 
 
 # ------------------------------------------------------------------------------------------------ what it was made from

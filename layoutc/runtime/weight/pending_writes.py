@@ -66,7 +66,9 @@ class Writes:
     planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
     content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
     trains: bool = False  # plain values that are written are kept, for a master to start from
+    stepped: bool = False  # by an optimizer itself, which was warned of
     initial: InitialValues | None = None
+    base: tuple[Any, tuple[Any, ...]] | None = None  # what it was before a merge (`dispatch.merges.Base`), and its mark
     sent: QuantizedTensor | None = None  # the tensor, where a rank has broadcast its values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Writes:

@@ -344,6 +344,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         """Compact copies of all planes, with the initial values."""
         other = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
         initial_values.carry(other, self)
+        initial_values.carry_base(other, self)
         return other
 
     def share_memory_(self) -> Self:

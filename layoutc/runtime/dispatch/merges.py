@@ -1,0 +1,107 @@
+"""Merges that are undone: the bytes that a weight had before something was added to it come back as they were.
+
+Codes of a sum, less what was added, are other codes. So a weight's bytes of before a merge are kept beside it, for as
+long as something is merged. An adapter's layer says when that is: writes that come from its method `merge` keep them,
+and those that come from its method `unmerge` are none, since the kept bytes take their place, whatever the layer
+computes. All of PEFT's layers have these methods. Other writes into a merged weight drop what is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from layoutc.runtime import callers
+from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.pending_writes import Writes
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+
+class Base(NamedTuple):
+    """What a weight was before merges. weight: a copy of it; None once it has come back, so that nothing is left to
+    undo. owner: the layer that merges; none for `merge_`."""
+
+    weight: QuantizedTensor | None
+    owner: weakref.ref[Any] | None = None
+
+
+def keep(target: QuantizedTensor, owner: Any = None) -> Base:
+    """What the weight was before the merges of an owner, if any is in it; else a copy of what it is now."""
+    kept = initial_values.base(target)
+    if kept is not None and kept.weight is not None and (kept.owner() if kept.owner else None) is owner:
+        return kept  # type: ignore[no-any-return]
+    copy = target._compact_copy()
+    copy._writes.base = None
+    return Base(copy)
+
+
+def hold(target: QuantizedTensor, base: Base, owner: Any = None) -> None:
+    """Keeps what a weight, which has just been written, was before; no longer than its owner lives."""
+    if owner is not None:
+        base = base._replace(owner=weakref.ref(owner, partial(_drop, weakref.ref(target._writes))))
+    initial_values.set_base(target, base)
+
+
+def _drop(writes: weakref.ref[Writes], owner: weakref.ref[Any]) -> None:
+    """Drops what a layer kept that is gone: its base has been taken as it is."""
+    if (there := writes()) is not None and there.base is not None and there.base[0].owner is owner:
+        there.base = None
+
+
+def give_back(target: QuantizedTensor) -> bool:
+    """Writes what a weight was before merges; False if that is not kept."""
+    if (base := initial_values.base(target)) is None:
+        return False
+    if base.weight is not None:
+        for name, plane in target._planes.items():
+            plane.copy_(base.weight._planes[name])  # all of it: of a shard that is cut in a block, also rows of others
+        written([target])
+        initial_values.carry(target, base.weight)
+        initial_values.set_base(target, Base(None))
+    return True
+
+
+def write(target: QuantizedTensor, values: Tensor) -> None:
+    """Quantizes plain values into a weight; in a merge, what it was is kept, and comes back in place of values that
+    undo one."""
+    method, owner = callers.merging()
+    if method == "unmerge" and give_back(target):
+        return
+    base = _before(target, owner) if method == "merge" else None
+    weights.requantize_(target, values)
+    if base is not None:
+        hold(target, base, owner)
+
+
+def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
+    """What plain values that are assigned to a weight's data are replaced by: as `write`."""
+    method, owner = callers.merging()
+    base = initial_values.base(target)
+    if method == "unmerge" and base is not None:
+        weight: Any = target if base.weight is None else base.weight
+        found: QuantizedTensor = weight.to(values.device)._alias(dtype=values.dtype)
+        initial_values.set_base(found, Base(None))
+        return found
+    base = _before(target, owner) if method == "merge" else None
+    new = weights.replacement(target, values)
+    if base is not None:
+        hold(new, base, owner)
+    return new
+
+
+def _before(target: QuantizedTensor, owner: Any) -> Base | None:
+    """What a layer keeps of a weight before it merges; None of a part of a weight, which has no bytes of its own."""
+    if target._part is not None or target.is_meta:
+        return None
+    update_warnings.warn_once(
+        "merge",
+        f"{type(owner).__module__} merges adapters into quantized weights ({target._label()} first): their codes are "
+        "those of each sum, quantized again, and lack what is less than half a step between codes. Unmerging brings "
+        "back the base's bytes",
+    )
+    return keep(target, owner)

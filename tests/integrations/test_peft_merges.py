@@ -1,0 +1,274 @@
+"""PEFT's adapters merged into a quantized base and taken out again, as rollouts do at each sync: the base's bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: pip install 'layoutc[integrations]'")
+
+OPERANDS = ("nvfp4_activation", "nvfp4_gradient")  # of products, not weights
+GENERATED = Path(import_module("layoutc.recipes").__path__[0])
+RECIPES = sorted(
+    path.name for path in GENERATED.iterdir() if (path / "tensor.py").exists() and path.name not in OPERANDS
+)
+
+
+def model_of(recipe: str, *, rows: int = 128) -> Any:
+    """Two frozen linear layers in a recipe."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, rows, bias=False), nn.Linear(256, rows, bias=False)).requires_grad_(False)
+    layoutc.quantize_(model, recipe)
+    return model
+
+
+def lora(**more: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["0", "1"], init_lora_weights=False, **more)
+
+
+def adapted(model: Any, config: Any) -> Any:
+    """A model with adapters that are not zero."""
+    from peft import get_peft_model
+
+    made: Any = get_peft_model(model, config)
+    draw = torch.Generator().manual_seed(1)
+    for param in made.parameters():
+        if param.requires_grad:
+            param.data.copy_(torch.randn(param.shape, generator=draw) * 0.05)
+    return made
+
+
+def weights_of(model: nn.Module) -> list[QuantizedTensor]:
+    """This rank's parts of quantized weights."""
+    locals_of = (getattr(param, "_local_tensor", param) for param in model.parameters())
+    return [one for one in locals_of if isinstance(one, QuantizedTensor)]
+
+
+def planes_of(model: nn.Module) -> list[Tensor]:
+    """Copies of all their bytes."""
+    return [plane.detach().clone().view(torch.uint8) for one in weights_of(model) for plane in one.planes().values()]
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been said yet."""
+    monkeypatch.setattr(update_warnings, "_warned", set())
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_base_comes_back_byte_for_byte(recipe: str) -> None:
+    """Merged bytes are those of the sum, quantized again, each time the same."""
+    model = adapted(model_of(recipe), lora())
+    before = planes_of(model)
+    weights = weights_of(model)
+    layers = [one for one in model.modules() if hasattr(one, "lora_A")]
+    sums = [w.dequantize() + one.get_delta_weight("default") for w, one in zip(weights, layers, strict=True)]
+    quantize = import_module(f"layoutc.recipes.{recipe}").quantize
+    for safe in (False, True):
+        model.merge_adapter(safe_merge=safe)
+        for weight, total in zip(weights_of(model), sums, strict=True):
+            assert torch.equal(weight, quantize(total.detach()))
+        assert not same(planes_of(model), before)
+        model.unmerge_adapter()
+        assert same(planes_of(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners")
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_a_hundred_pairs_move_no_byte_and_cost_no_memory_between(recipe: str) -> None:
+    """Whose one amax let norms grow fourfold. Adapters change between: what comes back is kept, not computed."""
+    model = adapted(model_of(recipe, rows=64), lora())
+    before, trains = planes_of(model), [one for one in model.parameters() if one.requires_grad]
+    for _ in range(100):
+        model.merge_adapter()
+        for one in trains:
+            one.data.mul_(1.01)
+        model.unmerge_adapter()
+    assert same(planes_of(model), before)
+    assert all(one._writes.base is not None and one._writes.base[0].weight is None for one in weights_of(model))
+
+
+def _of(name: str, **more: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        import peft
+
+        return getattr(peft, name)(**{"target_modules": ["0", "1"], **more})
+
+    return made
+
+
+TUNERS = {
+    "dora": lambda: lora(use_dora=True),
+    "ia3": _of("IA3Config", feedforward_modules=["1"], init_ia3_weights=False),
+    "loha": _of("LoHaConfig", r=4, init_weights=False),
+    "lokr": _of("LoKrConfig", r=4, init_weights=False),
+    "oft": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False),
+    "hra": _of("HRAConfig", r=4, init_weights=False),
+    "vera": _of("VeraConfig", r=4, init_weights=False),
+    "adalora": _of("AdaLoraConfig", total_step=10, init_lora_weights=False),
+    "fourierft": _of("FourierFTConfig", n_frequency=8),
+    "c3a": _of("C3AConfig", block_size=64, init_weights=False),
+    "randlora": _of("RandLoraConfig", r=4, init_weights=False),
+    "road": _of("RoadConfig", group_size=64, init_weights=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners", "ignore:Unmerge result can be inaccurate")
+@pytest.mark.parametrize(
+    ("recipe", "tuner"),
+    [(("nvfp4", "fp8_current", "mxfp8_frozen", "nf4")[at % 4], name) for at, name in enumerate(TUNERS)],
+)
+def test_so_it_does_for_tuners_that_multiply_and_replace(recipe: str, tuner: str) -> None:
+    model = adapted(model_of(recipe), TUNERS[tuner]())
+    before = planes_of(model)
+    merged = list[list[Tensor]]()
+    for safe in (False, True, False):
+        model.merge_adapter(safe_merge=safe)
+        merged.append(planes_of(model))
+        model.unmerge_adapter()
+        assert same(planes_of(model), before)
+    assert not same(merged[0], before)
+    assert same(merged[0], merged[2])
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners", "ignore:Already unmerged")
+def test_several_adapters_copies_and_disabling() -> None:
+    """All of them come out at once; a copy of a merged model has its base too; PEFT unmerges to disable adapters."""
+    model = adapted(model_of("nvfp4"), lora())
+    model.add_adapter("other", lora(use_dora=True))
+    before = planes_of(model)
+    model.merge_adapter(["default", "other"])
+    both = planes_of(model)
+    other = copy.deepcopy(model).to(torch.bfloat16)
+    assert same(planes_of(other), both)
+    other.unmerge_adapter()
+    assert same(planes_of(other), before)
+    with model.disable_adapter():
+        model.get_base_model()[0](torch.ones(1, 256))
+    assert same(planes_of(model)[:2], before[:2])
+    model.unmerge_adapter()
+    assert same(planes_of(model), before)
+
+
+def test_a_model_that_is_merged_for_good_keeps_nothing_beside() -> None:
+    """And its next adapters come out to what it is now."""
+    model = adapted(model_of("fp8_block"), lora())
+    with pytest.warns(
+        UserWarning, match=r"peft.tuners.lora.layer merges adapters into quantized weights \(0.weight of"
+    ):
+        merged = model.merge_and_unload()
+    del model
+    gc.collect()
+    assert all(one._writes.base is None for one in weights_of(merged))
+    before = planes_of(merged)
+    again = adapted(merged, lora())
+    again.merge_adapter()
+    assert not same(planes_of(again), before)
+    again.unmerge_adapter()
+    assert same(planes_of(again), before)
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners")
+def test_what_is_written_into_a_merged_weight_stays_and_is_named() -> None:
+    """A load between: PEFT subtracts from it, and what that loses is named for each weight."""
+    model = adapted(model_of("nvfp4"), lora())
+    model.merge_adapter()
+    loaded = torch.full((128, 256), 0.5)
+    with torch.no_grad():
+        for one in weights_of(model):
+            one.copy_(loaded)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.unmerge_adapter()
+    told = [str(one.message) for one in caught]
+    assert [text.partition(" of shape")[0] for text in told] == [
+        f"aten.sub_.Tensor updates {name}.weight" for name in ("0", "1")
+    ]
+    assert all("layoutc.merge_(weight, delta, keep_base=True)" in text for text in told)
+
+
+def test_arithmetic_in_place_is_named_each_time_for_each_weight() -> None:
+    """Not once in a process; by lists too."""
+    model = model_of("fp8_current")
+    weights = list(model.parameters())
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"aten.sub_.Tensor updates 1.weight of shape") as caught:
+            weights[1].sub_(torch.ones(128, 256))
+        assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"_foreach_add_.List updates 0.weight of .*, 1.weight of .* in place"):
+        torch._foreach_add_(weights, [torch.ones(128, 256)] * 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_merge_has_an_undo(recipe: str) -> None:
+    weight = model_of(recipe)[0].weight
+    before, delta = planes_of(nn.ParameterList([weight])), torch.randn(128, 256) * 0.05
+    total = weight.dequantize() + delta
+    error = layoutc.merge_(weight, delta, keep_base=True)
+    assert torch.equal(weight, import_module(f"layoutc.recipes.{recipe}").quantize(total))
+    assert layoutc.merge_(weight, delta, keep_base=True) > 0 < error
+    layoutc.unmerge_(weight)
+    assert same(planes_of(nn.ParameterList([weight])), before)
+    layoutc.unmerge_(weight)  # nothing is left to take back
+    assert same(planes_of(nn.ParameterList([weight])), before)
+    layoutc.merge_(weight, delta, keep_base=True)
+    layoutc.merge_(weight, delta)
+    with pytest.raises(LayoutError, match=r"nothing is kept of 0.weight .* write layoutc.merge_\(weight, delta, keep"):
+        layoutc.unmerge_(weight)
+    with pytest.raises(TypeError, match=r"unmerge_ takes from quantized weights; .* write weight.sub_\(delta\)"):
+        layoutc.unmerge_(torch.ones(2, 2))
+
+
+def comes_back_in_shards(recipe: str) -> bool:
+    """PEFT's LoRA, and `merge_`: merged as in one process; and each rank's own bytes."""
+    update_warnings._warned.add("merge")
+    alone, model = (adapted(model_of(recipe, rows=96), lora()) for _ in range(2))
+    fully_shard(model)
+    before = planes_of(model)
+    wholes = [param for param in model.parameters() if isinstance(param._local_tensor, QuantizedTensor)]
+    for _ in range(3):
+        alone.merge_adapter()
+        model.merge_adapter()
+        for weight, one in zip(wholes, weights_of(alone), strict=True):
+            assert torch.equal(weight.full_tensor(), one)
+        assert not same(planes_of(model), before)
+        alone.unmerge_adapter()
+        model.unmerge_adapter()
+        assert same(planes_of(model), before)
+    delta = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
+    for weight, one in zip(wholes, weights_of(alone), strict=True):
+        error = layoutc.merge_(one, delta, keep_base=True)
+        assert layoutc.merge_(weight, delta, keep_base=True) == pytest.approx(error, rel=1e-9)
+        layoutc.unmerge_(weight)
+    return same(planes_of(model), before)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8"])
+def test_a_base_in_shards_comes_back_too(two: Ranks, recipe: str) -> None:
+    """Of cuts inside blocks as well, with rows of other ranks."""
+    assert two.run(comes_back_in_shards, recipe) == [True, True]
