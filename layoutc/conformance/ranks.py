@@ -36,7 +36,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     from datetime import timedelta
 
     faulthandler.enable()  # a rank that is killed by a signal says where it was
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.amax import reduce_max
+from layoutc.runtime.sharding import cards, registry
+from layoutc.runtime.torch_private import store_of_all
 from layoutc.runtime.train import check_ranks
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+check_module = import_module("layoutc.runtime.train.check_ranks")  # the package has the function by that name
 
 
 def options_for(meshed: str | None) -> tuple[dict[str, Any], int]:
@@ -189,3 +196,49 @@ def reduces_a_copy() -> None:
 
 def test_what_is_reduced_keeps_what_this_rank_found(two: Ranks) -> None:
     two.run(reduces_a_copy)
+
+
+def on_cards(names: list[str]) -> str:
+    """What check_ranks, and the first gather, say over cards of these names: the same on all ranks."""
+    rank, said = dist.get_rank(), []
+    model = shard(build("mxfp8", 64))
+    quantized: Any = next(one for one in map(local, model.parameters()) if isinstance(one, QuantizedTensor))
+    with (
+        mock.patch.object(cards, "over_nccl", return_value=True),
+        mock.patch.object(check_module, "current_card", return_value=0),
+        mock.patch.object(cards, "card_of", return_value=("host", names[rank], 0)),
+        mock.patch.object(cards, "_checked", set()),
+        mock.patch.object(cards, "store_of_all", return_value=dist.PrefixStore(" ".join(names), store_of_all())),
+    ):
+        sharding = registry.find(quantized)
+        assert sharding is not None
+        group: Any = sharding.process_group
+        for check in (lambda: layoutc.check_ranks(model), lambda: cards.check_apart(group, torch.device("cuda", 0))):
+            try:
+                check()
+                said.append("")
+            except LayoutError as error:
+                said.append(str(error))
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_ranks_that_share_a_card_are_named_before_nccl(two: Ranks) -> None:
+    """By check_ranks and by the first gather, on both ranks, with the line to write."""
+    assert two.run(on_cards, ["one", "other"]) == ["", ""]
+    first, second = two.run(on_cards, ["one", "one"])
+    assert first == second
+    assert "ranks 0, 1 have card 0 of host" in first
+    assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in first
+
+
+def test_a_shard_on_a_card_that_is_not_the_current_one_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "current_card", lambda: 0)
+    monkeypatch.setattr(cards, "_warned", set())
+    for device in ("cpu", "cuda:0"):
+        cards.warn_if_elsewhere("w", torch.device(device))
+    with pytest.warns(RuntimeWarning, match=r"w lies on cuda:1, and the current card is cuda:0.*set_device"):
+        cards.warn_if_elsewhere("w", torch.device("cuda:1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cards.warn_if_elsewhere("w", torch.device("cuda:1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -266,6 +267,47 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
     assert same_bits(layer.weight.grad, expected)
     assert x.grad is not None
     assert same_bits(cast.grad, x.grad.float())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "use", "compiled"),
+    [
+        ("nvfp4", layoutc.quantize_, False),
+        ("mxfp8", layoutc.cast_on_gather_, False),
+        ("fp8_current", layoutc.cast_on_gather_, False),
+        ("mxfp8", layoutc.quantize_, True),
+        ("nvfp4", layoutc.cast_on_gather_, True),
+    ],
+)
+def test_autocast_casts_a_bias_too(
+    recipe: str, use: Callable[..., Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a kernel "auto" is what autocast makes of a plain layer, gradients included; "low" adds it as well."""
+    monkeypatch.setattr(choice, "not_here", lambda *_: "there is none")
+    linear._plan.cache_clear()
+    layer, plain = nn.Linear(K, M), nn.Linear(K, M)
+    use(layer, recipe)
+    held: Any = layer.weight
+    values = (held if hasattr(held, "dequantize") else held.quantize()).dequantize().detach()
+    plain.load_state_dict({"weight": values, "bias": layer.bias.detach()})
+    torch._dynamo.reset()
+    called: list[Any] = [torch.compile(one, fullgraph=True) if compiled else one for one in (layer, plain)]
+    found, cases = [], [(called[0], "auto"), (called[1], "auto"), (called[0], "low")]
+    for one, how in cases:
+        x = weight(TOKENS, K).requires_grad_()
+        with layoutc.products(how), torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        out.float().square().sum().backward()
+        found.append((out.detach(), x.grad))
+        if how == "low" and not compiled:  # Inductor rounds the sum alone
+            with layoutc.products(how), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                alone = F.linear(x, layer.weight)
+            assert same_bits(out.detach(), alone + layer.bias.detach().bfloat16())
+        elif one is called[1]:
+            assert same_bits(layer.bias.grad, plain.bias.grad)
+            assert same_bits(layer.weight.grad, plain.weight.grad)
+    linear._plan.cache_clear()
+    assert all(map(same_bits, found[0], found[1]))
 
 
 def test_matrix_products_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:

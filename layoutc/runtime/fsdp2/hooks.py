@@ -25,6 +25,7 @@ from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.sharding import cards
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.pending_writes import check_whole
@@ -127,6 +128,7 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
     key = which or pass_of(sharding, gathered_of(sharding)), on_gather.is_awaited(sharding.param())
     if key not in (routes := gathered_of(sharding).routes):
         assert sharding.process_group is not None
+        cards.check_apart(sharding.process_group, shard.device)  # at the first gather, before NCCL's
         (*padded, k), world = sharding.padded_shape, sharding.process_group.size()
         sizes = world, sharding.shape, prod(padded), k, sharding.dim
         routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])

@@ -200,7 +200,8 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
     if (how := mode.of(weight)) == "dequantize":
         return _dequantized(input, weight, bias)
     if input.is_floating_point() and autocasts(input):
-        input = input.to(torch.get_autocast_dtype(input.device.type))
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
     if hasattr(input, "LAYOUT") or isinstance(input, DTensor):
         return None
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:

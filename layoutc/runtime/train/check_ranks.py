@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.block_edges import gather_bytes
-from layoutc.runtime.sharding import meshes, registry, shards
+from layoutc.runtime.sharding import cards, meshes, registry, shards
+from layoutc.runtime.torch_private import current_card
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 SHOWN = 8  # disagreements that a message spells out
@@ -47,8 +48,13 @@ def check_ranks(model: nn.Module) -> int:
     not DTensors are skipped. It takes two small all-gathers, whatever the number of parameters; bytes are hashed on the
     host.
 
-    Raises LayoutError on all ranks if something differs, and names the parameters, the difference and the ranks.
+    Over NCCL, it first looks whether each rank has a card of its own, and warns of shards on a card that is not the
+    current one.
+
+    Raises LayoutError on all ranks if ranks share a card, or if something differs; then it names the parameters, the
+    difference and the ranks.
     """
+    _check_cards(model)
     claims: dict[int, Claim] = {}
     named: dict[str, list[str]] = defaultdict(list)
     whole = registry.sharded_parameters()
@@ -64,6 +70,18 @@ def check_ranks(model: nn.Module) -> int:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _compare(claims)
     return sum(map(len, named.values()))
+
+
+def _check_cards(model: nn.Module) -> None:
+    """Raises LayoutError, on all ranks, if ranks share a card; warns of shards that are not on the current one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    world: Any = dist.group.WORLD
+    if cards.over_nccl(world):
+        cards.check_apart(world, torch.device("cuda", current_card()))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            cards.warn_if_elsewhere(name, parameter._local_tensor.device)
 
 
 # --------------------------------------------------------------------------------------------------- what a rank claims

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.sharding import cards, meshes, registry
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight import initial_values
@@ -241,6 +241,8 @@ class MasterWeights(torch.optim.Optimizer):
             local = local_of(param)
             if isinstance(local, QuantizedTensor):
                 local.LAYOUT.check_weights(local._name or "")
+                if isinstance(param, DTensor):
+                    cards.warn_if_elsewhere(local._name or "a weight", local.device)
                 self._recipes[param] = local._name or "a weight", local.LAYOUT.name
                 if not param.requires_grad:
                     initial_values.free(local)
