@@ -78,8 +78,12 @@ def convert(
     if as_json:
         click.echo(json.dumps(done._asdict()))
         return
-    what = f"{len(done.quantized)} weights quantized" if files or like else "no weight quantized"
+    what = (
+        f"{len(done.quantized)} weights quantized" if files or like else f"{len(done.dequantized)} weights dequantized"
+    )
     click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
+    if done.copied:
+        click.echo(f"copied as they are: {', '.join(done.copied)}", err=True)
     if done.no_config:
         told(f"no config.json, take the model's own: {done.no_config}")
     if done.left:

@@ -434,3 +434,31 @@ def test_a_box_is_the_rows_that_it_says(data: Any) -> None:
     pieces = [matrix[entries_of(plane, matrix.shape, rows, shape[-1])] for rows in runs]
     found = torch.cat(pieces).flatten() if pieces else numbers.new_empty(0)
     assert torch.equal(found, numbers[box.slices].flatten())
+
+
+def test_conversions_take_small_files_along_and_say_what_they_did(tmp_path: Path) -> None:
+    """Tokenizer and templates; nothing that states how the source's weights are quantized, and nothing large."""
+    from click.testing import CliRunner
+
+    from layoutc.cli.app import main
+
+    plain, codes, back = tmp_path / "plain", tmp_path / "codes", tmp_path / "back"
+    export_safetensors(nn.Sequential(nn.Linear(32, 64, bias=False)), plain, config={"model_type": "llama"})
+    beside = ("generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "LICENSE")
+    for name in (*beside, "hf_quant_config.json", "quantize_config.json", "notes.bin", "README.md"):
+        (plain / name).write_text(name)
+    done = CliRunner().invoke(main, ["convert", str(plain), str(codes), "--files", "mxfp8/compressed_tensors"])
+    assert done.exit_code == 1
+    assert "nothing says which of its plain ones to quantize: name them with match= (--match)" in done.stderr
+    assert not codes.exists()
+    words = ["--files", "mxfp8/compressed_tensors", "--match", "0.weight"]
+    done = CliRunner().invoke(main, ["convert", str(plain), str(codes), *words])
+    assert "1 weights quantized" in done.stderr
+    (codes / "hf_quant_config.json").write_text("{}")
+    done = CliRunner().invoke(main, ["convert", str(codes), str(back), "--dtype", "float32"])
+    assert "1 weights dequantized" in done.stderr
+    assert f"copied as they are: {', '.join(sorted(beside))}" in done.stderr.replace("\n", " ")
+    for folder in (codes, back):
+        assert {name: (folder / name).read_text() for name in beside} == {name: name for name in beside}
+    names = {path.name for path in back.iterdir()}
+    assert names == {*beside, "config.json", "model.safetensors"}

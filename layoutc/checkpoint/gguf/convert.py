@@ -109,7 +109,8 @@ def convert_gguf(
         finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
-    return Converted(tuple(split), (), tuple(left), why)
+    dequantized = tuple(job.planned.name for job in jobs if header.tensors[job.tensor].type not in PLAIN)
+    return Converted(tuple(split), (), tuple(left), why, dequantized)
 
 
 def convert_to_gguf(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.common.companions import copy_companions
 from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
@@ -43,12 +44,15 @@ from layoutc.runtime.quantize import weights
 
 class Converted(NamedTuple):
     """The files that a conversion wrote, the weights that are quantized in them, and the tensors that it left out.
-    no_config: why there is no config.json, where one would have to be made."""
+    no_config: why there is no config.json, where one would have to be made. dequantized: weights that are plain now.
+    copied: files beside the weights, such as the tokenizer's."""
 
     files: tuple[str, ...]
     quantized: tuple[str, ...]
     left: tuple[str, ...]
     no_config: str = ""
+    dequantized: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
 
 class Job(NamedTuple):
@@ -92,7 +96,7 @@ def convert_safetensors(
     Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
     since programs differ in what such a stack is. Tensors beside weights that only some programs read, such as scales
     of activations, are copied if the target's program reads the same; else they are left out, and named in the result.
-    Other files of the source are not copied.
+    Small files of the source are copied: tokenizer, templates, generation settings.
 
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
     LayoutError or ValueError before anything is written.
@@ -110,6 +114,11 @@ def convert_safetensors(
     found = _quantized(path, contents, every, source_files, into)
     slices, errors = Slices(), list[float]()
     _check_decoded(path, contents, found, every)
+    if into is not None and not found and not match:
+        raise LayoutError(
+            f"{path} holds no quantized weight, and nothing says which of its plain ones to quantize: name them with "
+            "match= (--match), as in --match '*_proj.weight'"
+        )
     with slices:
         jobs = _jobs(contents, found, into, to, match, slices)
     split = split_into_files(jobs, max_shard_bytes)
@@ -121,6 +130,7 @@ def convert_safetensors(
                 write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
         plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
         _write_config(path, partly, into, plain)
+        copied = copy_companions(path, partly)
         finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
@@ -128,7 +138,8 @@ def convert_safetensors(
     taken = {tensor.name for job in jobs for tensor in job.tensors}
     taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
     left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
-    return Converted(tuple(split), tuple(job.name for job in jobs if job.into is not None), tuple(left))
+    quantized = tuple(job.name for job in jobs if job.into is not None)
+    return Converted(tuple(split), quantized, tuple(left), "", () if into else tuple(found), copied)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
