@@ -447,6 +447,20 @@ def test_config_json_has_what_keys_and_shapes_say(heads: str, file: Path, tmp_pa
 
 
 @needs_gguf
+def test_what_a_killed_conversion_left_is_named_by_the_next(file: Path, tmp_path: Path) -> None:
+    """A folder, or a file; nothing is removed, since it may be of one that still runs."""
+    plain, again = tmp_path / "plain", tmp_path / "again.gguf"
+    left, other = tmp_path / ".plain.0123abcd.partly", tmp_path / ".again.gguf.89abcdef.partly"
+    left.mkdir()
+    other.touch()
+    with pytest.warns(UserWarning, match=r"plain: \.plain\.0123abcd\.partly in .* is left of one that was stopped"):
+        checkpoint.convert_gguf(file, plain, dtype="float32")
+    with pytest.warns(UserWarning, match=r"again\.gguf: \.again\.gguf\.89abcdef\.partly in .* is left of one"):
+        checkpoint.convert_to_gguf(plain, again, source=file)
+    assert {*tmp_path.iterdir()} == {plain, again, left, other}
+
+
+@needs_gguf
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_K"])
 def test_finite_values_that_float16_does_not_hold_are_refused(kind: str, tmp_path: Path) -> None:
     """Of a type that a recipe states, and of one that the package dequantizes; bfloat16 holds them."""

@@ -22,6 +22,7 @@ from layoutc.runtime.errors import LayoutError, printable
 
 MANIFEST = "layoutc.json"
 INCOMPLETE, PREVIOUS = ".incomplete", ".previous"  # suffixes of the folders beside a checkpoint
+PARTLY = ".partly"  # of an export or a conversion
 SEEN_WITHIN = 10.0  # seconds until a file must be visible on other nodes
 _PROBE = ".layoutc-probe-"
 _FILES = re.compile(
@@ -38,6 +39,21 @@ def incomplete(folder: Path) -> Path:
 def previous(folder: Path) -> Path:
     """The name that an old checkpoint has while it is replaced."""
     return folder.with_name(f".{folder.name}{PREVIOUS}")
+
+
+def partly(path: Path) -> Path:
+    """A new name beside a file or folder, to write under before it gets its own. Makes the folder that both are in.
+
+    Warns of others like it: what was killed has left them, or is still running, so nothing is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    like = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{8}}{re.escape(PARTLY)}")
+    if left := sorted(one.name for one in os.scandir(path.parent) if like.fullmatch(one.name)):
+        told = (
+            f"{path}: {_few(left)} in {path.parent} is left of one that was stopped, or still runs: remove it if none"
+        )
+        warnings.warn(printable(f"{told} does"), stacklevel=4)
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTLY}")
 
 
 def resolved(folder: str | os.PathLike[str]) -> Path:

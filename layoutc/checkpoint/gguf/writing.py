@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.common.whole_weights import whole_planes
 from layoutc.checkpoint.gguf.container import MAGIC, Header
 from layoutc.checkpoint.gguf.kinds import Kind
@@ -48,8 +47,7 @@ class OpenGguf:
 
     def __init__(self, path: Path, source: Header, planned: Sequence[Planned]) -> None:
         self._path, self._planned, self._alignment = path, list(planned), source.alignment
-        self._partly = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partly")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._partly = partly(path)
         self._file: BinaryIO = open(self._partly, "xb")  # noqa: SIM115 - closed by `finish` or `abandon`
         try:
             self._begin(source)

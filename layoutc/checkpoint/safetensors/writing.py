@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.held.stored import NAMES
 from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
@@ -59,9 +58,9 @@ def check_new(folder: Path, what: str) -> None:
 
 def begin_folder(folder: Path) -> Path:
     """Makes the folder beside, into which files are written."""
-    partly = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partly"
-    partly.mkdir(parents=True, exist_ok=True)
-    return partly
+    made = partly(folder)
+    made.mkdir()
+    return made
 
 
 def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
