@@ -12,7 +12,7 @@ import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import gguf_files
@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
 from harness import Ranks
+from pages import PAGES, Block, blocks
+from places import ROOT
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -31,26 +33,10 @@ from layoutc import checkpoint
 from layoutc.cli.app import main
 
 pytestmark = pytest.mark.checkout
-ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs" / "pages").glob("*.md"))]  # none outside of a checkout
 # What other tests run: CI README's two commands; tests/integrations the trainers; a card the graphs (tests/gpu).
 ELSEWHERE = {"trainers.md": "python sh", "graphs.md": "python"}
 GGUF = find_spec("gguf") is not None
 OF_CI = "python3 -m venv"
-
-
-class Block(NamedTuple):
-    """What stands between two fences."""
-
-    language: str
-    title: str | None
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    """All of a page, in order."""
-    found = re.findall(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    return [Block(language, title or None, text) for language, title, text in found]
 
 
 def of_page(page: Path, language: str) -> list[Block]:
