@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import layoutc
@@ -14,6 +14,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 with needs("peft"):
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
@@ -48,3 +49,23 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
         return model.merge_and_unload(), errors
+
+
+def merged_state(model: Any) -> dict[str, Tensor]:
+    """The base's parameters and buffers with the adapters that are merged into them now, by the base model's names,
+    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until `unmerge_adapter`.
+
+    Raises ValueError for layers with adapters that are not merged, and for modules that are trained as copies.
+    """
+    base: nn.Module = model.get_base_model()
+    layers = {name: one for name, one in base.named_modules() if isinstance(one, BaseTunerLayer)}
+    if apart := [name for name, one in layers.items() if {*one.active_adapters} - {*one.merged_adapters}]:
+        raise ValueError(f"{apart[0]} has adapters that are not merged, {len(apart)} layers in all: merge_adapter()")
+    state = {}
+    for name, value in base.state_dict(keep_vars=True).items():
+        if ".modules_to_save." in name or ".token_adapter." in name:
+            raise ValueError(f"{name} is a copy that is trained: merge_and_unload() makes it part of the model")
+        layer = next((one for one in layers if name.startswith(f"{one}.")), None)
+        if layer is None or name.startswith(f"{layer}.base_layer."):
+            state[name.replace(f"{layer}.base_layer.", f"{layer}.")] = value
+    return state

@@ -244,6 +244,31 @@ def test_merge_has_an_undo(recipe: str) -> None:
         layoutc.unmerge_(torch.ones(2, 2))
 
 
+def streams_in_shards() -> bool:
+    """Merged LoRA, by the base's names: the bytes of one process, as the engine's files hold them."""
+    from layoutc.checkpoint import stream_export
+    from layoutc.integrations.peft import merged_state
+
+    update_warnings._warned.add("merge")
+    alone, model = (adapted(model_of("fp8_block"), lora()) for _ in range(2))
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"0 has adapters that are not merged, 2 layers in all: merge_adapter"):
+        merged_state(model)
+    with pytest.raises(LayoutError, match=r"0\.base_layer\.weight is the base of a layer with adapters: merge them"):
+        list(stream_export(model, files="deepseek"))
+    model.merge_adapter()
+    found = dict(stream_export(merged_state(model), files="deepseek"))
+    model.unmerge_adapter()
+    expected = dict(stream_export(alone.merge_and_unload(), files="deepseek"))
+    assert {"0.weight", "1.weight"} < {*found}
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items())
+
+
+def test_merged_adapters_stream_from_shards(two: Ranks) -> None:
+    assert two.run(streams_in_shards) == [True, True]
+
+
 def comes_back_in_shards(recipe: str) -> bool:
     """PEFT's LoRA, and `merge_`: merged as in one process; and each rank's own bytes."""
     update_warnings._warned.add("merge")

@@ -16,8 +16,14 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, each once: of several names of the same memory, the first."""
+    """Tensors by name, each once: of several names of the same memory, the first. Raises LayoutError for PEFT's names,
+    which no reader knows, and whose layers compute more than their base."""
     state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
+    if wrapped := next((name for name in state if ".base_layer." in name), None):
+        raise LayoutError(
+            f"{wrapped} is the base of a layer with adapters: merge them, and pass the state of the base, "
+            "layoutc.integrations.peft.merged_state(model)"
+        )
     tensors = {}
     seen = set()
     for name, value in state.items():
