@@ -453,9 +453,11 @@ def test_what_a_killed_conversion_left_is_named_by_the_next(file: Path, tmp_path
     left, other = tmp_path / ".plain.0123abcd.partly", tmp_path / ".again.gguf.89abcdef.partly"
     left.mkdir()
     other.touch()
-    with pytest.warns(UserWarning, match=r"plain: \.plain\.0123abcd\.partly in .* is left of one that was stopped"):
+    with pytest.warns(UserWarning, match=r"plain: \.plain\.0123abcd\.partly beside it is left of an export or a conv"):
         checkpoint.convert_gguf(file, plain, dtype="float32")
-    with pytest.warns(UserWarning, match=r"again\.gguf: \.again\.gguf\.89abcdef\.partly in .* is left of one"):
+    with pytest.warns(
+        UserWarning, match=r"again\.gguf: \.again\.gguf\.89abcdef\.partly beside it is left of an export"
+    ):
         checkpoint.convert_to_gguf(plain, again, source=file)
     assert {*tmp_path.iterdir()} == {plain, again, left, other}
 
