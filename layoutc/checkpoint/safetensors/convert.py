@@ -274,7 +274,7 @@ def _weight(
     like = dict[str, Stored]()
     if isinstance(source, Found) and source.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id:
         named = {plane: tensor_name(into.binding.planes[plane].name, name) for plane in source.planes}
-        like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items()}
+        like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items() if not one.meanings}
     if not same:  # the dims of a single value are the program's own
         like = {tensor: one._replace(shape=(0,)) for tensor, one in like.items()}
     tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, like)
