@@ -30,6 +30,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 #: Inside, functions get tensors of classes with a `__torch_function__` of their own as if they had none.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
+#: Whether torch.jit.trace records calls.
+jit_records: Callable[[], bool] = torch._C._is_tracing
+
 #: The innermost transform of torch.func (grad, vmap, ...) that calls are made in; None outside of all.
 transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 

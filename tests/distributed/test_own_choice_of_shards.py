@@ -170,6 +170,12 @@ def ranks_differ() -> None:
     layoutc.set_products_(model, "low" if dist.get_rank() else "auto")
     with pytest.raises(LayoutError, match=r"head.weight: products: auto on rank 0; low on rank 1"):
         layoutc.check_ranks(model)
+    layoutc.set_products_(model, None)
+    with layoutc.products("low" if dist.get_rank() else "dequantize"):
+        words = r"products: dequantize, by layoutc.products on rank 0; low, by layoutc.products on rank 1"
+        with pytest.raises(LayoutError, match=words):
+            layoutc.check_ranks(model)
+    layoutc.check_ranks(model)
 
 
 def test_ranks_that_choose_differently_are_named(two: Ranks) -> None:

@@ -510,6 +510,8 @@ def disagrees(kind: str, where: str) -> tuple[str, str]:
         tensors = values(128, INNER)
         if kind == "other dtype" and mine:  # which would load as well
             tensors["head.weight"] = tensors["head.weight"].float()
+        if kind == "other values" and mine:  # under the same headers
+            tensors = {name: tensor + 1 for name, tensor in tensors.items()}
         if dist.get_rank() in (0, 2):
             write(folder, tensors, 2 if kind == "other files" and mine else 1)
         dist.barrier()
@@ -526,6 +528,7 @@ def disagrees(kind: str, where: str) -> tuple[str, str]:
         ("names", "rank 2 and rank 0 export different names, shapes or dtypes", "[]"),
         ("dtypes", "rank 2 and rank 0 export different names, shapes or dtypes", "[]"),
         ("other dtype", "rank 2 and rank 0 read different files in", "['files', 'theirs']"),
+        ("other values", "rank 2 and rank 0 read different files in", "['files', 'theirs']"),
         ("other files", "rank 2 and rank 0 read different files in", "['files', 'theirs']"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import layoutc
+from layoutc.runtime.errors import UnsupportedOperator
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
 
@@ -134,6 +136,29 @@ def resumes(recipe: str, use: str, folder: str) -> None:
     load_safetensors(again, f"{folder}/out")
     x, _ = batch(9, WIDTH)
     assert torch.equal(again(x), alone(x) if use == "quantized" else again(x))
+
+
+def resumes_unsharded(folder: str) -> None:
+    """safetensors takes no codes, and says so; torch's own format does."""
+    from layoutc.integrations.accelerate import prepare
+
+    engine = accelerator(False)
+    torch.manual_seed(0)
+    model, optimizer = prepare(engine, Model(WIDTH), torch.optim.AdamW, recipe="nvfp4", lr=1e-2)
+    one_step(model, optimizer, 0, engine)
+    with (
+        pytest.raises(UnsupportedOperator, match="safetensors can't write") if engine.is_main_process else nullcontext()
+    ):
+        engine.save_state(f"{folder}/refused")
+    engine.save_state(f"{folder}/state", safe_serialization=False)
+    engine.wait_for_everyone()
+    losses = [one_step(model, optimizer, step, engine) for step in (1, 2)]
+    engine.load_state(f"{folder}/state")
+    assert [one_step(model, optimizer, step, engine) for step in (1, 2)] == losses
+
+
+def test_an_unsharded_state_is_saved_without_safetensors(two: Ranks, tmp_path: Path) -> None:
+    two.run(resumes_unsharded, str(tmp_path))
 
 
 def one_step(model: Any, optimizer: Any, step: int, engine: Any = None) -> float:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import layoutc
 from layoutc.runtime.dispatch import update_warnings
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.train import replaced_parameters
 
 WIDTH = 64
@@ -402,3 +402,28 @@ def test_optimizer_in_place_of_its_class_is_refused() -> None:
     model = nn.Linear(64, 64)
     with pytest.raises(TypeError, match=r"pass the class, MasterWeights\(AdamW, params, \.\.\.\)"):
         layoutc.MasterWeights(torch.optim.AdamW(model.parameters()), model.parameters())  # type: ignore[arg-type]
+
+
+class SAM(torch.optim.SGD):
+    """As the optimizers of that name do it: a step without a closure is an assertion."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("inner", [SAM, torch.optim.LBFGS])
+def test_optimizers_that_evaluate_the_model_are_refused(inner: Any) -> None:
+    model = model_of("nvfp4")
+    optimizer = layoutc.MasterWeights(inner, model.parameters(), lr=0.1)
+    give_gradients(model, 0)
+    with pytest.raises(TypeError, match=f"{inner.__name__} evaluates its closure at intermediate points"):
+        optimizer.step(lambda: torch.ones(()))
+
+
+def test_torch_jit_trace_is_refused_in_words() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        with pytest.raises(UnsupportedOperator, match=r"torch\.jit\.trace can't record nvfp4 weights"):
+            torch.jit.trace(model_of("nvfp4"), torch.ones(2, WIDTH))
+        torch.jit.trace(model_of(None), torch.ones(2, WIDTH))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from layoutc.checkpoint.gguf.types import TYPES
-from layoutc.checkpoint.untrusted.files import open_file, read_at, short
+from layoutc.checkpoint.untrusted.files import open_file, read_at, sampled, short
 from layoutc.runtime.errors import DamagedError
 
 MAGIC = b"GGUF"
@@ -56,7 +56,8 @@ class Header(NamedTuple):
     """What a file says of itself.
 
     values: numbers, strings and short arrays of numbers by key; other arrays are left out. keys: where each key-value
-    lies in the file. digest: of all bytes of the header. files: of a model in several, all of them.
+    lies in the file. digest: of all bytes of the header, and of some of the data. files: of a model in several,
+    all of them.
     """
 
     path: Path
@@ -160,7 +161,8 @@ def read_header(path: Path) -> Header:
         alignment = _alignment(path, values)
         described = [_entry(cursor) for _ in range(entries)]
         start = cursor.at + -cursor.at % alignment
-        digest = hashlib.sha256(f"{cursor.size} ".encode() + cursor.bytes[: cursor.at]).hexdigest()
+        some = sampled(file, start, cursor.size)
+        digest = hashlib.sha256(f"{cursor.size} ".encode() + cursor.bytes[: cursor.at] + some).hexdigest()
         tensors = _placed(path, described, start, cursor.size, alignment)
     return Header(path, version, alignment, values, keys, tensors, digest, (path,))
 

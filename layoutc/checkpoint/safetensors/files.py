@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
-from layoutc.checkpoint.untrusted.files import DIMS, json_of, open_file, read_at, read_whole, short
+from layoutc.checkpoint.untrusted.files import DIMS, json_of, open_file, read_at, read_whole, sampled, short
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.weight.stored_form import is_facts
 
@@ -27,7 +27,8 @@ CHUNK = 1 << 24  # bytes of a file that are read at a time for its checksum
 
 
 class Contents(NamedTuple):
-    """The contents of a folder: tensors by name, descriptions of quantized weights by name, a digest of all headers."""
+    """The contents of a folder: tensors by name, descriptions of quantized weights by name, a digest of all headers and
+    of some of the data."""
 
     tensors: dict[str, Stored]
     described: dict[str, Mapping[str, Any]]
@@ -66,6 +67,8 @@ def read_folder(folder: Path) -> Contents:
             raise DamagedError(f"{folder / INDEX} names {name}, which is missing; copy the whole folder")
         tensors, metadata, header = read_header(path)
         digest.update(f"{name} {len(header)} ".encode() + header)
+        with open_file(path) as file:
+            digest.update(sampled(file, 8 + len(header), os.fstat(file.fileno()).st_size))
         if lacking := [one for one in wanted or () if one not in tensors]:
             raise DamagedError(f"{folder / INDEX} says that {path.name} holds {lacking[0]}, but it does not")
         described = _described(path, metadata)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
+from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear, steady_linear
 from layoutc.runtime.products.choice import Keeps, keeps
@@ -35,6 +36,7 @@ from layoutc.runtime.torch_private import (
     any_autocast,
     applied,
     is_wrapped,
+    jit_records,
     transform,
     without_torch_function,
 )
@@ -171,6 +173,11 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
     """`__torch_function__` of recipes: FUNCTIONS as one function each, all others as they are."""
     if func is torch.autograd.grad and (by_edges := _by_edges(*args, **(kwargs or {}))) is not None:
         return by_edges()
+    if jit_records() and issubclass(cls, QuantizedTensor):
+        raise UnsupportedOperator(
+            f"torch.jit.trace can't record {cls.LAYOUT.name} weights, whose codes no graph of TorchScript holds: use "
+            "torch.export.export(model, inputs) or torch.compile(model)"
+        )
     multiply = FUNCTIONS.get(func)
     with without_torch_function():  # inside, a weight's shape is no call of this function
         made = None if multiply is None else multiply(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import product_mode
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.block_edges import gather_bytes
@@ -42,11 +43,11 @@ def check_ranks(model: nn.Module) -> int:
     """Checks that all ranks hold the same model; returns the number of sharded parameters that were checked.
 
     Collective: every rank of the default process group calls it. The ranks of a parameter's device mesh compare names
-    and order of parameters, shape, dtype and placements; recipe, layout id and orientations of quantized weights; the
-    bytes of scales, amaxes and histories that shards share, also of blocks that a cut splits; and all bytes of replicas
-    (HSDP). Weights that are cast on gather are checked too, and gathered weights by their shards. Parameters that are
-    not DTensors are skipped. It takes two small all-gathers, whatever the number of parameters; bytes are hashed on the
-    host.
+    and order of parameters, shape, dtype and placements; recipe, layout id, orientations and products of quantized
+    weights, as `layoutc.products` or their own choice has them now; the bytes of scales, amaxes and histories that
+    shards share, also of blocks that a cut splits; and all bytes of replicas (HSDP). Weights that are cast on gather
+    are checked too, and gathered weights by their shards. Parameters that are not DTensors are skipped. It takes two
+    small all-gathers, whatever the number of parameters; bytes are hashed on the host.
 
     Over NCCL, it first looks whether each rank has a card of its own, and warns of shards on a card that is not the
     current one.
@@ -98,7 +99,7 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         kind = "cast on gather to " if isinstance(local, CastOnGather) else ""
         facts["recipe"] = f"{kind}{local.LAYOUT.name}, layout {local.LAYOUT.layout_id}"
         facts["orientations"] = "+".join(local.orientations) or "none"
-        facts["products"] = local._products or "as set for all"
+        facts["products"] = local._products or f"{product_mode.current()}, by layoutc.products"
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
     if local.is_meta:
         return

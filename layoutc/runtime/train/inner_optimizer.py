@@ -140,11 +140,11 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 def step(inner: torch.optim.Optimizer) -> None:
     """Steps the inner optimizer.
 
-    Raises TypeError for one that needs a closure (LBFGS), since it moves weights and evaluates the model by itself.
+    Raises TypeError for one that needs a closure (LBFGS, SAM): it moves weights and evaluates the model by itself.
     """
     try:
         inner.step()
-    except TypeError as error:
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:  # what they raise without one
         if "closure" not in str(error):
             raise
         raise TypeError(

@@ -103,7 +103,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Collective: every rank steps with the same parameters. Parameters of a group whose learning rate is 0 are not
         written. closure: called once, before the step; its result is returned. Raises LayoutError as the class says,
-        TypeError for inner optimizers that need a closure (LBFGS).
+        TypeError for inner optimizers that need a closure (LBFGS, SAM).
         """
         loss = None
         if closure is not None:
