@@ -53,7 +53,7 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
 
 def merged_state(model: Any) -> dict[str, Tensor]:
     """The base's parameters and buffers with the adapters that are merged into them now, by the base model's names,
-    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until `unmerge_adapter`.
+    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until they are unmerged.
 
     Raises ValueError for layers with adapters that are not merged, and for modules that are trained as copies.
     """
