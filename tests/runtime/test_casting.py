@@ -476,6 +476,36 @@ def test_initializers_write_what_they_write_into_plain_weights() -> None:
         assert torch.equal(cast.weight.plain, plain.weight)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("how", ["autocast", "to", "compiled"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_a_copy_in_another_dtype_is_multiplied_as_the_gathered_weight(recipe: str, how: str) -> None:
+    """Values are quantized before they are rounded, as FSDP2 gathers them; the copy's own values are the weight's."""
+    weight = nn.Parameter(module_of(recipe).CastTensor(values_for(recipe)))
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        if how == "to":
+            return F.linear(x.bfloat16(), weight.to(torch.bfloat16))
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, weight)
+
+    call = torch.compile(run, backend="aot_eager") if how == "compiled" else run
+    plain = nn.Parameter(module_of(recipe).quantize(weight.plain.float()).dequantize())  # type: ignore[attr-defined]
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    made, expected = call(inputs[0], weight), run(inputs[1], plain)
+    assert torch.equal(made, expected)
+    for out in (made, expected):
+        out.float().square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+    assert torch.equal(weight.grad, plain.grad)  # type: ignore[arg-type]
+    rounded: Any = weight.to(torch.bfloat16)
+    assert torch.equal(rounded.plain, weight.plain.bfloat16())  # type: ignore[attr-defined]
+    with torch.no_grad():
+        weight.mul_(2)  # now the copy is by itself
+        own = module_of(recipe).quantize(rounded.plain).dequantize()
+        assert torch.equal(F.linear(x.bfloat16(), rounded), F.linear(x.bfloat16(), own))
+
+
 def test_a_vector_made_from_it_is_plain() -> None:
     """As spectral_norm makes one for each side of a weight, and draws into it."""
     layer = nn.Linear(128, 256, bias=False)

@@ -1,7 +1,9 @@
-"""Copies of views of weights: they have the view's values, and a model multiplies with them as with the view.
+"""Copies of views of weights, and copies in another dtype: they have the values, and a model multiplies with them as
+with the view.
 
 To quantize their values anew would give them blocks of their own, and other products than FSDP2's gathered weight has:
-a transposed copy would have blocks along the other axis, a copy of some rows an amax of its own.
+a transposed copy would have blocks along the other axis, a copy of some rows an amax of its own; and a copy that
+autocast made, or a layer by `weight.to(x.dtype)`, would be rounded before it is quantized.
 """
 
 from __future__ import annotations
@@ -31,16 +33,20 @@ class CopiedView:
             view = first._alias()
             view._views, view._transposed = views, transposed
         self._planes = weakref.ref(view._planes)
+        self.products = view._products
         self._rest = view._views, view._transposed, view._name, view._agreed, view._products
         self._written = view._agreed.count(view), copy._agreed.count(copy)
 
     def view(self, copy: Cast) -> Cast | None:
-        """The view; None where its weight is gone. Raises LayoutError if that or the copy has been written since."""
+        """The view; None where its weight is gone, or a copy of a whole one, which has blocks of its own, no longer is
+        one. Raises LayoutError if the weight of a view or the copy has been written since."""
         if (planes := self._planes()) is None:
             return None
         view = copy._wrap(planes, planes["values"])
         view._views, view._transposed, view._name, view._agreed, view._products = self._rest
         if self._written != (view._agreed.count(view), copy._agreed.count(copy)):
+            if not view._views:
+                return None
             raise LayoutError(
                 f"{copy._label()} is a copy of a view of a weight, and either has been written since, so what its "
                 "blocks are is not known: to multiply with the weight, copy the view again; for a weight with blocks "

@@ -37,7 +37,10 @@ def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     """An alias outside of the model, unless it becomes a parameter, or stands for one in a traced graph."""
     alias: CastOnGather = args[0]._alias()
-    alias._detached = alias._detached or not callers.keeps_the_weight()
+    keeps = callers.keeps_the_weight()
+    alias._detached = alias._detached or not keeps
+    if keeps and alias._copied is not None:  # a parameter is no copy
+        alias._products = alias._copied.products
     return alias
 
 
@@ -99,15 +102,18 @@ def _empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """clone, _to_copy, _pin_memory: of the class in any floating-point dtype; in another dtype, a plain tensor.
 
-    A copy of a view has values of its own, but no blocks.
+    A copy of a view has values of its own, but no blocks. One in another dtype has values that are rounded; in a model
+    it is the gathered weight in that dtype, which is dequantized.
     """
     tensor: CastOnGather = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
     if not made.is_floating_point():
         return made
     moved = tensor._fresh(made)
-    if _is_view_in_a_model(tensor):
+    converts = made.dtype != tensor.dtype and not callers.converts_a_module()
+    if (converts or _is_view(tensor)) and _is_in_a_model(tensor):
         moved._copied = CopiedView(tensor, moved)
+        moved._products = "dequantize" if converts else moved._products
         return moved
     if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
@@ -117,15 +123,14 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return moved
 
 
-def _is_view_in_a_model(tensor: CastOnGather) -> bool:
-    """True for a view of an unsharded weight, or of a copy of such a view, but those that are cut for ranks."""
-    is_view = bool(tensor._views) or (tensor._copied is not None and not isinstance(tensor, nn.Parameter))
-    return (
-        is_view
-        and not tensor.is_detached
-        and registry.find(tensor) is None
-        and not callers.is_called_from("torch.distributed")
-    )
+def _is_view(tensor: CastOnGather) -> bool:
+    """True for a view, or a copy of one."""
+    return bool(tensor._views) or (tensor._copied is not None and not isinstance(tensor, nn.Parameter))
+
+
+def _is_in_a_model(tensor: CastOnGather) -> bool:
+    """True for an unsharded weight and its views, but those that are cut for ranks."""
+    return not tensor.is_detached and registry.find(tensor) is None and not callers.is_called_from("torch.distributed")
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -136,6 +141,9 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     for position, operand in enumerate(args):
         if isinstance(operand, CastOnGather):
             is_left = position == first or func is aten.linear.default
+            if operand.is_converted:  # as a gathered weight: to values that both passes multiply
+                operands.append(_values(func, (operand,), {}))
+                continue
             wanted = "rowwise" if is_left != operand.is_transposed else "columnwise"
             operand = operand.in_use((read_as(operand, wanted),))
         operands.append(operand)

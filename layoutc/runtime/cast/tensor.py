@@ -171,7 +171,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             if registry.find(self) is not None or hooks.simulated():
                 return self._quantized(self._plain, chosen)
             if (copied := self._copied_view()) is not None:
-                return self._viewed(copied.quantize(chosen))  # type: ignore[return-value]
+                whole = copied.quantize(chosen)._alias(dtype=self.dtype)
+                whole._products = self._products
+                return self._viewed(whole)  # type: ignore[return-value]
             return self._viewed(self._quantized(self._planes["values"], chosen))  # type: ignore[return-value]
 
     def in_use(self, orientations: Sequence[str] | None = None) -> Tensor:
@@ -188,13 +190,19 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             if isinstance(whole, QuantizedTensor):
                 strict.note(str(self._views[-1].func), self._label())
                 whole = whole.dequantize()
-            return self._viewed(whole.contiguous())
+            return self._viewed(whole.to(self.dtype).contiguous())
 
     @property
     def is_transposed(self) -> bool:
         """Whether rows of the quantized weight are its columns."""
         copied = self._copied_view() if self._copied is not None else None
         return self._transposed != (copied is not None and copied._transposed)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it is a copy of a weight in another dtype."""
+        copied = self._copied_view() if self._copied is not None else None
+        return copied is not None and copied.dtype != self.dtype
 
     def _copied_view(self) -> CastOnGather | None:
         """The view that this is a copy of, where it is; a parameter is a weight by itself."""
