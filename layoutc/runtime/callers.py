@@ -127,6 +127,15 @@ def merging() -> tuple[str, Any]:
     return "", None
 
 
+def redistributes() -> bool:
+    """True within `DTensor.redistribute` of a parameter, as SimpleFSDP gathers weights; false within `full_tensor`."""
+    frame = find("torch.distributed.tensor._redistribute", "forward")
+    if frame is None or find("torch.distributed.tensor._api", "full_tensor") is not None:
+        return False
+    given = frame.f_locals["input"]
+    return isinstance(given, nn.Parameter) or given.requires_grad
+
+
 def of_collective() -> str | None:
     """The module that called the torch.distributed function whose handler runs; None if there is no such function."""
     within = False

@@ -505,6 +505,31 @@ def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str)
     four.run(trains_as_simple_fsdp, recipe, False)
 
 
+def refuses_cast_weights(recipe: str) -> None:
+    """Before anything is sent; values are gathered for those who ask for values."""
+    mesh, width = mesh_of(dist.get_world_size()), width_for(recipe, dist.get_world_size())
+    model = nn.Linear(width, width, bias=False)
+    values = model.weight.detach().clone()
+    layoutc.cast_on_gather_(model, recipe)
+    simple_fsdp(model, mesh)
+    param: Any = model._parameters["weight"]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(LayoutError, match="for SimpleFSDP, layoutc"):
+            model(torch.ones(2, width))
+    with pytest.raises(LayoutError, match="full_tensor"):
+        param.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
+    dist.broadcast(values, 0)
+    assert torch.equal(param.full_tensor(), values)
+    whole = param.detach().redistribute(placements=[Replicate()]).to_local()
+    assert torch.equal(getattr(whole, "plain", whole), values)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_simple_fsdp_refuses_weights_that_are_cast_on_gather(two: Ranks, recipe: str) -> None:
+    """Plain values would travel, and layers would multiply them."""
+    two.run(refuses_cast_weights, recipe)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:

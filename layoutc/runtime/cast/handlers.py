@@ -20,10 +20,11 @@ from layoutc.runtime.dispatch import einsum
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import read_as
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry, shards
-from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
+from layoutc.runtime.torch_private import c10d_functional, in_backward, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -53,6 +54,16 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
     if isinstance(shown, Tensor):
         return tensor._alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
     return [tensor._alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+
+
+def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
+    """Raises LayoutError where a model gathers a DTensor of plain values, which layers would multiply as they are."""
+    if callers.redistributes():
+        raise LayoutError(
+            f"redistribute: {tensor._label()}, would be gathered as plain values, which layers would multiply: call "
+            f'fully_shard(model); or, for SimpleFSDP, layoutc.quantize_(model, "{tensor.LAYOUT.name}") in place of '
+            "cast_on_gather_; for the plain values, call full_tensor() or weight.detach().redistribute(...)"
+        )
 
 
 def _check_part(tensor: CastOnGather, part: Tensor) -> None:
@@ -111,6 +122,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return made
     moved = tensor._fresh(made)
     converts = made.dtype != tensor.dtype and not callers.converts_a_module()
+    if converts:
+        _refuse_gathers_of_values(tensor)
     if (converts or _is_view(tensor)) and _is_in_a_model(tensor):
         moved._copied = CopiedView(tensor, moved)
         moved._products = "dequantize" if converts else moved._products
@@ -170,6 +183,10 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return decomposed
     if func is aten.cat.default:
         refuse_flat_parameters(args[0])
+    if func.namespace == c10d_functional.name and func._schema.name.endswith(_GATHERS):
+        for tensor in tree_leaves(args[0]):
+            if isinstance(tensor, CastOnGather):
+                _refuse_gathers_of_values(tensor)
     targets = _written(func, args, kwargs)
     everything = bool(targets) or _reads_values(func, args, kwargs)
     in_formula = in_backward() and callers.is_backward_of_a_model()
@@ -233,6 +250,7 @@ _COPIES = (
     aten.record_stream.default,
     aten._local_scalar_dense.default,
 )
+_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 _VECTORS = "torch.nn.utils.convert_parameters"  # flat copies, from which others write parameters
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 _LOW_PRECISION = autograd.HANDLERS | experts.HANDLERS
