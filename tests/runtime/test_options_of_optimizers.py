@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -184,3 +185,23 @@ def test_packages_step_masters_as_plain_parameters(package: str, name: str) -> N
             ours.eval()
             theirs.eval()
         assert_follows(layer, ours, plain)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_names_of_parameters_are_kept_where_plain_torch_keeps_them(grouped: bool) -> None:
+    """In both optimizers' groups, in those that are added, and in states that are loaded."""
+
+    def groups(quantized: bool, kind: Any) -> list[list[Any]]:
+        model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+        if quantized:
+            layoutc.quantize_(model, "nvfp4")
+        named = list(model.named_parameters())
+        given = [{"params": named[:2], "lr": 1e-3}, {"params": iter(named[2:])}] if grouped else iter(named)
+        optimizer = kind(given, lr=1e-2)
+        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(4)))]})
+        optimizer.load_state_dict(optimizer.state_dict())
+        found = [optimizer, optimizer.inner] if quantized else [optimizer]
+        return [[group["param_names"] for group in one.param_groups] for one in found]
+
+    expected = groups(False, torch.optim.AdamW)
+    assert groups(True, partial(layoutc.MasterWeights, torch.optim.AdamW)) == expected * 2

@@ -72,7 +72,9 @@ class MasterWeights(torch.optim.Optimizer):
         for group in groups:
             members = group["params"]
             members = [members] if isinstance(members, Tensor) else list(members)
-            group["params"] = [m[1] if isinstance(m, tuple) else m for m in members]  # named_parameters()
+            if members and isinstance(members[0], tuple):  # named_parameters()
+                group["param_names"], members = map(list, zip(*members, strict=True))
+            group["params"] = members
         self._masters: dict[Tensor, Tensor] = {}
         self._recipes: dict[Tensor, tuple[str, str]] = {}
         self._written: dict[Tensor, Any] = {}
