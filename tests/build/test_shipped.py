@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_a_recipe_that_two_packages_ship_is_not_chosen_between(installed: Path) 
     assert refused.exit_code == 2
     assert "layoutc and theirs ship a recipe nvfp4; name one: --specs layoutc" in refused.output
     assert run("check", "nvfp4", "--specs", "theirs").exit_code == 0
+
+
+@pytest.mark.checkout
+def test_a_program_beside_a_checkout_imports_the_package_inside(tmp_path: Path) -> None:
+    """A folder `layoutc` beside a program comes before installed packages."""
+    (tmp_path / "layoutc").symlink_to(ROOT, target_is_directory=True)
+    text = (
+        "import layoutc.recipes\nfrom layoutc import __version__\nprint(layoutc.__file__, len(layoutc.recipes.RECIPES))"
+    )
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    file, count = done.stdout.rsplit(" ", 1)
+    assert Path(file).resolve() == ROOT / "layoutc" / "__init__.py"
+    assert int(count) > 30
 
 
 # ------------------------------------------------------------------------------------- every way to name a recipe
