@@ -50,8 +50,8 @@ def partly(path: Path) -> Path:
     like = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{8}}{re.escape(PARTLY)}")
     if left := sorted(one.name for one in os.scandir(path.parent) if like.fullmatch(one.name)):
         told = (
-            f"{path}: {_few(left)} beside it is left of an export or a conversion that was stopped, or of one that still "
-            f"runs; if none does: rm -r {path.with_name(left[0])}"
+            f"{path}: {_few(left)} beside it is left of an export or a conversion that was stopped, or of one that "
+            f"still runs; if none does: rm -r {path.with_name(left[0])}"
         )
         warnings.warn(printable(told), stacklevel=4)
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTLY}")
