@@ -91,13 +91,7 @@ FILES = {
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_compute_dtype": "bfloat16",
         },
-        recognized=(
-            "quant_method",
-            "load_in_4bit",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-            "bnb_4bit_quant_storage",
-        ),
+        recognized=("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         plain="llm_int8_skip_modules",
     ),
     "bitsandbytes_double": Binding(
@@ -145,13 +139,7 @@ FILES = {
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_compute_dtype": "bfloat16",
         },
-        recognized=(
-            "quant_method",
-            "load_in_4bit",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-            "bnb_4bit_quant_storage",
-        ),
+        recognized=("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         plain="llm_int8_skip_modules",
     ),
 }

@@ -41,7 +41,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nf4_bitsandbytes",
     summary="NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization",
-    spec_sha256="6378f128987502a2208118fee7536d53e3b7a235d6fcdba77c5ba7aad61e61d5",
+    spec_sha256="2cddadb400931481bbca230beddd91b2e1f7b1f729339f73d88b483680a20b50",
     layout_id="54509abfdf25",
     language=1,
     shard_rows=1,

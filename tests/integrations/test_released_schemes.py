@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import Ranks
-from test_files_of_others import compressed, same_files, tensors_in
+from test_files_of_others import compressed, nf4_config, same_files, tensors_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -31,7 +31,11 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[{extra}]'")
-    for name, extra in (("transformers", "integrations"), ("compressed_tensors", "formats"))
+    for name, extra in (
+        ("transformers", "integrations"),
+        ("compressed_tensors", "formats"),
+        ("bitsandbytes", "formats"),
+    )
 ]
 Tensors = dict[str, Tensor]
 Writer = Callable[[Tensors], tuple[Tensors, dict[str, Any]]]
@@ -113,6 +117,31 @@ def times_scale(tensors: Tensors, name: str) -> Tensor:
     return tensors[name].float() * tensors[f"{name}_scale"]
 
 
+def nf4(state: Tensors, quant_storage: torch.dtype) -> tuple[Tensors, dict[str, Any]]:
+    """bitsandbytes' own bytes, in tensors that call them numbers of a wider dtype, as FSDP1 wanted."""
+    from bitsandbytes.functional import quantize_4bit
+
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        tensors[name], kept = quantize_4bit(value, blocksize=64, quant_type="nf4", quant_storage=quant_storage)
+        tensors |= {f"{name}.{key}": one for key, one in kept.as_dict(packed=True).items()}
+    return tensors, nf4_config(False) | {"bnb_4bit_quant_storage": str(quant_storage)[6:]}
+
+
+def read_by_bitsandbytes(tensors: Tensors, name: str) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    beside = {key: one for key, one in tensors.items() if key.startswith(f"{name}.")}
+    state = QuantState.from_dict(
+        {key.removeprefix(f"{name}."): one for key, one in beside.items()}, torch.device("cpu")
+    )
+    values: Tensor = dequantize_4bit(tensors[name], state)
+    return values
+
+
 class Scheme(NamedTuple):
     """Who writes it, who reads it (by compressed-tensors where None), the binding of exports, one that converts there
     and back; and whether scales keep the dtype of the source when they change."""
@@ -163,6 +192,18 @@ SCHEMES = {
     ),
     "w8a8": Scheme(
         compressed("W8A8", "int-quantized"), None, "compressed_tensors", "int8_rowwise/compressed_tensors", keeps=False
+    ),
+    "nf4_in_bf16": Scheme(
+        partial(nf4, quant_storage=torch.bfloat16),
+        read_by_bitsandbytes,
+        "bitsandbytes",
+        "nf4_bitsandbytes/bitsandbytes",
+    ),
+    "nf4_in_fp32": Scheme(
+        partial(nf4, quant_storage=torch.float32),
+        read_by_bitsandbytes,
+        "bitsandbytes",
+        "nf4_bitsandbytes/bitsandbytes",
     ),
     "tensor_of_transformers": Scheme(  # Devstral, Ministral
         partial(
@@ -257,7 +298,7 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
     values = {key: values_of(name, path, key) for key in ("up_proj.weight", "down_proj.weight")}
     convert_safetensors(path, tmp_path / "plain", dtype=values["up_proj.weight"].dtype)
     assert all(torch.equal(tensors_in(tmp_path / "plain")[key], one) for key, one in values.items())
-    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5)
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=2.0)
     for _ in range(2):
         model(torch.ones(4, 256, dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
@@ -266,7 +307,7 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
         export_safetensors(model, tmp_path / "tuned", files=scheme.files, source=path)
     assert any("the scales are written as F32" in str(one.message) for one in said) != scheme.keeps
     before, after = tensors_in(path), tensors_in(tmp_path / "tuned")
-    assert not torch.equal(after["up_proj.weight"].view(torch.uint8), before["up_proj.weight"].view(torch.uint8))
+    assert not same_files(path, tmp_path / "tuned")
     check_values(name, tmp_path / "tuned", model)
     assert not scheme.keeps or {key: one.dtype for key, one in before.items()} == {
         key: one.dtype for key, one in after.items()

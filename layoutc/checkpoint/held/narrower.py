@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.held.stored import Stored
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.facts import Facts
 
@@ -16,11 +17,24 @@ INTO_F32 = {
     "U8": torch.float8_e8m0fnu,
 }
 
+STORAGES = ("BF16", "F16", "F32", "F64")  # of bitsandbytes' codes, for FSDP1, which shards tensors of one dtype alone
+
 
 def is_narrower(bound: BoundPlane, dtype: str) -> bool:
     """True if a plane of fp32 holds every value that a file's tensor of this dtype may have."""
     exact = bound.codes is None and bound.over is None and bound.by is None
     return exact and bound.dtype == "F32" and dtype in INTO_F32
+
+
+def is_storage(bound: BoundPlane, stored: Stored) -> bool:
+    """True for codes in one column of bytes, in a tensor that calls them numbers of a wider dtype."""
+    column = len(stored.shape) == 2 and stored.shape[1] == 1
+    return bound.dtype == "U8" and bound.bits <= 8 and bound.codes is None and column and stored.dtype in STORAGES
+
+
+def as_bytes(stored: Stored, shape: tuple[int, ...]) -> Stored:
+    """Such a tensor, read as bytes of this shape."""
+    return stored._replace(dtype="U8", shape=shape, header=(stored.dtype, stored.shape))
 
 
 def as_stored(bound: BoundPlane, plane: Facts, dtype: str | None) -> tuple[BoundPlane, Facts]:

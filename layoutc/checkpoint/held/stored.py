@@ -34,7 +34,8 @@ NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file."""
+    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file. header: the dtype and shape
+    there, of bytes that are read as another dtype."""
 
     path: Path
     name: str
@@ -42,6 +43,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+    header: tuple[str, tuple[int, ...]] | None = None
 
 
 Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # slices of tensors, all of one without any

@@ -12,6 +12,7 @@ from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, encode
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
+from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
@@ -37,6 +38,19 @@ class Held(NamedTuple):
     def may_be_shorter(self) -> bool:
         """True for a text with numbers that are known only when it is made."""
         return self.stated is not None and bool(self.stated.offsets)
+
+
+def with_codes(one: Held, parameter: str, count: int) -> list[Held]:
+    """A plane's tensor; of codes of `count` values, those of what they stand for too."""
+    if (codes := one.codes) is None:
+        return [one]
+    codebook = Facts((256,), torch.float32)
+    scale = Facts((-(-count // codes.block),), torch.float32)
+    return [
+        one._replace(of="codes"),
+        one._replace(name=tensor_name(codes.codebook, parameter), facts=codebook, of="codebook"),
+        one._replace(name=tensor_name(codes.scale, parameter), facts=scale, of="scale"),
+    ]
 
 
 class Kept(Protocol):

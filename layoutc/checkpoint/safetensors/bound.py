@@ -14,7 +14,7 @@ from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, Meaning
 from layoutc.checkpoint.held.stated import Stated, order_beside, stated
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
-from layoutc.checkpoint.held.weights import Held
+from layoutc.checkpoint.held.weights import Held, with_codes
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
@@ -140,32 +140,22 @@ def held(
             there = like.get(tensor)
             as_is, in_file = narrower.as_stored(pattern, of_part[plane], there.dtype if there else None)
             place = _place(f"{about}: {tensor}", as_is, in_file, matrices)
-            if there is not None and prod(there.shape) == prod(place.shape) == 1:
+            dtype = as_is.dtype
+            if there is not None and there.header is not None:
+                dtype, place = there.header[0], place._replace(shape=there.header[1])
+            elif there is not None and prod(there.shape) == prod(place.shape) == 1:
                 place = place._replace(shape=there.shape)
             first = number * in_file.shape[0]
             rows = (first, first + in_file.shape[0])
-            facts = Facts(place.shape, OF_OTHERS[as_is.dtype])
+            facts = Facts(place.shape, OF_OTHERS[dtype])
             one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes)
-            tensors += _coded(one, parameter, prod(in_file.shape))
+            tensors += with_codes(one, parameter, prod(in_file.shape))
         for follows in stated(binding, parameter, each, shape[-1]):
             facts = follows.facts
             if follows.text is not None:
                 facts = Facts((follows.most(texts.get(follows.name)),), facts.dtype)
             tensors.append(Held(follows.name, facts, "", (0, 0), None, follows, number))
     return tuple(tensors)
-
-
-def _coded(one: Held, parameter: str, count: int) -> list[Held]:
-    """A plane's tensor; of codes of `count` values, those of what they stand for too."""
-    if (codes := one.codes) is None:
-        return [one]
-    codebook = Facts((256,), torch.float32)
-    scale = Facts((-(-count // codes.block),), torch.float32)
-    return [
-        one._replace(of="codes"),
-        one._replace(name=tensor_name(codes.codebook, parameter), facts=codebook, of="codebook"),
-        one._replace(name=tensor_name(codes.scale, parameter), facts=scale, of="scale"),
-    ]
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -259,7 +249,7 @@ def find(
             dtype = tensors[tensor].dtype if tensor in tensors else None
             as_is, in_file = narrower.as_stored(pattern, of_part[plane], dtype)
             place = _place(f"{about}: {tensor}", as_is, in_file, matrices)
-            stored = _there(about, tensors, tensor, as_is.dtype, place.shape)
+            stored = _there(about, tensors, tensor, as_is.dtype, place.shape, as_is)
             parts.append((stored, place))
             names.add(tensor)
             meanings += _meaning(about, bound, pattern, parameter, prod(in_file.shape), tensors)
@@ -306,10 +296,19 @@ def _meaning(
     return [Meaning(codebook, scale, tensors[text], codes.block, codes.offset)]
 
 
-def _there(about: str, tensors: Mapping[str, Stored], name: str, dtype: str, shape: tuple[int, ...]) -> Stored:
+def _there(
+    about: str,
+    tensors: Mapping[str, Stored],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    bound: BoundPlane | None = None,
+) -> Stored:
     """A tensor of this shape and dtype. Raises LayoutError."""
     if (stored := tensors.get(name)) is None:
         raise LayoutError(f"{about}: {name} is not there")
+    if bound is not None and narrower.is_storage(bound, stored) and stored.end - stored.begin == prod(shape):
+        return narrower.as_bytes(stored, shape)
     _check(about, stored, dtype, shape)
     return stored
 

@@ -213,6 +213,9 @@ class Slices:
 
 def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
     """The one place where values are read."""
+    if stored.header is not None:
+        whole: Tensor = file.get_tensor(stored.name)
+        return whole.reshape(-1).view(torch.uint8).reshape(stored.shape)[index]
     values: Tensor = file.get_slice(stored.name)[index] if index else file.get_tensor(stored.name)
     return values
 

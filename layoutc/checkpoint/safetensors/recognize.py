@@ -145,9 +145,12 @@ def _fit(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, St
     first, fit = parts_of(bound.as_in(name, tensors).binding, name, matrices)[0], 2
     for plane in bound.binding.planes.values():
         stored = tensors.get(tensor_name(plane.name, first))
-        if stored is None or not (is_dtype(stored, plane.dtype) or narrower.is_narrower(plane, stored.dtype)):
+        if stored is None:
             return 0
-        fit = fit if is_dtype(stored, plane.dtype) else 1
+        as_is = is_dtype(stored, plane.dtype) or narrower.is_storage(plane, stored)
+        if not as_is and not narrower.is_narrower(plane, stored.dtype):
+            return 0
+        fit = fit if as_is else 1
     return fit
 
 
