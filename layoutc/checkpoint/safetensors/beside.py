@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from layoutc.checkpoint.held.stored import OF_OTHERS
-from layoutc.checkpoint.safetensors.files import Slices, read_folder
+from layoutc.checkpoint.held.stored import Stored
+from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.names import parts_of, tensor_name
-from layoutc.runtime.errors import LayoutError, printable
+from layoutc.runtime.bindings.source_configs import Modules
+from layoutc.runtime.errors import printable
 
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
 )
 # What transformers' loader leaves out of old files where a model makes it itself: the buffer, and the name there.
 MADE_BY_MODELS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-MOST = 1 << 20  # bytes of such a tensor: scales of activations have a value for each channel at most
+
+
+class Weight(NamedTuple):
+    """A tensor that an export writes. name, shape: in the files. bound: by what it is written quantized. is_matrix: a
+    weight that could be quantized, of a module that is no table of embeddings."""
+
+    name: str
+    shape: tuple[int, ...]
+    bound: Bound | None
+    is_matrix: bool
+
+    @property
+    def matrices(self) -> int | None:
+        """Of a weight with leading dims; None without any."""
+        return prod(self.shape[:-2]) if len(self.shape) > 2 else None
 
 
 def names_beside(bound: Bound, name: str, matrices: int | None) -> list[str]:
@@ -41,25 +57,70 @@ def left_out_by(model: nn.Module) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in dict.fromkeys(patterns)))
 
 
-def copied(source: Path, weights: Iterable[tuple[str, int | None, Bound]]) -> dict[str, Tensor]:
-    """Those of some weights that a folder holds, in memory of their own.
+def modules_of(
+    weights: Sequence[Weight], theirs: Sequence[Bound], source: Mapping[str, Stored]
+) -> tuple[Modules, Modules]:
+    """The modules of weights that are plain and quantized: as they are written, and as the source has them."""
+    plain, quantized, was_plain, was_quantized = list[str](), list[str](), list[str](), list[str]()
+    for one in weights:
+        if one.bound is None and not one.is_matrix:
+            continue
+        parts = parts_of(one.bound.binding, one.name, one.matrices) if one.bound is not None else [one.name]
+        modules = [_module(part) for part in parts]
+        (plain if one.bound is None else quantized).extend(modules)
+        if any(recognize.is_for(bound, one.name, one.shape, source) for bound in theirs):
+            was_quantized.extend(modules)
+        elif any(part in source for part in (one.name, *parts)):
+            was_plain.extend(modules)
+    return Modules(plain, quantized), Modules(was_plain, was_quantized)
 
-    weights: names in the files, matrices and binding of each. Raises what read_folder raises, and LayoutError for a
-    tensor that is too large to be one of these.
+
+def rest_of(
+    source: Mapping[str, Stored],
+    names: Iterable[str],
+    weights: Sequence[Weight],
+    left_out: re.Pattern[str] | None,
+) -> tuple[list[str], list[str]]:
+    """Tensors of a source that a model has nothing for: those that are its own all the same, scales of activations and
+    what `left_out` names; and all others, of modules that the model lacks.
+
+    names: of the model's tensors in files, tied ones too.
     """
-    contents, found = read_folder(source), dict[str, Tensor]()
-    with Slices() as slices:
-        for name, matrices, bound in weights:
-            for one in names_beside(bound, name, matrices):
-                if (stored := contents.tensors.get(one)) is None:
-                    continue
-                if stored.end - stored.begin > MOST or stored.dtype not in OF_OTHERS:
-                    raise LayoutError(
-                        f"{one} of {list(stored.shape)} {stored.dtype} in {source} is no scale of activations: rename "
-                        "it, or leave out source="
-                    )
-                found[one] = slices.read(stored, ()).clone(memory_format=torch.contiguous_format)
-    return found
+    quantized = [one for one in weights if one.bound is not None]
+    held = {(one.name, one.matrices): one.bound for one in quantized if one.bound is not None}
+    parts = (part for (name, matrices), bound in held.items() for part in parts_of(bound.binding, name, matrices))
+    own = {*names, *parts}
+    modules, plain = {_module(name) for name in own}, {_module(one.name) for one in weights if one.bound is None}
+    above = {prefix for module in modules for prefix in _prefixes(module)}
+    stated = {one for (name, matrices), bound in held.items() for one in names_beside(bound, name, matrices)}
+    kept, others = list[str](), list[str]()
+    for name in source:
+        module = _module(name)
+        if name in stated or (OF_ACTIVATIONS.search(name) and module in above):
+            kept += [name] if module not in plain and name not in own else []
+        elif module not in modules and own.isdisjoint(_prefixes(name)):
+            (kept if left_out is not None and left_out.search(name) else others).append(name)
+    return kept, others
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def warn_not_written(source: object, names: Sequence[str]) -> None:
+    """Says once which tensors of the source an export leaves out."""
+    if names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        warnings.warn(
+            f"{printable(', '.join(names[:2]))}{more} of {source} are not written: the model has no "
+            "such modules, or files of another form would not say what they are",
+            stacklevel=4,
+        )
 
 
 def warn_left(folder: Path, names: Sequence[str]) -> None:

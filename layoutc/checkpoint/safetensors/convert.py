@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.checkpoint.common.companions import copy_companions
-from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.held.weights import Held, made
 from layoutc.checkpoint.safetensors import choosing, recognize
-from layoutc.checkpoint.safetensors.beside import names_beside
+from layoutc.checkpoint.safetensors.beside import OF_ACTIVATIONS
 from layoutc.checkpoint.safetensors.bound import NO_TEXTS, Found, held, named_in, weights_in
 from layoutc.checkpoint.safetensors.choosing import Fit
 from layoutc.checkpoint.safetensors.files import Contents, Slices, bytes_of, library, read_folder
 from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in, warn_rounded
-from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
+from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import (
     Planned,
     begin_folder,
     check_new,
     finish_folder,
+    quantization_of,
     split_into_files,
+    write_config,
     write_streamed,
 )
-from layoutc.runtime.bindings.configs import KEYS, holder
+from layoutc.runtime.bindings import source_configs
+from layoutc.runtime.bindings.configs import KEYS
 from layoutc.runtime.bindings.names import tensor_name
+from layoutc.runtime.bindings.source_configs import Modules
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
@@ -94,8 +96,9 @@ def convert_safetensors(
     the same binding, codes and texts are kept.
 
     Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
-    since programs differ in what such a stack is. Tensors beside weights that only some programs read, such as scales
-    of activations, are copied if the target's program reads the same; else they are left out, and named in the result.
+    since programs differ in what such a stack is. Where config.json tells of files by
+    the target's binding too, its quantization_config is kept, with what has changed of the modules that are plain, and
+    scales of activations are copied; else they are left out, and named in the result.
     Small files of the source are copied: tokenizer, templates, generation settings.
 
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
@@ -119,17 +122,24 @@ def convert_safetensors(
             f"{path} holds no quantized weight, and nothing says which of its plain ones to quantize: name them with "
             "match= (--match), as in --match '*_proj.weight'"
         )
+    config = recognize.config_in(path)
+    before = recognize.quantization_of(config)
+    goes_on = into is not None and _goes_on(into, before, found)
     with slices:
-        jobs = _jobs(contents, found, into, to, match, slices)
+        jobs = _jobs(contents, found, into, to, match, slices, goes_on)
     split = split_into_files(jobs, max_shard_bytes)
-    partly = begin_folder(out)
+    partly, quantization = begin_folder(out), dict[str, Any]()
     try:
         with slices:
             for name, some in split.items():
                 tensors = (tensor for job in some for tensor in _made(job, slices, to, errors))
                 write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
-        plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
-        _write_config(path, partly, into, plain)
+        if into is not None:
+            now = Modules(*(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, _is_quantized)))
+            was = Modules(_modules(contents.tensors.keys() - found.keys()), _modules(found))
+            quantization = quantization_of([into], before if goes_on else {}, now, was)
+        if into is not None or config.keys() - {*KEYS}:
+            write_config(partly, config, quantization)
         copied = copy_companions(path, partly)
         finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
     finally:
@@ -137,7 +147,8 @@ def convert_safetensors(
     warn_rounded(f"files {files!r}", errors)
     taken = {tensor.name for job in jobs for tensor in job.tensors}
     taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
-    left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
+    held = {tensor for weight in found.values() for tensor in weight.tensors} | _beside(contents, found)
+    left = sorted(held & contents.tensors.keys() - taken)
     quantized = tuple(job.name for job in jobs if job.into is not None)
     return Converted(tuple(split), quantized, tuple(left), "", () if into else tuple(found), copied)
 
@@ -212,12 +223,12 @@ def _jobs(
     dtype: torch.dtype | None,
     match: Sequence[str],
     slices: Slices,
+    goes_on: bool,
 ) -> list[Job]:
     """What is written, in the order of names. Raises LayoutError for what the target can't hold."""
     of_weights = {tensor for weight in found.values() for tensor in weight.tensors}
-    if into is not None:  # what programs read alike beside weights
-        alone = into._replace(binding=into.binding._replace(parts=()))
-        of_weights -= {one for name in found for one in names_beside(alone, name, None)}
+    beside = _beside(contents, found)
+    of_weights = of_weights - beside if goes_on else of_weights | beside
     for weight in found.values():
         weight.check_stated(slices.read)
     jobs = [_weight(name, weight, weight.shape, into, dtype, slices) for name, weight in found.items()]
@@ -282,10 +293,32 @@ def _weight(
     return Job(name, source, into, planned, tensors, kept)
 
 
-def _is_linear(job: Job) -> bool:
+def _goes_on(into: Bound, config: Mapping[str, Any], found: Mapping[str, Found]) -> bool:
+    """True if a source's config tells of the files that are written too, and of all weights that it has quantized."""
+    return source_configs.goes_on([into.binding], config) and all(
+        weight.bound.binding.config == into.binding.config for weight in found.values()
+    )
+
+
+def _beside(contents: Contents, found: Mapping[str, Found]) -> set[str]:
+    """Scales of activations and the like, of a folder that has weights quantized."""
+    unread = {name for weight in found.values() for name in weight.unread}
+    return {name for name in contents.tensors if found and (name in unread or OF_ACTIVATIONS.search(name))}
+
+
+def _is_quantized(job: Job) -> bool:
+    return job.into is not None
+
+
+def _is_plain(job: Job) -> bool:
     """A guess by name and dims, since files don't say what a module is; more names in such a list do no harm."""
-    shape = job.tensors[0].facts.shape
-    return len(shape) == 2 and job.name.endswith(".weight") and "norm" not in job.name and "embed" not in job.name
+    shape, name = job.tensors[0].facts.shape, job.name
+    matrix = isinstance(job.source, Stored) and len(shape) == 2 and name.endswith(".weight")
+    return job.into is None and matrix and "norm" not in name and "embed" not in name
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    return [name.removesuffix(".weight") for name in names]
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
@@ -319,19 +352,3 @@ def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[floa
 def _planes(into: Bound, values: Tensor) -> dict[str, Tensor]:
     first = next(iter(into.cls.LAYOUT.sources))
     return weights.quantize(into.cls, values.contiguous(), orientations=(first,)).planes()
-
-
-def _write_config(source: Path, folder: Path, into: Bound | None, plain: Sequence[str]) -> None:
-    """config.json of the source, with the quantization_config of the target."""
-    path = source / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    at, key = holder(config) or (config, KEYS[0])
-    at.pop(key, None)
-    if into is not None:
-        wanted = dict(into.binding.config)
-        if into.binding.plain:
-            wanted[into.binding.plain] = sorted(name.removesuffix(".weight") for name in plain)
-        at[KEYS[0]] = wanted
-    if config:
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        sync(folder / CONFIG)

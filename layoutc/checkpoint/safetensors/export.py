@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from os import PathLike
@@ -21,7 +21,7 @@ from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
-from layoutc.checkpoint.held.stored import DTYPES
+from layoutc.checkpoint.held.stored import DTYPES, OF_OTHERS
 from layoutc.checkpoint.held.undecoded import check_values
 from layoutc.checkpoint.held.weights import Held
 from layoutc.checkpoint.safetensors import beside, recognize
@@ -35,10 +35,13 @@ from layoutc.checkpoint.safetensors.writing import (
     Writing,
     begin_folder,
     check_new,
+    config_of_model,
     finish_folder,
+    quantization_of,
     split_into_files,
     write_config,
 )
+from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.sharding import meshes
@@ -55,6 +58,7 @@ class Item(NamedTuple):
     tensors: dict[str, Facts]
     held: tuple[Held, ...] = ()
     kept: KeptIn | None = None
+    copied: Callable[[], Tensor] | None = None  # reads a tensor of the source, in place of a value
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +96,10 @@ def export_safetensors(
     are then written as that program's files hold them, and config.json says so in its `quantization_config`; weights
     that are cast on gather too, as the forward pass quantizes them. Files that have codes of scales
     (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; by default
-    that of a model of transformers. source: the folder that the weights were loaded from: what it has beside them for
-    that program alone, such as scales of activations, is copied, and so are texts, and codes of unchanged scales.
+    that of a model of transformers. source: the folder that the weights were loaded from. Where its config.json tells
+    of files by the same binding, its quantization_config is kept, with what has changed of the modules that are plain,
+    and what it has beside weights is copied: scales of activations, and layers that the model's class in transformers
+    says it ignores. What is left out is named by a warning. Texts and codes of unchanged scales are kept.
 
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
     the files. Of tied weights only the first is written. Values that are not tensors are left out.
@@ -109,14 +115,20 @@ def export_safetensors(
     folder, split, items = Path(folder), dict[str, list[Item]](), list[Item]()
     problems, theirs, errors = list[Problem](), list[Bound](), list[float]()
     first, slices, wide = rank_of(process_group) == 0, Slices(), list[str]()
+    beside_it, quantization, lacking = list[Item](), dict[str, Any](), list[str]()
+    began = Origin({}, slices, {})
     with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, dtype)
-        items = items_of(state, dtype, rename, theirs, problems, origin(source, slices, theirs))
+        if source is not None and not theirs:
+            raise ValueError("source= goes with files=, whose program reads what lies beside weights")
+        began = origin(source, slices)
+        items = items_of(state, dtype, rename, theirs, problems, began)
+        quantization, beside_it, lacking = _with_source(model_or_state_dict, items, theirs, rename, began)
     if source is not None:
         items, wide = settled(items, process_group)
     with slices, noted(problems):
-        split = split_into_files([*items, *_beside(source, items, theirs)], max_shard_bytes)
+        split = split_into_files([*items, *beside_it], max_shard_bytes)
         if first:
             check_new(folder, "export")
     described = repr([[(item.name, item.tensors) for item in file] for file in split.values()])
@@ -136,8 +148,8 @@ def export_safetensors(
         with noted(problems):
             if first:
                 if theirs or config is not None:
-                    plain = _plain_modules(model_or_state_dict, items)
-                    write_config(partly, theirs, model_or_state_dict, config, plain)
+                    stated = config if config is not None else config_of_model(model_or_state_dict)
+                    write_config(partly, began.config if stated is None else stated, quantization)
                 planned = {name: [one for item in file for one in item.planned] for name, file in split.items()}
                 finish_folder(partly, folder, planned)
         agree(problems, process_group)
@@ -149,6 +161,7 @@ def export_safetensors(
     if first:
         warn_rounded(f"files {files!r}", errors)
         warn_wide(source, wide)
+        beside.warn_not_written(source, lacking)
     return list(split)
 
 
@@ -260,35 +273,39 @@ def _in_files(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in DTYPES.values() or dtype.itemsize != 1 else torch.uint8
 
 
-def _beside(source: str | PathLike[str] | None, items: Sequence[Item], theirs: list[Bound]) -> list[Item]:
-    """What the source's files hold beside the weights for their program alone. Raises ValueError without a binding."""
-    if source is None:
-        return []
-    if not theirs:
-        raise ValueError("source= goes with files=, whose program reads what lies beside weights")
-    of = {one.cls.LAYOUT.layout_id: one for one in theirs}
-    weights = [
-        (item.name, prod(item.value.shape[:-2]) if item.value.dim() > 2 else None, of[cls.LAYOUT.layout_id])
-        for item in items
-        if item.held and (cls := class_of(item.value)) is not None
-    ]
-    taken = {tensor for item in items for tensor in item.tensors}
-    return [
-        Item(name, name, tensor, {name: Facts(tuple(tensor.shape), tensor.dtype)})
-        for name, tensor in beside.copied(Path(source), weights).items()
-        if name not in taken
-    ]
-
-
-def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item]) -> list[str]:
-    """The linear layers whose weights are not quantized; of a state dict, all modules whose weights have two dims."""
-    modules, found = dict(source.named_modules()) if isinstance(source, nn.Module) else None, []
+def _with_source(
+    model: nn.Module | Mapping[str, Any],
+    items: Sequence[Item],
+    theirs: Sequence[Bound],
+    rename: Rename | None,
+    source: Origin,
+) -> tuple[dict[str, Any], list[Item], list[str]]:
+    """The quantization_config that is written; the tensors that are copied from a source, in files of the same form;
+    and the names of those that are left out. Raises LayoutError."""
+    bounds = {one.cls.LAYOUT.layout_id: one for one in theirs}
+    modules, weights = dict(model.named_modules()) if isinstance(model, nn.Module) else {}, list[beside.Weight]()
     for item in items:
-        module, _, last = item.source.rpartition(".")
-        matrix = not item.held and last == "weight" and item.value.dim() == 2 and item.value.is_floating_point()
-        if matrix and (modules is None or isinstance(modules[module], nn.Linear)):
-            found.append(item.name.rpartition(".")[0])
-    return found
+        cls, (module, _, last) = class_of(item.value) if item.held else None, item.source.rpartition(".")
+        matrix = last == "weight" and item.value.dim() == 2 and item.value.is_floating_point()
+        is_matrix = matrix and not isinstance(modules.get(module), nn.Embedding)
+        bound = bounds[cls.LAYOUT.layout_id] if cls is not None else None
+        weights.append(beside.Weight(item.name, tuple(item.value.shape), bound, is_matrix))
+    before, written = source.quantization, {tensor for item in items for tensor in item.tensors}
+    config = quantization_of(theirs, before, *beside.modules_of(weights, theirs, source.tensors))
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    names = [file_name(name, rename) for name in state]
+    left_out = beside.left_out_by(model) if isinstance(model, nn.Module) else None
+    kept, others = beside.rest_of(source.tensors, names, weights, left_out)
+    if not goes_on([one.binding for one in theirs], before):
+        kept, others = [], kept + others
+    found = list[Item]()
+    for name in (name for name in kept if name not in written):
+        if (stored := source.tensors[name]).dtype not in OF_OTHERS:
+            raise LayoutError(f"{name} in the source is {stored.dtype}, which torch has no dtype for")
+        facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
+        read = partial(source.slices.read, stored, ())
+        found.append(Item(name, name, torch.empty(0), {name: facts}, copied=read))
+    return config, found, others
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
@@ -347,7 +364,7 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[flo
         yield from held_weights.made(item.held, planes, item.kept, errors)
         return
     if not isinstance(whole, QuantizedTensor):
-        tensors = {item.name: whole}
+        tensors = {item.name: item.copied() if item.copied is not None else whole}
     elif dtype is not None:
         tensors = {item.name: whole.dequantize(dtype)}
     else:

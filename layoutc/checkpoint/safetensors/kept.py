@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -65,10 +65,16 @@ def kept_in(found: Found, fetch: Read) -> KeptIn:
 
 
 class Origin(NamedTuple):
-    """Files that weights were loaded from: their tensors by name, and what reads slices of them."""
+    """Files that weights were loaded from: their tensors by name, what reads slices of them, and their config.json."""
 
     tensors: Mapping[str, Stored]
     slices: Slices
+    config: Mapping[str, Any]
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """The `quantization_config` of config.json; {} without one."""
+        return recognize.quantization_of(self.config)
 
     def of(self, name: str, shape: tuple[int, ...], bound: Bound) -> KeptIn | None:
         """What the files keep of a weight of this name and shape; None if they don't hold it by this binding.
@@ -82,10 +88,11 @@ class Origin(NamedTuple):
         return kept_in(found, self.slices.read) if found is not None else None
 
 
-def origin(folder: str | PathLike[str] | None, slices: Slices, theirs: Iterable[Bound]) -> Origin:
-    """The files of a folder; none without one, or for bindings of which nothing is kept. Raises as `read_folder`."""
-    needed = folder is not None and not all(map(_planes_say_all, theirs))
-    return Origin(read_folder(Path(folder)).tensors if needed and folder is not None else {}, slices)
+def origin(folder: str | PathLike[str] | None, slices: Slices) -> Origin:
+    """The files of a folder; none without one. Raises as `read_folder`."""
+    if folder is None:
+        return Origin({}, slices, {})
+    return Origin(read_folder(Path(folder)).tensors, slices, recognize.config_in(Path(folder)))
 
 
 def _planes_say_all(bound: Bound) -> bool:

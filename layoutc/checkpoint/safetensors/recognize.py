@@ -51,13 +51,21 @@ class Bound(NamedTuple):
         return any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
 
 
+def config_in(folder: Path) -> dict[str, Any]:
+    """A folder's config.json; {} without one. Raises DamagedError for a damaged file."""
+    path = folder / CONFIG
+    return dict(json_of(read_whole(path, LIMIT), f"{path}: the config")) if path.is_file() else {}
+
+
 def quantization_config(folder: Path) -> Mapping[str, Any]:
     """The `quantization_config` of a folder's config.json, of the model or of a part of it; {} without one. Raises
     DamagedError for a damaged file."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return {}
-    found = holder(json_of(read_whole(path, LIMIT), f"{path}: the config"))
+    return quantization_of(config_in(folder))
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config, of the model or of a part of it; {} without one."""
+    found = holder(dict(config))
     return found[0][found[1]] if found else {}
 
 

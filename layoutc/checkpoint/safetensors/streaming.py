@@ -46,7 +46,7 @@ def stream_export(
     with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, None)
-        items = items_of(state, None, rename, theirs, problems, origin(source, slices, theirs))
+        items = items_of(state, None, rename, theirs, problems, origin(source, slices))
     if source is not None:
         items, wide = settled(items, process_group)
     described = repr([(item.name, item.tensors) for item in items])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
@@ -17,6 +18,8 @@ from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.held.stored import NAMES
 from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
+from layoutc.runtime.bindings.configs import KEYS, holder
+from layoutc.runtime.bindings.source_configs import Modules, config_of
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
@@ -215,37 +218,36 @@ def _bytes_of_tensors(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
-def write_config(
-    folder: Path,
-    theirs: Collection[Bound],
-    source: nn.Module | Mapping[str, Any],
-    stated: Mapping[str, Any] | None,
-    plain: Collection[str],
-) -> None:
-    """Writes config.json: what is stated, or a model of transformers' own; with the bindings' `quantization_config`.
-
-    plain: the modules whose weights are not quantized. What one of several bindings leaves out is as another says.
-    Raises LayoutError for bindings that contradict each other.
-    """
-    own: Any = getattr(source, "config", None)
-    if stated is not None:
-        config = dict(stated)
-    elif hasattr(own, "to_dict"):
-        config = dict(own.to_dict())
-        config["architectures"] = config.get("architectures") or [type(source).__name__]
-    else:
-        config = {}
-    config.pop("quantization_config", None)
-    for one in theirs:
-        wanted = dict(one.binding.config)
-        if one.binding.plain:
-            wanted[one.binding.plain] = sorted(plain)
-        merged = config.setdefault("quantization_config", {})
-        if any(merged.setdefault(key, value) != value for key, value in wanted.items()):
-            raise LayoutError(
-                f"the model's recipes have files {one.binding.name!r} with different configs, which one folder can't "
-                "have: export a state dict for each"
-            )
-    text = json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
+def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
+    """Writes config.json with this `quantization_config`, where the config has one; or without any if it is empty."""
+    stated = deepcopy(dict(config))
+    at, key = holder(stated) or (stated, KEYS[0])
+    at.pop(key, None)
+    if quantization:
+        at[KEYS[0]] = dict(quantization)
+    text = json.dumps(stated, indent=2, sort_keys=True, default=str) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     sync(folder / CONFIG)
+
+
+def config_of_model(model: nn.Module | Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of a model of transformers; None for others."""
+    own: Any = getattr(model, "config", None)
+    if not hasattr(own, "to_dict"):
+        return None
+    config = dict(own.to_dict())
+    config["architectures"] = config.get("architectures") or [type(model).__name__]
+    return config
+
+
+def quantization_of(
+    theirs: Sequence[Bound], source: Mapping[str, Any], now: Modules, before: Modules
+) -> dict[str, Any]:
+    """As `config_of`. Raises LayoutError for bindings that contradict each other."""
+    found = config_of([one.binding for one in theirs], source, now, before)
+    if found is None:
+        raise LayoutError(
+            f"the model's recipes have files {theirs[0].binding.name!r} with different configs, which one folder can't "
+            "have: export a state dict for each"
+        )
+    return found

@@ -1,0 +1,84 @@
+"""The `quantization_config` of files that are written: a source's, with what has changed, or what bindings state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.names import recognizes
+
+
+class Modules(NamedTuple):
+    """Modules by their names in files, of those with a weight that may be quantized."""
+
+    plain: Collection[str]
+    quantized: Collection[str]
+
+
+def goes_on(bindings: Collection[Binding], source: Mapping[str, Any]) -> bool:
+    """True if files by these bindings are what a source's config tells of, so that what else it says still holds."""
+    return bool(source and bindings) and all(recognizes(one, source) for one in bindings)
+
+
+def config_of(
+    bindings: Sequence[Binding], source: Mapping[str, Any], now: Modules, before: Modules
+) -> dict[str, Any] | None:
+    """The config of files by these bindings. None if they contradict each other; {} without any.
+
+    source: the config of the files that weights were loaded from, {} without any. Where it tells of files by these
+    bindings, all that it says is kept, such as how activations and caches are quantized, and its list of modules that
+    are not quantized changes by those that are quantized `now`, and were not `before`, or the other way round. Else it
+    is what the bindings state, with a list of the modules that are plain now.
+    """
+    if goes_on(bindings, source):
+        config = dict(deepcopy(dict(source)))
+        for key in dict.fromkeys(one.plain for one in bindings if one.plain):
+            listed = [str(one) for one in config.get(key) or ()]
+            if (changed := _changed(listed, now, before, by_prefix=key != "ignore")) != listed:
+                config[key] = changed
+        return config
+    config = {}
+    for one in bindings:
+        stated = dict(one.config) | ({one.plain: sorted(now.plain)} if one.plain else {})
+        if any(config.setdefault(key, value) != value for key, value in stated.items()):
+            return None
+    return config
+
+
+def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix: bool) -> list[str]:
+    """A list of modules that are not quantized, after some have changed: without entries for those that are quantized
+    now, and with those that are plain now, and of which it does not tell."""
+    became = [name for name in now.quantized if name in before.plain]
+    kept = [entry for entry in listed if not any(is_listed(name, [entry], by_prefix=by_prefix) for name in became)]
+    lost = [entry for entry in listed if entry not in kept]
+    new = (name for name in now.plain if name in before.quantized or is_listed(name, lost, by_prefix=by_prefix))
+    return [*kept, *sorted(name for name in new if not is_listed(name, kept, by_prefix=by_prefix))]
+
+
+def is_listed(module: str, entries: Collection[str], *, by_prefix: bool) -> bool:
+    """True if a config's list names a module, as programs read such lists.
+
+    `ignore` of compressed-tensors and ModelOpt has names, `re:` and an expression, or patterns with `*`. by_prefix:
+    lists that transformers reads have the beginning of a name up to a dot, an expression for one, or its end.
+    """
+    return any(_names(entry, module, by_prefix) for entry in entries)
+
+
+def _names(entry: str, module: str, by_prefix: bool) -> bool:
+    if entry.startswith("re:"):
+        return _matches(entry[3:], module)
+    if fnmatchcase(module, entry):
+        return True
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return by_prefix and (module.endswith(entry) or _matches(f"(?:{entry}){boundary}", module))
+
+
+def _matches(expression: str, module: str) -> bool:
+    try:
+        return re.match(expression, module) is not None
+    except re.error:
+        return False
