@@ -32,7 +32,7 @@ COMPILER = {
     "ints": ("", ""),
     "diagnostics": ("", "yaml"),
     "spec": ("diagnostics", "pydantic yaml"),
-    "spec.checks": ("diagnostics spec", "pydantic pydantic_core"),
+    "spec.checks": ("diagnostics spec runtime.bindings", "pydantic pydantic_core"),
     "layout": ("ints spec", ""),
     "plan": ("ints spec layout", ""),
     "estimate": ("ints plan", ""),

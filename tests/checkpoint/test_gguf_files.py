@@ -21,18 +21,21 @@ import torch
 import unshipped
 from click.testing import CliRunner
 from numpy_models import recipe
+from places import ROOT
 
 import layoutc
 from layoutc import checkpoint
 from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
 from layoutc.checkpoint.gguf.container import read_header
-from layoutc.checkpoint.gguf.types import TYPES
+from layoutc.checkpoint.gguf.kinds import kinds_of
 from layoutc.checkpoint.gguf.values import Rotated
 from layoutc.checkpoint.gguf.writing import OpenGguf
 from layoutc.cli.app import main
 from layoutc.recipes import q8_0
+from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.spec.checks.read import read_spec
 
 needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf: pip install 'layoutc[formats]'")
 
@@ -109,6 +112,23 @@ def test_types_are_those_of_the_package() -> None:
 
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {number: tuple(one) for number, one in TYPES.items() if number in theirs} == theirs
+
+
+@needs_gguf
+def test_a_spec_states_a_type_of_the_package_alone() -> None:
+    """Of all names and numbers there, beside records of 144 bytes for 256 elements."""
+    import gguf
+
+    text = (ROOT / "specs/q4_k.yaml").read_text(encoding="utf-8")
+    kinds = [(kind.name, kind.value) for kind in gguf.GGMLQuantizationType]
+    alike = [kind.name for kind, sizes in gguf.GGML_QUANT_SIZES.items() if sizes == (256, 144)]
+    stated = [*kinds, *(("Q4_K", number) for number in range(45)), *((name, 12) for name, _ in kinds)]
+    for name, number in stated:
+        _, found = read_spec(
+            text.replace("type: Q4_K, number: 12", f"type: {name}, number: {number}"), "specs/q4_k.yaml"
+        )
+        fits = name in alike and (name, number) in kinds
+        assert [item.code for item in found] == ([] if fits else ["LC369"]), (name, number)
 
 
 @needs_gguf
@@ -288,7 +308,7 @@ files:
 
 
 @needs_gguf
-def test_a_recipe_of_ones_own_adds_a_type(unstated: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_ones_own_adds_a_type(unstated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights keep their bytes, without a line of code."""
     unshipped.add("my_q5_k", Q5_K)
     model = gguf_files.skeleton()
@@ -302,11 +322,9 @@ def test_a_recipe_of_ones_own_adds_a_type(unstated: Path, tmp_path: Path) -> Non
     )
     checkpoint.export_gguf(model, tmp_path / "out.gguf", source=unstated)
     assert filecmp.cmp(unstated, tmp_path / "out.gguf", shallow=False)
-    unshipped.add("wrong_q5_k", Q5_K.replace("my_", "wrong_").replace("number: 13", "number: 14"))
-    wrong = gguf_files.skeleton()
-    layoutc.quantize_(wrong, recipe("wrong_q5_k"), param_filter=["*.down_proj.weight"])
-    with pytest.raises(LayoutError, match=r"wrong_q5_k/gguf states type 14 of GGUF as Q5_K, 176 bytes .* is wrong"):
-        checkpoint.load_gguf(wrong, unstated)
+    monkeypatch.setitem(TYPES, 13, TYPES[14])  # as of a package that an older layoutc made of a spec that is wrong
+    with pytest.raises(LayoutError, match=r"my_q5_k/gguf states type 13 of GGUF as Q5_K, 176 bytes .* is wrong"):
+        kinds_of([type(weight.data)])
 
 
 BOTH_WAYS = """layoutc: 1

@@ -10,10 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import unshipped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from quantized_cases import module, raw, same, same_tensors, snapshot, weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -434,6 +437,38 @@ def test_a_box_is_the_rows_that_it_says(data: Any) -> None:
     pieces = [matrix[entries_of(plane, matrix.shape, rows, shape[-1])] for rows in runs]
     found = torch.cat(pieces).flatten() if pieces else numbers.new_empty(0)
     assert torch.equal(found, numbers[box.slices].flatten())
+
+
+WORDS_OF_SIX = """files:
+  mine:
+    summary: files of mine
+    tensors:
+      data: {name: "{name}", dtype: DTYPE}
+      scale: {name: "{name}_scale", dtype: U8}
+    config: {quant_method: NAME}
+    recognize: [quant_method]
+"""
+
+
+@pytest.mark.parametrize("dtype", ["U32", "I64"])
+def test_codes_of_six_bits_in_words_that_they_cross(dtype: str, tmp_path: Path) -> None:
+    """As MLX packs them: each row one run of bits, lowest first, here made by numpy; the same words come back."""
+    name = f"six_bits_in_{dtype.lower()}"
+    text = (ROOT / "specs/mxfp6_e2m3.yaml").read_text(encoding="utf-8").replace("name: mxfp6_e2m3", f"name: {name}")
+    unshipped.add(name, text + WORDS_OF_SIX.replace("DTYPE", dtype).replace("NAME", name))
+    codes = np.random.default_rng(0).integers(0, 64, (64, 96), dtype=np.uint8)
+    bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :6].reshape(64, -1)
+    packed = np.packbits(bits, axis=-1, bitorder="little").view({"U32": "<u4", "I64": "<i8"}[dtype])
+    tensors = {"0.weight": torch.from_numpy(packed), "0.weight_scale": torch.full((64, 3), 128, dtype=torch.uint8)}
+    model = nn.Sequential(nn.Linear(96, 64, bias=False))
+    layoutc.quantize_(model, module(name))
+    load_safetensors(model, write(tmp_path / "in", tensors), files="mine")
+    exponents, fractions = codes >> 3 & 3, codes & 7
+    magnitudes = np.where(exponents == 0, fractions / 8, (1 + fractions / 8) * 2.0 ** (exponents.astype(int) - 1))
+    expected = torch.from_numpy(np.where(codes >> 5, -2, 2) * magnitudes).float()
+    assert torch.equal(model[0].weight.dequantize(torch.float32), expected)
+    export_safetensors(model, tmp_path / "out", files="mine")
+    assert same_tensors(load_file(tmp_path / "out" / "model.safetensors"), tensors)
 
 
 def test_conversions_take_small_files_along_and_say_what_they_did(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from layoutc.checkpoint.gguf.types import TYPES
 from layoutc.checkpoint.untrusted.files import open_file, read_at, sampled, short
+from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import DamagedError
 
 MAGIC = b"GGUF"

@@ -18,7 +18,6 @@ from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
-from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
@@ -36,6 +35,7 @@ from layoutc.checkpoint.safetensors.writing import (
     split_into_files,
     write_streamed,
 )
+from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 

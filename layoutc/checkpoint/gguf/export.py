@@ -22,12 +22,12 @@ from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.planning import entry, has, names_of, rotation_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
-from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
+from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor

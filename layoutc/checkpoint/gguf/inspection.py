@@ -8,8 +8,8 @@ from layoutc.checkpoint.common.entries import EntryFacts, entry_of
 from layoutc.checkpoint.gguf.container import Held
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.splits import read_model
-from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.held.stored import OF_OTHERS
+from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.weight import stored_form
 
 

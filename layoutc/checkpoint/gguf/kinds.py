@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from layoutc.checkpoint.gguf.types import TYPES
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.runtime.bindings.facts import RecordBinding
+from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

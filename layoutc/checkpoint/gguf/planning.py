@@ -13,12 +13,12 @@ from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names, Place
 from layoutc.checkpoint.gguf.container import MOST_NUMBERS, Header, Value
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
-from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name, refuse_beside
 from layoutc.checkpoint.untrusted.files import short
+from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.gguf.container import Header, Held
-from layoutc.checkpoint.gguf.types import PLAIN, TYPES
 from layoutc.checkpoint.held.stored import OF_OTHERS, Read, Stored
 from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.runtime.bindings.facts import RecordBinding
+from layoutc.runtime.bindings.gguf_types import PLAIN, TYPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.weight.tensor import QuantizedTensor

@@ -16,9 +16,9 @@ from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.common.whole_weights import whole_planes
 from layoutc.checkpoint.gguf.container import MAGIC, Header
 from layoutc.checkpoint.gguf.kinds import Kind
-from layoutc.checkpoint.gguf.types import TYPES
 from layoutc.checkpoint.gguf.values import CHUNK, Rotated, Share, orientation_of
 from layoutc.checkpoint.untrusted.files import open_file, read_at
+from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -80,9 +80,6 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         where: Path = ("files", name, "record")
         if binding.record is None:
             continue
-        if not re.fullmatch(r"[A-Za-z]\w*", binding.record.type, re.ASCII):
-            label, help = source.value((*where, "type")), "letters, digits and underscores: `Q8_0`"
-            yield source.find("LC367", "no type is named so", label, help=help)
         if spec.orientations.rowwise.record is None:
             label = source.key(where)
             help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
@@ -188,14 +185,17 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         fmt = planes[kind]
         if tensor.codes is not None:
             if tensor.dtype != "U8":
-                yield source.find(
-                    "LC364", "codes are bytes, U8", source.value((*where, "dtype")), help="write `dtype: U8`"
-                )
+                label = source.value((*where, "dtype"))
+                yield source.find("LC364", "codes are bytes, U8", label, help="write `dtype: U8`")
             continue
         if not _holds(tensor.dtype, fmt):
             label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
             help = f"write `dtype: {_usual(fmt)}`"
             yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
+        elif fmt.bits == 6 and tensor.dtype != "U8" and tensor.pack not in (None, spec.element.pack):
+            label, message = source.value((*where, "pack")), f"6-bit codes in {tensor.dtype} packed otherwise"
+            why = "their bytes move as they are, into words"
+            yield source.find("LC364", message, label, why=why, help="delete `pack`, or write `dtype: U8`")
 
 
 def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -380,7 +380,7 @@ def _holds(dtype: str, fmt: Format) -> bool:
         return fmt == POWERS_OF_TWO
     if dtype in BYTES:
         return BYTES[dtype] == fmt.torch
-    return dtype == "U8" if fmt.bits == 6 else dtype in INTEGERS and INTEGERS[dtype] % fmt.bits == 0
+    return dtype in INTEGERS and (fmt.bits == 6 or INTEGERS[dtype] % fmt.bits == 0)  # 6: across entries
 
 
 def _usual(fmt: Format) -> str:

@@ -1,11 +1,14 @@
-"""Checks of records: that they hold whole blocks, fill whole bytes, and store each bit of each value once."""
+"""Checks of records: that they hold whole blocks, fill whole bytes, store each bit of each value once, and are of the
+type of a container that is stated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from math import gcd
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
+from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.spec.checks.formats import element_bits, sound_format
 from layoutc.spec.checks.parts import orientations
 from layoutc.spec.notation import NotationError
@@ -99,6 +102,34 @@ def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC349", message, label, help=f"add `{_rest(missing, part)}` to `fields`")
 
 
+def records_are_of_types(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A container has a type of the stated name and number, and its records are as large as the recipe's."""
+    rowwise = spec.orientations.rowwise
+    values = _values(spec, "rowwise", rowwise)
+    if rowwise.record is None or values is None or spec.tensor is not None:
+        return
+    size, nbytes = rowwise.record.size, sum(count * bits for count, bits in values.values()) // 8
+    fit = {number: one.name for number, one in TYPES.items() if one[1:] == (size, nbytes) and one.name not in PLAIN}
+    for name, binding in spec.files.items():
+        if (stated := binding.record) is None or fit.get(stated.number) == stated.type:
+            continue
+        where: Path = ("files", name, "record")
+        label = source.value((*where, "type" if stated.type not in NUMBERS else "number"))
+        number = NUMBERS.get(stated.type, stated.number)
+        if stated.type not in NUMBERS:
+            message = f"{stated.container} has no type of that name"
+        elif number != stated.number:
+            message = f"{stated.type} is type {number} of {stated.container}"
+        else:
+            _, elements, theirs = TYPES[number]
+            label = source.value((*where, "type"), f"{theirs} bytes for {elements} elements")
+            message = f"the recipe's records are not those of {stated.type}"
+        used = source.value(("orientations", "rowwise", "record", "size"), f"{nbytes} bytes for {size} elements")
+        types = " or ".join(f"`type: {one}, number: {key}`" for key, one in fit.items())
+        help = f"write {types}" if types else f"no type of {stated.container} has such records: delete `{name}`"
+        yield source.find("LC369", message, label, used, help=help)
+
+
 def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str] | None:
     """(what is wrong with a bundle, a fix); None if nothing is."""
     counts, width = set[int](), 0
@@ -117,11 +148,10 @@ def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str
     if width > _WIDEST or (width > 8 and width % 8):
         help = f"let the fields between `|` have up to 8 bits together, or 16, 24 or {_WIDEST}"
         return f"fields side by side have {width} bits together", help
-    if next(iter(counts)) * width % 8:
-        return (
-            f"{next(iter(counts))} times {width} bits fill no whole bytes",
-            "take more entries, or other fields beside",
-        )
+    count = next(iter(counts))
+    if count * width % 8:
+        help = f"fields of {width} bits come in multiples of {8 // gcd(8, width)} entries"
+        return f"{count} times {width} bits fill no whole bytes", f"{help}; or add fields beside, for up to 8 bits"
     return None
 
 
@@ -168,4 +198,4 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-CHECKS = (records_hold_blocks, record_fields_are_whole)
+CHECKS = (records_hold_blocks, record_fields_are_whole, records_are_of_types)
