@@ -205,7 +205,7 @@ def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], e
             one.label
             for one in every
             for name in named[one.label]
-            if recognize.is_held(one, name, (1, 1), contents.tensors)
+            if recognize.is_held(one, name, None, contents.tensors)
         )
         if left
         else []

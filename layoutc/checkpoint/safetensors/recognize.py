@@ -1,4 +1,4 @@
-"""Which binding holds for a folder and its weights: told by config.json and by dtypes, among recipes that there are."""
+"""Which binding holds for a folder and its weights: told by config.json, and by dtypes and shapes of tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layoutc.checkpoint.held import narrower
+from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.configs import holder
-from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
 from layoutc.runtime.installed import every
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -109,7 +110,8 @@ def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]
 def is_for(
     bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], told: Iterable[Bound] = ()
 ) -> bool:
-    """True if files have scales of this weight by a binding's names, and no other of `told` alone has their dtypes.
+    """True if files have scales of this weight by a binding's names, and no other of `told` alone has their dtypes and
+    shapes.
 
     A folder may hold weights in several recipes, whose tensors may have the same names.
     """
@@ -122,12 +124,15 @@ def is_for(
         for pattern in scales_of(bound)
     ):
         return False
-    return not is_for_another(bound, name, matrices, tensors, told)
+    return not is_for_another(bound, name, shape, tensors, told)
 
 
-def is_held(bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> bool:
-    """True if files have this weight's planes by a binding's names, in its dtypes or narrower ones."""
-    return _fit(bound, name, prod(shape[:-2]) if len(shape) > 2 else None, tensors) > 0
+def is_held(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> bool:
+    """True if files have this weight's planes by a binding's names, in its dtypes or narrower ones, of its shapes.
+
+    shape: None for a weight of two dims that the files' codes tell the shape of.
+    """
+    return _fit(bound, name, shape, tensors) > 0
 
 
 def scales_of(bound: Bound) -> list[str]:
@@ -136,30 +141,54 @@ def scales_of(bound: Bound) -> list[str]:
 
 
 def is_for_another(
-    bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
+    bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
 ) -> bool:
-    """True if the tensors of a weight have the dtypes that another of `told` says, and not those of this one; or
-    narrower ones than that says, where this one has no place for them.
-
-    matrices: of a weight with leading dims; None without any.
-    """
-    own = _fit(bound, name, matrices, tensors)
-    return own < 2 and any(_fit(other, name, matrices, tensors) > own for other in told)
+    """True if the tensors of a weight have the dtypes and shapes that another of `told` says, and not those of this
+    one; or narrower ones than that says, where this one has no place for them. shape: as for `is_held`."""
+    own = _fit(bound, name, shape, tensors)
+    return own < EXACT and any(_fit(other, name, shape, tensors) > own for other in told)
 
 
-def _fit(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored]) -> int:
-    """2 if the first tensor of each of a weight's planes is there, and has the dtype that the binding says; 1 if some
-    have narrower ones, of which the planes hold every value; else 0."""
-    first, fit = parts_of(bound.as_in(name, tensors).binding, name, matrices)[0], 2
-    for plane in bound.binding.planes.values():
-        stored = tensors.get(tensor_name(plane.name, first))
+EXACT = 3
+
+
+def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:
+    """EXACT if the first tensor of each of a weight's planes is there, and has the dtype and dims that the binding
+    says; 2 for a single value in other dims; 1 if some have narrower dtypes, of which the planes hold every value; else
+    0."""
+    matrices, fit = prod(shape[:-2]) if shape is not None and len(shape) > 2 else None, EXACT
+    parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
+    planes, of_weight = bound.binding.planes, dict[str, Facts]()
+    data = tensors.get(next((tensor_name(one.name, parts[0]) for key, one in planes.items() if "data" in key), ""))
+    if shape is None and data is not None:
+        code = next(key for key in planes if "data" in key)
+        per_entry = bound.cls.LAYOUT.stored[code].columns_per_value or 1
+        shape = places.weight_shape(planes[code], data.shape, per_entry)
+    if shape is not None:
+        of_weight = bound.cls.LAYOUT.planes(prod(shape[:-1]) // len(parts), shape[-1])
+    for key, plane in planes.items():
+        stored = tensors.get(tensor_name(plane.name, parts[0]))
         if stored is None:
             return 0
         as_is = is_dtype(stored, plane.dtype) or narrower.is_storage(plane, stored)
         if not as_is and not narrower.is_narrower(plane, stored.dtype):
             return 0
         fit = fit if as_is else 1
+        if of_weight:
+            fit = min(fit, _fit_of_shape(plane, of_weight[key], stored, matrices if len(parts) == 1 else None))
     return fit
+
+
+def _fit_of_shape(plane: BoundPlane, facts: Facts, stored: Stored, matrices: int | None) -> int:
+    """EXACT for a tensor of a plane's dims in files, 2 for a single value in other dims, 0 for others."""
+    as_is, in_file = narrower.as_stored(plane, facts, stored.dtype)
+    try:
+        shape = places.place(as_is, in_file, matrices).shape
+    except LayoutError:
+        return 0
+    if stored.shape == shape or narrower.is_storage(plane, stored):
+        return EXACT
+    return 2 if prod(stored.shape) == prod(shape) == 1 else 0
 
 
 def is_dtype(stored: Stored, dtype: str) -> bool:

@@ -1,4 +1,4 @@
-"""The `quantization_config` of folders as programs and people write it: where it stands, how its keys are spelled."""
+"""The `quantization_config` of folders as programs and people write it: where it stands, how it is spelled."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
         if other in found:
             found.setdefault(key, found[other])
     return found
+
+
+def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config by each of its `config_groups`: with that one alone, and its own `format` where it states one. The
+    config itself without several."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        return [config]
+    own = [one.get("format") if isinstance(one, Mapping) else None for one in groups.values()]
+    return [
+        {**config, "format": form or config.get("format"), "config_groups": {key: one}}
+        for (key, one), form in zip(groups.items(), own, strict=True)
+    ]
 
 
 def _lower(value: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutc.runtime.bindings.configs import DEFAULTS, spelled
+from layoutc.runtime.bindings.configs import DEFAULTS, schemes_of, spelled
 from layoutc.runtime.bindings.facts import Binding
 
 
@@ -50,21 +50,32 @@ def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str
 
 
 def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
-    """True if a folder's `quantization_config` has the values that tell this binding's files from others."""
+    """True if a folder's `quantization_config`, or one scheme of several there, has the values that tell this binding's
+    files from others."""
     return not differences(binding, config)
 
 
 def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
-    """The paths that tell this binding's files from others, and at which a config has none of its values."""
-    theirs, own = {**DEFAULTS, **spelled(config)}, spelled(binding.config)
-    paths = ((path, path.split(".")) for path in binding.recognized)
-    return [name for name, path in paths if not any(one in values_at(theirs, path) for one in values_at(own, path))]
+    """The paths that tell this binding's files from others, and at which a config has none of its values: of several
+    schemes, the one that is nearest."""
+    own, paths = spelled(binding.config), [(path, path.split(".")) for path in binding.recognized]
+    each = [{**DEFAULTS, **one} for one in schemes_of(spelled(config))]
+    found = [
+        [name for name, path in paths if not any(one in values_at(theirs, path) for one in values_at(own, path))]
+        for theirs in each
+    ]
+    return min(found, key=len)
 
 
 def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first path that tells this binding's files from others, and at which a config has other values alone: the
-    path, and a value of each; None if the config says the same, or nothing."""
-    theirs, own = spelled(config), spelled(binding.config)
+    path, and a value of each; None if the config, or one scheme of several there, says the same, or nothing."""
+    found = [_contradicts(binding, one) for one in schemes_of(spelled(config))]
+    return None if None in found else found[0]
+
+
+def _contradicts(binding: Binding, theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    own = spelled(binding.config)
     for path in binding.recognized:
         there = [value for value in values_at(theirs, path.split(".")) if value is not None]
         here = values_at(own, path.split("."))

@@ -1,0 +1,115 @@
+"""Folders of several schemes, each for the modules that its targets name: blocks beside channels, FP8 beside int4.
+
+compressed-tensors writes the folder, and reads what is written.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_files_of_others import tensors_in
+from torch import Tensor, nn
+
+from layoutc.checkpoint import convert_safetensors, inspect, load_safetensors, quantize_as_stored
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.skipif(
+    find_spec("compressed_tensors") is None, reason="needs compressed-tensors: pip install 'layoutc[formats]'"
+)
+SCHEMES = {"block": "FP8_BLOCK", "channel": "FP8_DYNAMIC", "packed": "W4A16", "nvfp4": "NVFP4A16"}
+RECIPES = {
+    "block.weight": "fp8_block",
+    "channel.weight": "fp8_channel_bf16",
+    "packed.weight": "int4_packed128",
+    "nvfp4.weight": "nvfp4_compressed_tensors",
+}
+
+
+class Layers(nn.Module):
+    """A linear layer for each scheme, and one that stays plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"block": (256, 384), "channel": (384, 256), "packed": (256, 256), "nvfp4": (256, 256)}
+        for name, (k, m) in (sizes | {"head": (256, 32)}).items():
+            self.add_module(name, nn.Linear(k, m, bias=False, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, by compressed-tensors: its config, its scales, its codes."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from safetensors.torch import save_file
+
+    model, folder = Layers(), tmp_path_factory.mktemp("mixed")
+    groups = {
+        f"group_{i}": preset_name_to_scheme(preset, [f"re:.*{name}$"])
+        for i, (name, preset) in enumerate(SCHEMES.items())
+    }
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["head"]))
+    for name in SCHEMES:
+        layer: Any = getattr(model, name)
+        by, weight, level = layer.quantization_scheme.weights, layer.weight.detach(), ()
+        if by.strategy == "block":
+            pieces = weight.view(len(weight) // 128, 128, -1, 128).transpose(1, 2).flatten(2)
+        else:
+            pieces = weight.view(len(weight), -1, by.group_size or weight.shape[1])
+        if name == "nvfp4":
+            layer.weight_global_scale.data.copy_(generate_gparam(weight.min(), weight.max()))
+            level = (layer.weight_global_scale.data,)
+        scale, _ = calculate_qparams(pieces.amin(-1), pieces.amax(-1), by, *level)
+        layer.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    save_file({key: one.contiguous() for key, one in model.state_dict().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    compressor.update_config(str(folder))
+    return folder
+
+
+def read_by_compressed_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder, each by the scheme whose targets name its module."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    model = Layers()
+    apply_quantization_config(model, QuantizationConfig.model_validate(config))
+    compressor: Any = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.load_state_dict(tensors_in(folder))
+    compressor.decompress_model(model)
+    return {name: one.detach() for name, one in model.named_parameters() if name.endswith("weight")}
+
+
+def loaded(folder: Path) -> Layers:
+    model = Layers()
+    assert quantize_as_stored(model, folder) == RECIPES
+    load_safetensors(model, folder)
+    return model
+
+
+def test_each_weight_is_read_by_its_own_scheme(mixed: Path, tmp_path: Path) -> None:
+    """Into quantized weights and into plain ones, by a conversion, and in an inspection."""
+    values, model, plain = read_by_compressed_tensors(mixed), loaded(mixed), Layers()
+    load_safetensors(plain, mixed, convert=True)
+    convert_safetensors(mixed, tmp_path / "plain", dtype=torch.bfloat16)
+    for name, param in model.named_parameters():
+        held = param.dequantize(torch.bfloat16) if isinstance(param, QuantizedTensor) else param
+        assert torch.equal(held, values[name].bfloat16()), name
+        assert torch.equal(plain.get_parameter(name), values[name].bfloat16()), name
+        assert torch.equal(tensors_in(tmp_path / "plain")[name], values[name].bfloat16()), name
+    assert {one.name for one in inspect(mixed).entries} == {*RECIPES, "head.weight"}
