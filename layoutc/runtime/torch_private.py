@@ -30,6 +30,10 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 #: Inside, functions get tensors of classes with a `__torch_function__` of their own as if they had none.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
+#: A decorator: torch.compile leaves the function to eager code, and what it calls. It imports the compiler at the first
+#: call, as making any optimizer does, and not where it decorates.
+left_by_compilers: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
 #: Whether torch.jit.trace records calls.
 jit_records: Callable[[], bool] = torch._C._is_tracing
 

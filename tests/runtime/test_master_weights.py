@@ -244,6 +244,30 @@ def test_initializers_and_master_weights_are_told_nothing() -> None:
     assert not warned(act)
 
 
+@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
+def test_compiled_steps_are_left_to_eager_code(use: str) -> None:
+    """torch.compile of `step`, and of a function that calls it, end at the bytes of eager steps."""
+    found = []
+    for wrap in ("no", "method", "function"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        for seed, param in enumerate(model.parameters()):
+            param.data = values_of(seed, tuple(param.shape)) / WIDTH
+        getattr(layoutc, use)(model, "fp8_current")
+        optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
+
+        def of_function(optimizer: Any = optimizer) -> None:
+            optimizer.step()
+
+        given: Any = {"no": optimizer.step, "method": optimizer.step, "function": of_function}[wrap]
+        step: Any = given if wrap == "no" else torch.compile(given, backend="eager")
+        for count in range(2):
+            give_gradients(model, count)
+            step()
+        found.append([master.tolist() for master in optimizer.masters().values()])
+        found[-1] += [param.detach().dequantize().tolist() for param in model.parameters()]
+    assert found[0] == found[1] == found[2]
+
+
 # ------------------------------------------------------------------------------------------------------------- averages
 @pytest.mark.parametrize("how", ["average", "ema", "foreach ema"])
 def test_an_averaged_model_says_that_its_averages_are_quantized(how: str) -> None:

@@ -480,3 +480,16 @@ def test_autocast_is_seen_of_cpus_and_of_cards() -> None:
         assert private.any_autocast()
     finally:
         torch.set_autocast_enabled("cuda", False)
+
+
+def test_left_by_compilers() -> None:
+    """A compiled function calls what is decorated as eager code does."""
+    seen = []
+
+    @private.left_by_compilers
+    def left(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling() or type(x) is not Tensor)
+        return x + 1
+
+    assert torch.compile(lambda x: left(x) * 2, backend="eager")(torch.ones(2)).tolist() == [4, 4]
+    assert seen == [False]

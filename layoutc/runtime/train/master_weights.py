@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import cards, meshes, registry
+from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight import initial_values
@@ -99,6 +100,7 @@ class MasterWeights(torch.optim.Optimizer):
             inner_optimizer.own_options(self.inner.param_groups[-1:])
             self._step_masters()
 
+    @left_by_compilers  # what a step looks at is of Python: stamps, kept entries, batches of launches
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the inner optimizer on the masters, then rewrites every parameter that has a gradient from its master.
@@ -148,6 +150,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise AttributeError(f"{type(self.inner).__name__} has no {mode}()")
         return switch  # type: ignore[no-any-return]
 
+    @left_by_compilers
     @torch.no_grad()
     def _switch(self, switch: Callable[[], None]) -> None:
         replaced_parameters.follow(self)
@@ -287,8 +290,7 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.no_grad():
                 master.copy_(saved["master"])
             self._coarse.pop(param, None)
-        shard = inner_optimizer.steps_shard(self.inner, master)
-        stepped = local_of(master) if shard else master
+        stepped = local_of(master) if inner_optimizer.steps_shard(self.inner, master) else master
         self.inner.state.pop(stepped, None)
         values = {
             name: inner_optimizer.value_for(master, stepped, name, value)
@@ -391,9 +393,8 @@ class MasterWeights(torch.optim.Optimizer):
                 "coarse",
                 f"masters of quantized weights ({name} in {recipe} first, {len(coarse)} in all) start as the "
                 "dequantized weights, since the values before quantization are not known: for many steps, a small "
-                "learning rate changes few codes. "
-                "Load the optimizer's state together with the weights, or load high-precision weights with "
-                "layoutc.checkpoint.load(state, folder, convert=True). quantize_ and quantized_init keep the values "
-                "that they quantize for the first MasterWeights of a model, unless keep_values=False",
+                "learning rate changes few codes. Load the optimizer's state together with the weights, or load "
+                "high-precision weights with layoutc.checkpoint.load(state, folder, convert=True). quantize_ and "
+                "quantized_init keep what they quantize for a model's first MasterWeights, unless keep_values=False",
             )
             self._coarse.clear()
