@@ -22,7 +22,11 @@ from torch.distributed.tensor import _collective_utils  # noqa: F401  defines sh
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.fx import traceback as _traceback
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
+
+#: The dispatch modes that are on, the outermost first.
+dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
 #: As a class's `__torch_function__`: operators reach `__torch_dispatch__` with the tensors as they are.
 no_torch_function: Any = torch._C._disabled_torch_function_impl

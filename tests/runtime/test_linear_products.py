@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import layoutc
 from layoutc.runtime import product_mode as mode
@@ -637,3 +638,31 @@ def test_explain_products() -> None:
     ]
     with layoutc.products("low"):
         assert {row.way for row in layoutc.explain_products(model)} == {"kernel", "reference"}
+
+
+@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_flops_are_those_of_plain_layers(recipe: str, use: str) -> None:
+    """FlopCounterMode counts products in low precision, of layers and of experts, as it counts a plain model's."""
+
+    def counted(of: nn.Module, what: str) -> int:
+        x = torch.randn(32, 128, requires_grad=True)
+        with FlopCounterMode(display=False) as counter, layoutc.products("low"):
+            if what == "bmm":
+                made = torch.bmm(x.expand(4, 32, 128), of.experts.transpose(-2, -1))  # type: ignore[operator]
+            else:
+                of.layer.weight.requires_grad_(what != "frozen")  # type: ignore[union-attr]
+                made = of.layer(x)  # type: ignore[operator]
+            if what != "forward":
+                made.sum().backward()
+        return counter.get_total_flops()
+
+    def built() -> nn.Module:
+        model = nn.Module()
+        model.layer, model.experts = nn.Linear(128, 256), nn.Parameter(torch.randn(4, 256, 128))
+        return model
+
+    model = built()
+    getattr(layoutc, use)(model, recipe, param_filter=["layer.weight", "experts"])
+    for what in ("forward", "backward", "frozen", "bmm"):
+        assert counted(model, what) == counted(built(), what) > 0, what

@@ -493,3 +493,10 @@ def test_left_by_compilers() -> None:
 
     assert torch.compile(lambda x: left(x) * 2, backend="eager")(torch.ones(2)).tolist() == [4, 4]
     assert seen == [False]
+
+
+def test_dispatch_mode_stack() -> None:
+    """The modes that are on."""
+    with Seen() as one, Seen() as other:
+        assert private.dispatch_mode_stack() == [one, other]
+    assert private.dispatch_mode_stack() == []

@@ -28,7 +28,7 @@ from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import linear, steady_linear
+from layoutc.runtime.products import flops, linear, steady_linear
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import (
@@ -148,6 +148,8 @@ def arrived(x: Tensor) -> Tensor:
 def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
     with _without_autocast(first):  # it would round what is multiplied in fp32
         if operators.traced(first):
+            if not torch.compiler.is_compiling():
+                flops.tell_counters()
             return operator(first, *args)
         with without_torch_function():
             return weight.HANDLERS[operator](operator, (first, *args), {})
