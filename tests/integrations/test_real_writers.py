@@ -1,0 +1,339 @@
+"""What other packages write of a tiny Llama: loaded, trained, exported for the package to read, and converted there
+and back. docs/pages/works-with.md has the table of it, which `pytest --update-golden` writes.
+
+Each row is a folder that the package itself writes, on a CPU, and that it reads again by its own loader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_files_of_others import same_files, tensors_in
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.checkpoint import convert_safetensors, export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = [
+    *(
+        pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[{extra}]'")
+        for name, extra in (
+            ("transformers", "integrations"),
+            ("accelerate", "integrations"),
+            ("compressed_tensors", "formats"),
+            ("bitsandbytes", "formats"),
+        )
+    ),
+    pytest.mark.filterwarnings("ignore:.* are for other programs alone"),
+    pytest.mark.filterwarnings("ignore:.*are rounded to codes:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*the scales are written as F32"),
+]
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "works-with.md"
+OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+HEADING = "## Files that other packages write"
+Writer = Callable[[Any, Path], None]
+Reader = Callable[[Path, torch.dtype], Any]
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A tiny Llama, whose columns are multiples of 128."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=96, num_hidden_layers=2, use_cache=False, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------- compressed-tensors
+def compressed(model: Any, folder: Path, preset: str, kv: bool = False, **changed: Any) -> None:
+    """As llm-compressor saves: a scheme applied, scales of the weights' extremes, compressed in place. kv: also scales
+    of keys and values. changed: arguments of the weights' scheme."""
+    from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.weights = by = scheme.weights.model_copy(update=changed)
+    cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}} if kv else {}
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], **cache))
+    for name, module in model.named_modules():
+        for beside in (
+            "input_scale",
+            "input_global_scale",
+            "k_scale",
+            "v_scale",
+        ):  # of activations, which none are here
+            if hasattr(module, beside):
+                getattr(module, beside).data.fill_(0.5)
+        if not name.endswith("_proj"):
+            continue
+        weight = module.weight.detach()
+        parts = in_parts(weight, by)
+        level = [generate_gparam(weight.min(), weight.max())] if by.strategy == "tensor_group" else []
+        scale, zero = calculate_qparams(parts.amin((1, 3)), parts.amax((1, 3)), by, *level)
+        found = {"weight_scale": scale, "weight_zero_point": zero}
+        found |= {"weight_global_scale": level[0]} if level else {}
+        for key, value in found.items():
+            if hasattr(module, key):
+                param = getattr(module, key)
+                param.data = value.reshape(param.shape).to(param.dtype)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+
+
+def in_parts(weight: Tensor, by: Any) -> Tensor:
+    """(rows of parts, rows of a part, columns of parts, columns of a part): what shares a scale is a part."""
+    m, k = weight.shape
+    sizes = {"tensor": (m, k), "channel": (1, k), "block": by.block_structure}
+    rows, columns = sizes.get(by.strategy, (1, by.group_size))
+    return weight.reshape(m // rows, rows, k // columns, columns)
+
+
+def read_by_compressed_tensors(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    how = CompressedTensorsConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
+def fp8_of_transformers(model: Any, folder: Path, **how: Any) -> None:
+    """By the operation that transformers quantizes with as it loads: its loader asks for a card before."""
+    from safetensors.torch import save_file
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config, tensors = FineGrainedFP8Config(**how), dict[str, Tensor]()
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    for name, value in model.state_dict().items():
+        tensors |= quantizer.convert({name: value}) if name.endswith("_proj.weight") else {name: value}
+    folder.mkdir()
+    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    model.config.quantization_config = config.to_dict()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+
+
+def read_fp8(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    how = FineGrainedFP8Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- bitsandbytes
+def bitsandbytes(model: Any, folder: Path, **how: Any) -> None:
+    """transformers loads the plain model by bitsandbytes, and saves it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain, bits = folder.with_name(f"{folder.name}-plain"), how or {"load_in_8bit": True}
+    model.save_pretrained(plain)
+    if how:
+        bits = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+        bits |= {f"bnb_4bit_{key}": value for key, value in how.items()}
+    by: Any = BitsAndBytesConfig(**bits)
+    found = AutoModelForCausalLM.from_pretrained(plain, quantization_config=by, device_map="cpu", dtype=model.dtype)
+    found.save_pretrained(folder)
+
+
+def read_by_bitsandbytes(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype).dequantize()
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+@dataclass(frozen=True)
+class Package:
+    """Who writes, in words, and its loader."""
+
+    words: str
+    read: Reader
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scheme of a package.
+
+    name: as its package calls it. write: writes a model's folder. files: recipe and binding that load it. there: the
+    recipe and binding that convert goes by, the same where there is no other that has all of its values. named: the
+    folder fits several recipes, and users name one. dtype: of the model.
+    """
+
+    package: Package
+    name: str
+    write: Writer
+    files: str
+    there: str = ""
+    named: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def id(self) -> str:
+        return f"{self.package.words.partition(',')[0]}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A scheme of a package that no recipe has."""
+
+    package: Package
+    name: str
+    write: Writer
+    id = Row.id
+
+
+CT = Package("compressed-tensors", read_by_compressed_tensors)
+FP8 = Package("transformers, FineGrainedFP8Config", read_fp8)
+BNB = Package("bitsandbytes, by transformers", read_by_bitsandbytes)
+
+
+def ct(preset: str, recipe: str, there: str = "", name: str = "", **more: Any) -> Row:
+    of_row = {key: more.pop(key) for key in ("named", "dtype") if key in more}
+    there = there and f"{there}/compressed_tensors" if "/" not in there else there
+    write = partial(compressed, preset=preset, **more)
+    return Row(CT, name or preset, write, f"{recipe}/compressed_tensors", there, **of_row)
+
+
+def fp8(name: str, files: str, there: str, **how: Any) -> Row:
+    return Row(FP8, name, partial(fp8_of_transformers, **how), files, there)
+
+
+def nf4(name: str, binding: str = "bitsandbytes", **how: Any) -> Row:
+    return Row(BNB, name, partial(bitsandbytes, quant_type="nf4", **how), f"nf4_bitsandbytes/{binding}")
+
+
+ROWS = (
+    ct("W4A16", "int4_packed128"),
+    ct("W4A16", "int4_packed32", name="W4A16, groups of 32", group_size=32),
+    ct("W4A16_ASYM", "int4_packed128_zeros"),
+    ct("W8A8", "int8_rowwise"),
+    ct("W8A8", "int8_rowwise", name="W8A8, fp32 scales", dtype=torch.float32),
+    ct("FP8", "fp8_current", "fp8_current/modelopt"),
+    ct("FP8_DYNAMIC", "fp8_channel_bf16", "fp8_rowwise"),
+    ct("FP8_DYNAMIC", "fp8_channel_bf16", "fp8_rowwise", name="FP8_DYNAMIC, with FP8 keys and values", kv=True),
+    ct("FP8_DYNAMIC", "fp8_rowwise", name="FP8_DYNAMIC, fp32 scales", dtype=torch.float32),
+    ct("FP8_DYNAMIC", "fp8_rowwise", name="FP8_DYNAMIC, fp16 scales", dtype=torch.float16),
+    ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek"),
+    ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek", name="FP8_BLOCK, fp32 scales", dtype=torch.float32),
+    ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek", name="FP8_BLOCK, fp16 scales", dtype=torch.float16),
+    ct("NVFP4A16", "nvfp4_compressed_tensors"),
+    ct("NVFP4", "nvfp4_compressed_tensors"),
+    ct("MXFP4A16", "mxfp4", "mxfp4/deepseek_v4"),
+    ct("MXFP4", "mxfp4", "mxfp4/deepseek_v4"),
+    ct("MXFP4XFP8", "mxfp4", "mxfp4/deepseek_v4"),
+    ct("MXFP8A16", "mxfp8", named=True),
+    ct("MXFP8", "mxfp8_frozen", named=True),
+    fp8("blocks of 128x128", "fp8_block/deepseek", "fp8_block/compressed_tensors"),
+    fp8("E8M0 scales", "fp8_block/deepseek", "fp8_block/compressed_tensors", scale_fmt="ue8m0"),
+    fp8("static activations", "fp8_block/deepseek", "fp8_block/compressed_tensors", activation_scheme="static"),
+    fp8("one scale a weight", "fp8_current/fp8", "", weight_block_size=None),
+    nf4("NF4"),
+    nf4("NF4 in bf16", quant_storage=torch.bfloat16),
+    nf4("NF4 in fp16", quant_storage=torch.float16),
+    nf4("NF4 in fp32", quant_storage=torch.float32),
+    nf4("NF4, scales quantized", "bitsandbytes_double", use_double_quant=True),
+    nf4("NF4 in bf16, scales quantized", "bitsandbytes_double", use_double_quant=True, quant_storage=torch.bfloat16),
+)
+REFUSED = (
+    *(
+        Refused(CT, preset, partial(compressed, preset=preset))
+        for preset in ("W8A16", "W4A8", "W4AFP8", "W2A16", "MXFP6A16")
+    ),
+    Refused(FP8, "blocks of 64x64", partial(fp8_of_transformers, weight_block_size=(64, 64))),
+    Refused(BNB, "FP4", partial(bitsandbytes, quant_type="fp4")),
+    Refused(BNB, "LLM.int8()", bitsandbytes),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+def loaded(row: Row, folder: Path) -> Any:
+    model, files = model_of(row.dtype), row.files if row.named else None
+    assert set(quantize_as_stored(model, folder, files=files).values()) == {row.files.partition("/")[0]}
+    assert load_safetensors(model, folder, files=files) == ((), ())
+    return model
+
+
+def check_values(model: nn.Module, theirs: nn.Module) -> None:
+    expected = dict(theirs.named_parameters())
+    assert sum(isinstance(param, QuantizedTensor) for param in model.parameters()) == 14
+    for name, param in model.named_parameters():
+        values = param.dequantize(expected[name].dtype) if isinstance(param, QuantizedTensor) else param
+        assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_what_a_package_writes_is_loaded_trained_and_read_by_it_again(row: Row, tmp_path: Path) -> None:
+    path, binding = tmp_path / "in", row.files.rpartition("/")[2]
+    row.write(model_of(row.dtype), path)
+    model, theirs = loaded(row, path), row.package.read(path, row.dtype)
+    check_values(model, theirs)
+
+    export_safetensors(model, tmp_path / "same", files=binding, source=path)
+    assert same_files(path, tmp_path / "same")
+    check_values(model, row.package.read(tmp_path / "same", row.dtype))
+
+    source = row.files if row.named else None
+    convert_safetensors(path, tmp_path / "there", files=row.there or row.files, source_files=source)
+    convert_safetensors(tmp_path / "there", tmp_path / "back", files=row.files, source_files=row.there or row.files)
+    assert same_files(path, tmp_path / "back", but=OF_ACTIVATIONS if row.there else ())
+    convert_safetensors(path, tmp_path / "plain", dtype=row.dtype, source_files=source)
+    plain, expected = tensors_in(tmp_path / "plain"), dict(theirs.named_parameters())
+    assert all(torch.equal(plain[name], value) for name, value in expected.items())
+
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    for step in range(2):
+        ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export_safetensors(model, tmp_path / "tuned", files=binding, source=path)
+    found = row.package.read(tmp_path / "tuned", row.dtype)
+    check_values(loaded(row, tmp_path / "tuned"), found)
+    if binding != "bitsandbytes_double":  # whose scales an export rounds
+        check_values(model, found)
+    moved = [name for name, value in found.named_parameters() if not torch.equal(value, expected[name])]
+    assert {name for name in expected if name.endswith("_proj.weight")} <= {*moved}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.id)
+def test_what_no_recipe_has_is_refused_and_never_plain(row: Refused, tmp_path: Path) -> None:
+    row.write(model_of(), tmp_path / "in")
+    with pytest.raises(LayoutError, match="quantization_config that no installed recipe knows"):
+        quantize_as_stored(model_of(), tmp_path / "in")
+    with pytest.raises(LayoutError, match="quantization_config that no installed recipe knows"):
+        convert_safetensors(tmp_path / "in", tmp_path / "out", dtype=torch.bfloat16)
+    assert not (tmp_path / "out").exists()
+
+
+def table() -> str:
+    lines = ["| written by | scheme | recipe and binding | converts there and back by |", "|---|---|---|---|"]
+    for row in ROWS:
+        files = f"`{row.files}`{', named by `files=`' if row.named else ''}"
+        lines.append(f"| {row.package.words} | {row.name} | {files} | `{row.there or row.files}` |")
+    lines += [f"| {row.package.words} | {row.name} | refused: no recipe has it | |" for row in REFUSED]
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_rows(golden: Callable[[Path, str], None]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    section = re.compile(rf"(?<={re.escape(HEADING)}\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+    words, tables = section.findall(page)[0].split("\n\n|", 1)
+    assert tables
+    golden(PAGE, section.sub(lambda _: f"{words}\n\n{table()}", page, count=1))
