@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutc
 from layoutc.integrations.packages import needs
+from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 with needs("peft"):
@@ -55,13 +56,20 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     """The base's parameters and buffers with the adapters that are merged into them now, by the base model's names,
     sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until they are unmerged.
 
-    Raises ValueError for layers with adapters that are not merged, and for modules that are trained as copies.
+    Raises ValueError for layers with adapters that are not merged, for sharded weights that took nothing in, since
+    torch drops what DoRA, IA3 and `safe_merge=True` assign to their `.data`, and for modules trained as copies.
     """
     base: nn.Module = model.get_base_model()
     layers = {name: one for name, one in base.named_modules() if isinstance(one, BaseTunerLayer)}
     if apart := [name for name, one in layers.items() if {*one.active_adapters} - {*one.merged_adapters}]:
         raise ValueError(f"{apart[0]} has adapters that are not merged, {len(apart)} layers in all: merge_adapter()")
     state = {}
+    if unmoved := [name for name, one in layers.items() if one.merged_adapters and _took_nothing(one)]:
+        raise ValueError(
+            f"{unmoved[0]} is sharded, and nothing was merged into its weight, {len(unmoved)} layers in all: torch "
+            "drops what DoRA, IA3 and safe_merge=True assign to its .data. unmerge_adapter(), and merge LoRA with "
+            "safe_merge=False, or save the adapters and merge them where weights are whole"
+        )
     for name, value in base.state_dict(keep_vars=True).items():
         if ".modules_to_save." in name or ".token_adapter." in name:
             raise ValueError(f"{name} is a copy that is trained: merge_and_unload() makes it part of the model")
@@ -69,3 +77,12 @@ def merged_state(model: Any) -> dict[str, Tensor]:
         if layer is None or name.startswith(f"{layer}.base_layer."):
             state[name.replace(f"{layer}.base_layer.", f"{layer}.")] = value
     return state
+
+
+def _took_nothing(layer: Any) -> bool:
+    """Whether a quantized shard holds no merge of its layer: what a weight was before one is kept beside it."""
+    local = getattr(getattr(layer.get_base_layer(), "weight", None), "_local_tensor", None)
+    if not isinstance(local, QuantizedTensor):
+        return False
+    base = initial_values.base(local)
+    return base is None or base.weight is None or base.owner is None or base.owner() is not layer

@@ -133,6 +133,7 @@ TUNERS = {
     "fourierft": _of("FourierFTConfig", n_frequency=8),
     "c3a": _of("C3AConfig", block_size=64, init_weights=False),
     "randlora": _of("RandLoraConfig", r=4, init_weights=False),
+    "hira": _of("HiraConfig", r=4, init_weights=False),
     "road": _of("RoadConfig", group_size=64, init_weights=False),
 }
 
@@ -267,6 +268,59 @@ def streams_in_shards() -> bool:
 
 def test_merged_adapters_stream_from_shards(two: Ranks) -> None:
     assert two.run(streams_in_shards) == [True, True]
+
+
+def merges_or_says(name: str, safe: bool) -> tuple[bool, bool, bool]:
+    """Of a tuner in shards: whether the merge warns that torch drops
+    it, whether bytes moved on any rank, and whether `merged_state` refuses."""
+    from layoutc.integrations.peft import merged_state
+
+    update_warnings._warned.clear()
+    model = adapted(model_of("mxfp8_frozen", rows=256), TUNERS[name]() if name != "lora" else lora())
+    fully_shard(model)
+    before = planes_of(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.merge_adapter(safe_merge=safe)
+    warned = any("computes merged values of 0.weight of shape" in str(one.message) for one in caught)
+    moved = not same(planes_of(model), before)
+    try:
+        merged_state(model)
+    except ValueError as error:
+        return warned, moved, "0 is sharded, and nothing was merged into its weight, 2 layers in all" in str(error)
+    return warned, moved, False
+
+
+@pytest.mark.parametrize(
+    ("tuner", "safe", "merges"),
+    [
+        ("lora", False, True),
+        ("lora", True, False),
+        ("dora", False, False),
+        ("ia3", False, False),
+        ("hira", False, True),
+    ],
+)
+def test_a_merge_that_torch_drops_in_shards_is_said(two: Ranks, tuner: str, safe: bool, merges: bool) -> None:
+    """And `merged_state` refuses what would be the base's weights; HiRA computes values and writes them in place."""
+    assert two.run(merges_or_says, tuner, safe) == [(tuner == "hira" or not merges, merges, not merges)] * 2
+
+
+def test_merged_adapters_are_exported_by_the_names_of_the_base(tmp_path: Path) -> None:
+    """The bytes of a model that is merged for good."""
+    from safetensors.torch import load_file
+
+    from layoutc.checkpoint import export_safetensors
+    from layoutc.integrations.peft import merged_state
+
+    update_warnings._warned.add("merge")
+    alone, model = (adapted(model_of("fp8_block"), lora()) for _ in range(2))
+    model.merge_adapter()
+    export_safetensors(merged_state(model), tmp_path / "merged", files="deepseek")
+    export_safetensors(alone.merge_and_unload(), tmp_path / "alone", files="deepseek")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "alone"))
+    assert {"0.weight", "1.weight"} < found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items())
 
 
 def comes_back_in_shards(recipe: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from layoutc.runtime import callers, strict
-from layoutc.runtime.dispatch import truncated, update_warnings
+from layoutc.runtime.dispatch import merges, truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.torch_private import tree_leaves, tree_map
@@ -36,6 +36,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     targets = [value for value in _outputs(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if targets:
         update_warnings.note(func, targets, tree_leaves((args, kwargs)))
+    else:
+        merges.note_read(tree_leaves((args, kwargs)))
 
     initializes = callers.initializes()
 

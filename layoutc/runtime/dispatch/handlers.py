@@ -128,6 +128,7 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """clone: every plane copied, compact, scales and amax included."""
     tensor: QuantizedTensor = args[0]
+    merges.note_read(args[:1])
     return tensor._compact_copy()
 
 

@@ -9,6 +9,7 @@ computes. All of PEFT's layers have these methods. Other writes into a merged we
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,6 +93,23 @@ def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     if base is not None:
         hold(new, base, owner)
     return new
+
+
+def note_read(values: Sequence[Any]) -> None:
+    """Warns, once, of an adapter's layer whose `merge` computes new values of a shard in place of writing into it."""
+    of_layer = callers.merging()
+    if of_layer[0] != "merge":
+        return
+    params = of_layer[1].parameters()
+    shards = [local for one in params if isinstance(local := getattr(one, "_local_tensor", None), QuantizedTensor)]
+    for value in values:
+        if isinstance(value, QuantizedTensor) and any(value._planes is one._planes for one in shards):
+            update_warnings.warn_once(
+                "assigned",
+                f"{type(of_layer[1]).__module__} computes merged values of {value._label()}, which is a shard. "
+                "Where it assigns them to .data, as DoRA, IA3 and safe_merge=True do, torch drops them, and nothing is "
+                "merged: use LoRA with safe_merge=False, or merge where weights are whole",
+            )
 
 
 def _before(target: QuantizedTensor, owner: Any) -> Base | None:
