@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 
 from layoutc.models.expressions import evaluate
-from layoutc.models.weights import MOST_SIZE, Layer, Model, ModelError, Weight, check
+from layoutc.models.weights import MOST_LAYERS, MOST_SIZE, Layer, Model, ModelError, Weight, check
 
 TABLE = Path(__file__).with_name("architectures.yaml")
-MOST_LAYERS = 10_000
 OTHER_WAYS = "give its safetensors index, or module:factory for a function that builds it"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from layoutc.models.weights import MOST_SIZE, Model, ModelError, Weight, in_layers, kind_by_name
+from layoutc.models.weights import MOST_SIZE, Model, ModelError, Weight, check_layers, in_layers, kind_by_name
 
-_STATED = re.compile(r"([A-Za-z_][\w.]*)(?:\*([1-9][0-9]{0,4}))?=([1-9][0-9]*(?:[xX][1-9][0-9]*){0,3})", re.ASCII)
+_STATED = re.compile(r"([A-Za-z_][\w.]*)(?:\*([1-9][0-9]{0,17}))?=([1-9][0-9]*(?:[xX][1-9][0-9]*){0,3})", re.ASCII)
 EXAMPLE = "up=14336x4096, or up*32=14336x4096 for one in each of 32 layers, or experts*32=8x14336x4096"
 
 
@@ -24,6 +24,7 @@ def _weights(text: str) -> Iterator[Weight]:
     shape = tuple(int(size) for size in re.split("[xX]", sizes))
     if max(shape) > MOST_SIZE:
         raise ModelError(f"'{text}' is larger than a weight can be")
+    check_layers("--shapes", f"the number of layers of '{text}'", int(times or 1))
     named = kind_by_name(name, shape)
     kind = "linear" if len(shape) == 2 and named == "other" else "experts" if len(shape) == 3 else named
     share = float(kind in ("linear", "router"))

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 Kind = Literal["linear", "experts", "embedding", "norm", "bias", "router", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["rows", "columns", "none"]  # by tensor parallelism
+MOST_LAYERS = 10_000  # of a model
 MOST_WEIGHTS = 2_000_000  # of a model
 MOST_SIZE = 2**40  # of a dim
 
@@ -126,8 +127,15 @@ def in_layers(name: str, source: str, weights: Iterable[Weight], notes: Iterable
     return model
 
 
+def check_layers(source: str, what: str, count: int) -> None:
+    """Raises ModelError for more layers than are planned."""
+    if count > MOST_LAYERS:
+        raise ModelError(f"{source}: {what} is {count}, and must be a whole number from 1 to {MOST_LAYERS:,}")
+
+
 def check(model: Model) -> None:
-    """Raises ModelError for a model without weights, with too many, or with a name that occurs twice."""
+    """Raises ModelError for a model without weights, with too many of them or of layers, or with a name twice."""
+    check_layers(model.source, "the number of layers", len(model.layers))
     names = model.names()
     if not names:
         raise ModelError(f"{model.source} has no weights")

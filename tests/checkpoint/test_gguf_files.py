@@ -532,6 +532,33 @@ def test_where_keys_say_too_little_there_is_no_config_json(keys: list[bytes], wo
     assert [path.name for path in (tmp_path / "plain").iterdir()] == ["model.safetensors"]
 
 
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no layers": ({"block_count": 0}, "llama.block_count is 0, and is a whole number from 1"),
+    "fewer layers": ({"block_count": 1}, "llama.block_count is 1, and the file has tensors of 2 layers, up to 1"),
+    "more layers": ({"block_count": 33}, "llama.block_count is 33, and the file has tensors of 2 layers, up to 1"),
+    "width": (
+        {"embedding_length": 512},
+        "token_embd.weight has shape [72, 256], where the file's keys make it [72, 51",
+    ),
+    "rows": ({"feed_forward_length": 256}, "blk.0.ffn_gate.weight has shape [512, 256], where the file's keys make"),
+    "heads": ({"head_count": 8}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it [64, 256]"),
+    "heads of keys": ({"head_count_kv": 4}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it"),
+    "more heads of keys": ({"head_count_kv": 8}, "llama has 4 heads of queries, which is no multiple of its 8 of keys"),
+    "no length": ({"context_length": 0}, "llama.context_length is 0, and is a whole number from 1"),
+}
+
+
+@needs_gguf
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_keys_that_tensors_contradict_give_no_config_json(name: str, tmp_path: Path) -> None:
+    """Whatever says something else than the tensors: of layers, heads and sizes."""
+    keys, words = CONTRADICTIONS[name]
+    path = gguf_files.write(tmp_path / "a.gguf", 2, **keys)
+    done = checkpoint.convert_gguf(path, tmp_path / "plain", dtype="bfloat16")
+    assert words in done.no_config
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["model.safetensors"]
+
+
 @needs_gguf
 @pytest.mark.parametrize("what", ["_entries", "put", "finish"])
 def test_an_export_that_fails_leaves_nothing(
@@ -823,6 +850,9 @@ def array(kind: int, count: int, rest: bytes = b"") -> bytes:
 STRINGS = by_hand([key("a", ARRAY, struct.pack("<IQ", STRING, 2**36))], {}, alignment=1)
 MANY = by_hand([key(f"a{i}", ARRAY, struct.pack("<IQ", STRING, 10**6) + bytes(8 * 10**6)) for i in range(2)], {})
 NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
+FLAT = struct.pack("<IQ", U8, 0) * 70_000
+SHORT = [key(f"a{i}", ARRAY, struct.pack("<IQ", U8, 4096) + bytes(4096)) for i in range(257)]
+TEXT = by_hand([key("a", STRING, struct.pack("<Q", 2**24 + 1))])
 SOUND = by_hand()
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "not a GGUF file"),
@@ -848,6 +878,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a long array of strings": (array(STRING, 2**61), "length of the value of 'a' is 2,305"),
     "an array of a long string": (array(STRING, 1, struct.pack("<Q", 2**60)), "the value of 'a' should end at byte"),
     "arrays in arrays": (array(ARRAY, 1, NESTED), "arrays nested more than 4 deep"),
+    "many arrays in arrays": (array(ARRAY, 70_000, FLAT), "make it 70,000 arrays in arrays in the header"),
+    "arrays in arrays, of several keys": (
+        by_hand([key(f"a{i}", ARRAY, struct.pack("<IQ", ARRAY, 35_000) + FLAT[:420_000]) for i in range(2)]),
+        "'a1' would make it 70,000 arrays in arrays in the header, and the most that are read is 65,536",
+    ),
+    "many short arrays": (by_hand(SHORT), "'a256' would make it 1,052,672 numbers in short arrays"),
     "alignment 0": (by_hand([LLAMA, key("general.alignment", U32, bytes(4))]), "alignment is 0, but is a power of"),
     "alignment 48": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 48))]), "alignment is 48"),
     "a wide alignment": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 2**31))]), "alignment is 21"),
@@ -888,12 +924,14 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
     ("make", "words"),
     [
         (lambda path: os.mkfifo(path), "is not a regular file"),
-        (lambda path: (path.write_bytes(by_hand(counts=(2**33, 1))), os.truncate(path, 2**40)), "has 0 dims"),
+        (lambda path: (path.write_bytes(by_hand(counts=(2**33, 1))), os.truncate(path, 2**40)), "8,589,934,592 tens"),
         (lambda path: (path.write_bytes(array(U8, 2**39)), os.truncate(path, 2**40)), "header has more than 10,"),
-        (lambda path: (path.write_bytes(STRINGS), os.truncate(path, 2**40)), "has 68,719,476,736 entries, and"),
+        (lambda path: (path.write_bytes(STRINGS), os.truncate(path, 2**40)), "make it 68,719,476,736 strings"),
+        (lambda path: (path.write_bytes(by_hand(counts=(2, 3 * 10**6))), os.truncate(path, 2**40)), "3,000,000 keys"),
+        (lambda path: (path.write_bytes(TEXT), os.truncate(path, 2**40)), "16777217 bytes, and the most is 16777216"),
         (lambda path: (path.write_bytes(MANY), os.truncate(path, 2**40)), "header has more than 10,000,000 bytes"),
     ],
-    ids=["a pipe", "tensors", "an array", "strings", "many keys"],
+    ids=["a pipe", "tensors", "an array", "strings", "many keys", "text", "a long header"],
 )  # fmt: skip
 def test_large_sparse_files_take_no_memory_and_no_time(
     make: Callable[[Path], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,21 @@ def test_shapes() -> None:
         ("", ["embedding", "norm"]),
         *((f"layers.{layer}", ["linear", "experts"]) for layer in range(3)),
     ]
+
+
+@pytest.mark.parametrize("times", [10_001, 99_999, 10**12])
+def test_shapes_have_no_more_layers_than_configs(times: int) -> None:
+    words = f"--shapes: the number of layers of 'a*{times}=1x1' is {times}, and must be a whole number from 1 to 10,000"
+    with pytest.raises(ModelError, match=re.escape(words)):
+        shapes.read([f"a*{times}=1x1"])
+    assert len(shapes.read(["a*10000=1x1"]).layers) == 10_000
+
+
+def test_layers_of_several_kinds_are_counted_together() -> None:
+    """As in headers and indexes, whose names say what layer a weight is in."""
+    many = [Weight(f"{kind}.{i}.a", (1, 1), "linear") for kind in ("encoder", "decoder") for i in range(5001)]
+    with pytest.raises(ModelError, match="a file: the number of layers is 10002, and must be a whole number from 1 to"):
+        in_layers("a", "a file", many)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,28 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "feed_forward_length": "intermediate_size",
 }
+# Dims of weights, outermost first, by names of fields: of configs, and of those that follow from them.
+_EXPERT = ("experts", "expert_rows", "hidden_size")
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "token_embd": ("vocab_size", "hidden_size"),
+    "output_norm": ("hidden_size",),
+    "output": ("vocab_size", "hidden_size"),
+    "attn_norm": ("hidden_size",),
+    "attn_q": ("query_rows", "hidden_size"),
+    "attn_q_norm": ("head_dim",),
+    "attn_k": ("key_rows", "hidden_size"),
+    "attn_k_norm": ("head_dim",),
+    "attn_v": ("key_rows", "hidden_size"),
+    "attn_output": ("hidden_size", "query_rows"),
+    "ffn_norm": ("hidden_size",),
+    "ffn_gate": ("intermediate_size", "hidden_size"),
+    "ffn_up": ("intermediate_size", "hidden_size"),
+    "ffn_down": ("hidden_size", "intermediate_size"),
+    "ffn_gate_inp": ("experts", "hidden_size"),
+    "ffn_gate_exps": _EXPERT,
+    "ffn_up_exps": _EXPERT,
+    "ffn_down_exps": ("experts", "hidden_size", "expert_rows"),
+}
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN3_MOE = {
     "expert_count": "num_experts",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -28,7 +29,17 @@ MOST_DIMS, MOST_NAME, MOST_KEY = 4, 64, 65_535
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 CHUNK = 1 << 20
-MOST_STRINGS = 4_000_000  # in one array: a vocabulary has some hundred thousand, and as many merges
+# Of what takes a Python object or a step each, in a header. Files of released models have some dozen keys, a thousand
+# tensors, a vocabulary of some hundred thousand strings and as many merges, templates of some kilobytes,
+# and no arrays in arrays.
+MOST = {
+    "keys": 65_536,
+    "tensors": 131_072,
+    "strings in arrays": 4_000_000,
+    "arrays in arrays": 65_536,
+    "numbers in short arrays": 1 << 20,
+    "bytes of text": 1 << 24,
+}
 MOST_NUMBERS = 4_096  # of an array that is kept: what layers differ in has one entry for each
 _LENGTH = struct.Struct("<Q")
 
@@ -75,7 +86,7 @@ class _Cursor:
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.size, self.at, self.bytes = path, size, 0, b""
-        self._file = file
+        self._file, self._taken = file, Counter[str]()
 
     def need(self, count: int, what: str) -> int:
         """The place of the next `count` bytes, which are then there. Raises DamagedError if the file has fewer."""
@@ -114,6 +125,15 @@ class _Cursor:
             )
         return count
 
+    def take(self, kind: str, count: int, what: str) -> None:
+        """Counts `count` more of a kind. Raises DamagedError if the header has more of them than are read."""
+        self._taken[kind] += count
+        if (found := self._taken[kind]) > MOST[kind]:
+            raise DamagedError(
+                f"{self.path}: {what} would make it {found:,} {kind} in the header, and the most that are read is "
+                f"{MOST[kind]:,}"
+            )
+
     def pass_strings(self, count: int, what: str) -> None:
         """Passes over strings. Raises DamagedError if the file has fewer."""
         for _ in range(count):
@@ -147,7 +167,9 @@ def read_header(path: Path) -> Header:
         cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
         version = _begin(cursor)
         entries = cursor.count(8 + 4 + 8 + 4 + 8, "the number of tensors")
+        cursor.take("tensors", entries, "their number")
         count = cursor.count(8 + 4 + 1, "the number of key-values")
+        cursor.take("keys", count, "their number")
         values, keys = dict[str, Value](), dict[str, tuple[int, int]]()
         for _ in range(count):
             begin = cursor.at
@@ -191,7 +213,9 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | Non
     if kind in SCALARS:
         return cursor.number(SCALARS[kind], what)
     if kind == STRING:
-        return cursor.string(HEADER, what)
+        text = cursor.string(MOST["bytes of text"], what)
+        cursor.take("bytes of text", len(text), what)
+        return text
     if kind != ARRAY:
         raise DamagedError(f"{cursor.path}: {what} is of type {kind}, which GGUF does not define")
     if depth == NESTED:
@@ -201,14 +225,14 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | Non
         size = struct.calcsize(f"<{SCALARS[of]}")
         count = cursor.count(size, f"the length of {what}")
         begin = cursor.need(count * size, what)
-        return None if count > MOST_NUMBERS else struct.unpack_from(f"<{count}{SCALARS[of]}", cursor.bytes, begin)
+        if count > MOST_NUMBERS:
+            return None
+        cursor.take("numbers in short arrays", count, what)
+        return struct.unpack_from(f"<{count}{SCALARS[of]}", cursor.bytes, begin)
     if of not in (STRING, ARRAY):
         raise DamagedError(f"{cursor.path}: {what} is an array of type {of}, which GGUF does not define")
     count = cursor.count(8 if of == STRING else 12, f"the length of {what}")
-    if count > MOST_STRINGS:
-        raise DamagedError(
-            f"{cursor.path}: {what} has {count:,} entries, and the most that are read is {MOST_STRINGS:,}"
-        )
+    cursor.take("strings in arrays" if of == STRING else "arrays in arrays", count, what)
     if of == STRING:
         cursor.pass_strings(count, what)
     for _ in range(count if of == ARRAY else 0):

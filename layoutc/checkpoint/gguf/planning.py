@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
-from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names, Place
+from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, SHAPES, Names, Place
 from layoutc.checkpoint.gguf.container import MOST_NUMBERS, Header, Value
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
@@ -99,7 +99,8 @@ def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, he
 def config_of(header: Header) -> dict[str, object]:
     """What config.json of the model in a file says: its sizes, as keys and shapes of tensors have them.
 
-    Raises LayoutError with the reason where keys say too little, or something that fields of a config are not known of.
+    Raises LayoutError with the reason where keys say too little, something that fields of a config are not known of, or
+    something else than the tensors.
     """
     arch, values = str(header.values.get(ARCHITECTURE)), header.values
     experts = values.get(f"{arch}.expert_count", 0) != 0
@@ -131,7 +132,47 @@ def config_of(header: Header) -> dict[str, object]:
     config |= {name: number for name, number in tokens.items() if isinstance(number, int)}
     if not _is_number(config["rope_theta"]):
         raise LayoutError(f"{arch}.rope.freq_base is no number")
+    for key, field in {heads: "num_attention_heads", **keys}.items():
+        if field != "rms_norm_eps" and not (isinstance(size := config[field], int) and size > 0):
+            raise LayoutError(f"{key} is {short(size)}, and is a whole number from 1")
+    _check_layers(header, f"{arch}.block_count", config)
+    _check_shapes(header, arch, config)
     return {field: _decimal(value) if isinstance(value, float) else value for field, value in config.items()}
+
+
+def _check_layers(header: Header, key: str, config: Mapping[str, object]) -> None:
+    """Raises LayoutError unless a file has just the layers that a config counts, all with the same tensors."""
+    layers, count = dict[int, set[str]](), config["num_hidden_layers"]
+    for name in header.tensors:
+        if (match := _LAYER.match(name)) is not None:
+            layers.setdefault(int(match[1]), set()).add(name[match.end() :])
+    if len(layers) != count or max(layers) != len(layers) - 1:
+        raise LayoutError(f"{key} is {count}, and the file has tensors of {len(layers)} layers, up to {max(layers)}")
+    for number, found in layers.items():
+        if differing := sorted(found ^ layers[0]):
+            raise LayoutError(f"layers 0 and {number} differ in {short(differing[0])}, which one of them does not have")
+
+
+def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> None:
+    """Raises LayoutError unless all tensors have the shapes of the model that a config describes."""
+    sizes = {field: size for field, size in config.items() if isinstance(size, int)}
+    heads, of_keys = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads % of_keys:
+        raise LayoutError(f"{arch} has {heads} heads of queries, which is no multiple of its {of_keys} of keys")
+    sizes.setdefault("head_dim", sizes["hidden_size"] // heads)
+    sizes |= {"query_rows": heads * sizes["head_dim"], "key_rows": of_keys * sizes["head_dim"]}
+    experts = sizes.get("num_local_experts", sizes.get("num_experts"))
+    if experts is not None:
+        sizes |= {"experts": experts, "expert_rows": sizes.get("moe_intermediate_size", sizes["intermediate_size"])}
+        if (used := sizes["num_experts_per_tok"]) > experts:
+            raise LayoutError(f"{arch}.expert_used_count is {used}, and there are {experts} experts")
+    for name, held in header.tensors.items():
+        module, _, last = _LAYER.sub("", name).rpartition(".")
+        dims = SHAPES[module] if last == "weight" else SHAPES[module][:1]
+        if any(dim not in sizes for dim in dims):
+            raise LayoutError(f"{name} is a weight of experts, and {arch}.expert_count says that there are none")
+        if held.shape != (shape := tuple(sizes[dim] for dim in dims)):
+            raise LayoutError(f"{name} has shape {list(held.shape)}, where the file's keys make it {list(shape)}")
 
 
 def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
