@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_files_of_others import tensors_in
+from harness import Ranks
+from test_files_of_others import same_files, tensors_in
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from layoutc.checkpoint import convert_safetensors, inspect, load_safetensors, quantize_as_stored
+from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors, quantize_as_stored
+from layoutc.runtime.quantize.weights import quantize
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.skipif(
@@ -113,3 +116,47 @@ def test_each_weight_is_read_by_its_own_scheme(mixed: Path, tmp_path: Path) -> N
         assert torch.equal(plain.get_parameter(name), values[name].bfloat16()), name
         assert torch.equal(tensors_in(tmp_path / "plain")[name], values[name].bfloat16()), name
     assert {one.name for one in inspect(mixed).entries} == {*RECIPES, "head.weight"}
+
+
+def exports(path: str, out: str, source: str | None) -> None:
+    """On ranks: load shards, and export."""
+    model = loaded(Path(path))
+    fully_shard(model)
+    load_safetensors(model, path)
+    export_safetensors(model, out, files="compressed_tensors", source=source)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return config
+
+
+def test_a_folder_is_written_back_byte_for_byte(mixed: Path, two: Ranks, tmp_path: Path) -> None:
+    """From ranks: with the source's config; and without a source, with one whose targets are names of modules, by which
+    compressed-tensors reads the same values, and quantize_as_stored gives the same recipes."""
+    two.run(exports, str(mixed), str(tmp_path / "same"), str(mixed))
+    assert same_files(mixed, tmp_path / "same")
+    assert config_of(tmp_path / "same") == config_of(mixed)
+    export_safetensors(loaded(mixed), tmp_path / "alone", files="compressed_tensors")
+    values = read_by_compressed_tensors(mixed)
+    for name, one in read_by_compressed_tensors(tmp_path / "alone").items():
+        assert torch.equal(one, values[name]), name
+    groups = config_of(tmp_path / "alone")["config_groups"].values()
+    assert sorted(target for one in groups for target in one["targets"]) == sorted(SCHEMES)
+    loaded(tmp_path / "alone")
+
+
+def test_a_config_changes_where_a_weight_has_another_scheme(mixed: Path, tmp_path: Path) -> None:
+    """Also where the source knows both; and all weights in one scheme have that one alone."""
+    model = loaded(mixed)
+    state: dict[str, Any] = dict(model.state_dict())
+    state["block.weight"] = quantize(
+        type(model.get_parameter("channel.weight")), state["block.weight"].dequantize(torch.bfloat16)
+    )
+    export_safetensors(state, tmp_path / "moved", files="compressed_tensors", source=mixed)
+    assert torch.equal(
+        read_by_compressed_tensors(tmp_path / "moved")["block.weight"], state["block.weight"].dequantize(torch.bfloat16)
+    )
+    convert_safetensors(mixed, tmp_path / "one", files="fp8_block/compressed_tensors")
+    assert [one["weights"]["strategy"] for one in config_of(tmp_path / "one")["config_groups"].values()] == ["block"]
+    read_by_compressed_tensors(tmp_path / "one")

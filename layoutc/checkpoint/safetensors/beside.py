@@ -62,17 +62,21 @@ def modules_of(
 ) -> tuple[Modules, Modules]:
     """The modules of weights that are plain and quantized: as they are written, and as the source has them."""
     plain, quantized, was_plain, was_quantized = list[str](), list[str](), list[str](), list[str]()
+    of, was_of = [list[str]() for _ in theirs], [list[str]() for _ in theirs]
     for one in weights:
         if one.bound is None and not one.is_matrix:
             continue
         parts = parts_of(one.bound.binding, one.name, one.matrices) if one.bound is not None else [one.name]
         modules = [_module(part) for part in parts]
         (plain if one.bound is None else quantized).extend(modules)
+        for bound, own, was_own in zip(theirs, of, was_of, strict=True):
+            own.extend(modules if bound is one.bound else ())
+            was_own.extend(modules if recognize.is_held(bound, one.name, one.shape, source) else ())
         if any(recognize.is_for(bound, one.name, one.shape, source) for bound in theirs):
             was_quantized.extend(modules)
         elif any(part in source for part in (one.name, *parts)):
             was_plain.extend(modules)
-    return Modules(plain, quantized), Modules(was_plain, was_quantized)
+    return Modules(plain, quantized, of), Modules(was_plain, was_quantized, was_of)
 
 
 def rest_of(

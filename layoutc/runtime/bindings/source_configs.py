@@ -8,15 +8,18 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from layoutc.runtime.bindings.configs import schemes_of
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import recognizes
 
 
 class Modules(NamedTuple):
-    """Modules by their names in files, of those with a weight that may be quantized."""
+    """Modules by their names in files, of those with a weight that may be quantized. of: those of each of several
+    bindings, whose files may have the same names."""
 
     plain: Collection[str]
     quantized: Collection[str]
+    of: Sequence[Collection[str]] = ()
 
 
 def goes_on(bindings: Collection[Binding], source: Mapping[str, Any]) -> bool:
@@ -32,21 +35,38 @@ def config_of(
     source: the config of the files that weights were loaded from, {} without any. Where it tells of files by these
     bindings, all that it says is kept, such as how activations and caches are quantized, and its list of modules that
     are not quantized changes by those that are quantized `now`, and were not `before`, or the other way round. Else it
-    is what the bindings state, with a list of the modules that are plain now.
+    is what the bindings state, with a list of the modules that are plain now; of several schemes, one of
+    `config_groups` for each binding, whose targets are its modules.
     """
-    if goes_on(bindings, source):
+    had = {*before.quantized} if len(schemes_of(source)) > 1 else set[str]()
+    moved = any(not had.intersection(those) <= {*was} for those, was in zip(now.of, before.of, strict=True))
+    if goes_on(bindings, source) and not moved:
         config = dict(deepcopy(dict(source)))
         for key in dict.fromkeys(one.plain for one in bindings if one.plain):
             listed = [str(one) for one in config.get(key) or ()]
             if (changed := _changed(listed, now, before, by_prefix=key != "ignore")) != listed:
                 config[key] = changed
         return config
-    config = {}
+    config, by_targets = {}, _by_targets(bindings, now.of)
     for one in bindings:
-        stated = dict(one.config) | ({one.plain: sorted(now.plain)} if one.plain else {})
+        stated = dict(one.config) | by_targets | ({one.plain: sorted(now.plain)} if one.plain else {})
         if any(config.setdefault(key, value) != value for key, value in stated.items()):
             return None
     return config
+
+
+def _by_targets(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
+    """The keys by which a config has several schemes, each for its modules; {} for bindings that state one."""
+    stated = [one.config.get("config_groups") for one in bindings]
+    if not all(stated) or all(one == stated[0] for one in stated):
+        return {}
+    groups = dict[str, Any]()
+    for one, names in zip(bindings, modules, strict=True):
+        for group in one.config["config_groups"].values():
+            own = {"format": one.config["format"], "targets": sorted(names)}
+            groups[f"group_{len(groups)}"] = dict(group) | own
+    forms = {one.config["format"] for one in bindings}
+    return {"config_groups": groups, "format": forms.pop() if len(forms) == 1 else "mixed-precision"}
 
 
 def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix: bool) -> list[str]:
