@@ -18,7 +18,7 @@ from layoutc.runtime.torch_private import dispatch_mode_stack
 
 def tell_counters() -> None:
     """Gives formulas for the operators of torch.ops.layoutc that multiply to all counters that are on; a user's own
-    (`custom_mapping`) come first."""
+    (its argument custom_mapping) come first."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     for mode in () if module is None else dispatch_mode_stack():
         counter: Any = getattr(mode, "counter", None)
