@@ -20,6 +20,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
 LIMIT = 16_000_000  # the most bytes of a config
+OF_OTHER_SHAPES, NARROWER, ONE_VALUE, EXACT = 1, 2, 3, 4  # how well tensors fit a binding; 0: not at all
 SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
 
 
@@ -132,7 +133,7 @@ def is_held(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Map
 
     shape: None for a weight of two dims that the files' codes tell the shape of.
     """
-    return _fit(bound, name, shape, tensors) > 0
+    return _fit(bound, name, shape, tensors) > OF_OTHER_SHAPES
 
 
 def scales_of(bound: Bound) -> list[str]:
@@ -149,13 +150,10 @@ def is_for_another(
     return own < EXACT and any(_fit(other, name, shape, tensors) > own for other in told)
 
 
-EXACT = 3
-
-
 def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:
     """EXACT if the first tensor of each of a weight's planes is there, and has the dtype and dims that the binding
-    says; 2 for a single value in other dims; 1 if some have narrower dtypes, of which the planes hold every value; else
-    0."""
+    says; ONE_VALUE if one that has a single value has other dims; NARROWER for dtypes of which the planes hold every
+    value; OF_OTHER_SHAPES for dtypes alone; 0 for other dtypes."""
     matrices, fit = prod(shape[:-2]) if shape is not None and len(shape) > 2 else None, EXACT
     parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
     planes, of_weight = bound.binding.planes, dict[str, Facts]()
@@ -173,22 +171,22 @@ def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mappin
         as_is = is_dtype(stored, plane.dtype) or narrower.is_storage(plane, stored)
         if not as_is and not narrower.is_narrower(plane, stored.dtype):
             return 0
-        fit = fit if as_is else 1
+        fit = fit if as_is else min(fit, NARROWER)
         if of_weight:
             fit = min(fit, _fit_of_shape(plane, of_weight[key], stored, matrices if len(parts) == 1 else None))
     return fit
 
 
 def _fit_of_shape(plane: BoundPlane, facts: Facts, stored: Stored, matrices: int | None) -> int:
-    """EXACT for a tensor of a plane's dims in files, 2 for a single value in other dims, 0 for others."""
+    """As `_fit`, of one tensor's shape."""
     as_is, in_file = narrower.as_stored(plane, facts, stored.dtype)
     try:
         shape = places.place(as_is, in_file, matrices).shape
     except LayoutError:
-        return 0
+        return OF_OTHER_SHAPES
     if stored.shape == shape or narrower.is_storage(plane, stored):
         return EXACT
-    return 2 if prod(stored.shape) == prod(shape) == 1 else 0
+    return ONE_VALUE if prod(stored.shape) == prod(shape) == 1 else OF_OTHER_SHAPES
 
 
 def is_dtype(stored: Stored, dtype: str) -> bool:
