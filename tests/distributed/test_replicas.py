@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import RECIPES, adam, assert_equal_on_all_ranks, batch, build, my_share, raw
 from test_cast_on_gather import build_cast
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import layoutc
@@ -29,7 +31,7 @@ def state_of(model: nn.Module) -> list[list[int]]:
     """All bytes of all parameters."""
     found = []
     for param in model.parameters():
-        held: Any = param.data
+        held: Any = param.to_local() if isinstance(param, DTensor) else param.data
         planes = held.planes().values() if hasattr(held, "planes") else [getattr(held, "plain", held)]
         found += [raw(plane).tolist() for plane in planes]
     return found
@@ -46,23 +48,25 @@ def replicates(recipe: str, use: str, differ: bool) -> None:
     with layoutc.strict():
         replicas = DistributedDataParallel(model)
     assert state_of(model) == expected
-    losses, optimizers = [], []
-    for one, share in ((alone, 1.0), (replicas, my_share())):
-        optimizer: Any = (
-            torch.optim.AdamW(one.parameters(), lr=1e-2, weight_decay=0.1, fused=True) if use == "cast" else adam(one)
-        )
-        optimizers.append(optimizer)
-        losses.append([])
-        for step in range(STEPS):
-            x, y = batch(step, WIDTH)
-            loss = (one(x) - y).square().mean()
-            (loss * share).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(float(loss.detach()))
-    assert losses[0] == losses[1]
+    assert trained(alone, use, 1.0) == trained(replicas, use, my_share())
     assert_equal_on_all_ranks(state_of(model))
     assert state_of(model) == state_of(alone)
+
+
+def trained(model: nn.Module, use: str, share: float) -> list[float]:
+    """The losses of some steps."""
+    optimizer: Any = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True) if use == "cast" else adam(model)
+    )
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step, WIDTH)
+        loss = (model(x) - y).square().mean()
+        (loss * share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "int4_group32"])
@@ -71,6 +75,33 @@ def replicates(recipe: str, use: str, differ: bool) -> None:
 def test_replicas_keep_their_bytes_and_train_as_one_process(two: Ranks, recipe: str, use: str, differ: bool) -> None:
     """Also where the other rank was built with other weights."""
     two.run(replicates, recipe, use, differ)
+
+
+def replicates_by_fsdp2(recipe: str, use: str) -> None:
+    """torch's `replicate` of FSDP2's code, layer by layer: a curve, bytes and a full state equal those of one
+    process."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    alone, model = built(recipe, use), built(recipe, use)
+    mesh = mesh_of(dist.get_world_size(), names=("replicate",))
+    for layer in (*model.layers, model.head, model):
+        replicate(layer, mesh=mesh)
+    with layoutc.products("low"):
+        assert trained(alone, use, 1.0) == trained(model, use, my_share())
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert state_of(model) == state_of(alone)
+    assert_equal_on_all_ranks(state_of(model))
+    other = built(recipe, use)
+    other.load_state_dict(whole)
+    assert state_of(other) == state_of(alone)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+def test_replicas_of_fsdp2_train_as_one_process(two: Ranks, recipe: str, use: str) -> None:
+    """They gather nothing, as on a mesh of one rank."""
+    pytest.importorskip("torch.distributed._composable.replicate_with_fsdp", reason="this torch has none")
+    two.run(replicates_by_fsdp2, recipe, use)
 
 
 def replicates_others() -> str:

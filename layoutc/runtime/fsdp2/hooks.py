@@ -127,9 +127,10 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
         )
     key = which or pass_of(sharding, gathered_of(sharding)), on_gather.is_awaited(sharding.param())
     if key not in (routes := gathered_of(sharding).routes):
-        assert sharding.process_group is not None
-        cards.check_apart(sharding.process_group, shard.device)  # at the first gather, before NCCL's
-        (*padded, k), world = sharding.padded_shape, sharding.process_group.size()
+        (*padded, k), world = sharding.padded_shape, 1  # of `replicate`
+        if (group := sharding.process_group) is not None:
+            cards.check_apart(group, shard.device)  # at the first gather, before NCCL's
+            world = group.size()
         sizes = world, sharding.shape, prod(padded), k, sharding.dim
         routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])
     return routes[key]

@@ -291,8 +291,11 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
     """Has an FSDPParamGroup gather in few steps, from the second gather of each pass on, and copy gradients in one.
 
     pack: has all of its weights that are not plain; None: their gathers leave codes. leader: the first FSDPParam of
-    them. A group of somebody else's class, of one rank, or of a torch that gathers in other steps, is left as it is.
+    them. A group of somebody else's class, of one rank, of `replicate`, or of a torch that gathers in other steps, is
+    left as it is.
     """
+    if getattr(group.mesh_info, "shard_process_group", None) is None:
+        return
     if type(group) not in (FSDPParamGroup, SteadyGroup) or not _is_known(group):
         return
     if group._all_gather_process_group.size() > 1:
