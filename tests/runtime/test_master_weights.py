@@ -208,6 +208,61 @@ def test_a_plain_optimizer_is_told_of_master_weights(kind: Any, foreach: bool) -
     assert all(param._writes.initial is None for param in model.parameters())  # type: ignore[attr-defined]
 
 
+def rounds(
+    model: nn.Module, inner: torch.optim.Optimizer, held: list[Tensor], after: Callable[[], None]
+) -> list[float]:
+    """The last loss of each round of local training: 20 steps, and one of an outer optimizer on what is `held`."""
+    x, losses = values_of(9), []
+    outer = torch.optim.SGD(held, lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(6):
+        backups = [one.detach().clone() for one in held]
+        for _ in range(20):
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+            loss.backward()
+            inner.step()
+            inner.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for one, backup in zip(held, backups, strict=True):
+                one.grad = backup - one
+                one.copy_(backup)
+        outer.step()
+        outer.zero_grad()
+        after()
+    return losses
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_an_outer_optimizer_steps_masters(recipe: str) -> None:
+    """Losses fall as those of plain weights, and weights have the bytes of their masters after each outer step."""
+    plain, model = model_of(None), model_of(recipe)
+    expected = rounds(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), list(plain.parameters()), lambda: None)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    masters = list(optimizer.masters().values())
+
+    def after() -> None:
+        optimizer.write_back()
+        for weight, master in optimizer.masters().items():
+            again = model_of(None)[0]
+            again.weight = nn.Parameter(master.clone())
+            layoutc.quantize_(again, recipe)
+            for name, plane in again.weight.planes().items():  # type: ignore[operator]
+                assert torch.equal(plane.view(torch.uint8), weight.planes()[name].view(torch.uint8)), name  # type: ignore[attr-defined]
+
+    losses = rounds(model, optimizer, masters, after)
+    assert losses == sorted(losses, reverse=True)
+    assert all(loss < 1.25 * plain for loss, plain in zip(losses, expected, strict=True)), (losses, expected)
+
+
+def test_an_outer_optimizer_on_quantized_weights_is_told_of_masters() -> None:
+    model = model_of("nvfp4")
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7)
+    steps(model, optimizer)
+    (message,) = warned(lambda: steps(model, outer))
+    assert "optimizer.masters().values(), and call optimizer.write_back() after it" in message
+
+
 def test_an_optimizer_that_is_no_torch_optimizer_is_told_as_well() -> None:
     """By its in-place operators."""
     model = model_of("mxfp8", keep_values=False)

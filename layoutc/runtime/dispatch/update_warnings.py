@@ -31,6 +31,18 @@ def warn_once(what: str, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
+def warn_of_coarse(name: str, recipe: str, count: int) -> None:
+    """Warns, once, of masters that are stepped and were made from codes. name: of the first of `count` weights."""
+    warn_once(
+        "coarse",
+        f"masters of quantized weights ({name} in {recipe} first, {count} in all) start as the dequantized weights, "
+        "since the values before quantization are not known: for many steps, a small learning rate changes few codes. "
+        "Load the optimizer's state together with the weights, or load high-precision weights with "
+        "layoutc.checkpoint.load(state, folder, convert=True). quantize_ and quantized_init keep what they quantize "
+        "for a model's first MasterWeights, unless keep_values=False",
+    )
+
+
 def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
     """Warns of an operator that updates quantized weights in place from other tensors of their shape.
 
@@ -83,7 +95,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         kind = type(optimizer)
         name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
         what = f"{kind.__name__} steps quantized weights themselves ({weights[0]._label()} first), and {_LOSES}"
-        warnings.warn(f"{what}. Instead, {_train(name)}, which steps fp32 masters", stacklevel=2)
+        instead = f"{_train(name)}, which steps fp32 masters; {_OUTER}"
+        warnings.warn(f"{what}. Instead, {instead}", stacklevel=2)
 
 
 def mark_replaced(param: Tensor, name: str, caller: str) -> None:
@@ -106,6 +119,7 @@ _REPLACED = "_layoutc_replaced"
 _LOSES = "a change of less than half a step between codes is lost: such weights stand still or get worse"
 _AVERAGE = "to average weights, average what optimizer.masters() gives"
 _AVERAGES = "torch.optim.swa_utils"
+_OUTER = "give an outer optimizer (DiLoCo) optimizer.masters().values(), and call optimizer.write_back() after it"
 
 
 def _train(optimizer: str) -> str:

@@ -157,13 +157,26 @@ class MasterWeights(torch.optim.Optimizer):
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
         self._check_parameters()
         self._refresh_masters()
-        self._loaded = False
         marks = inner_optimizer.marks(self.inner.param_groups)
         switch()
         inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
-        stepped = [entry for entry in self._entries() if entry.trains and self.inner.state.get(entry.stepped)]
-        WriteBack(stepped)()
-        for entry in stepped:
+        self._rewrite([entry for entry in self._entries() if entry.trains and self.inner.state.get(entry.stepped)])
+
+    @left_by_compilers
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rewrites every weight from its master, after something else has written into what `masters()` gave.
+
+        Collective, as a step is, and raises as one. What was written into weights since the last step is lost.
+        """
+        replaced_parameters.follow(self)
+        self._check_parameters()
+        self._rewrite([entry for entry in self._entries() if entry.trains])
+
+    def _rewrite(self, entries: list[Entry]) -> None:
+        self._loaded = False
+        WriteBack(entries)()
+        for entry in entries:
             entry.stamp = stamp(entry.param)
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,9 +216,8 @@ class MasterWeights(torch.optim.Optimizer):
     def masters(self) -> dict[Tensor, Tensor]:
         """Each parameter, in the order of the groups -> its fp32 master, sharded as it is. For averages and exports.
 
-        A parameter that is its own master (it is fp32, or does not train) maps to itself. These are the tensors that
-        are stepped, so only read them; to change a weight, write into the parameter. Weights that were written since
-        the last step become masters first.
+        A parameter that is its own master (it is fp32, or does not train) maps to itself. These are what is stepped:
+        call `write_back` after writing into them. Weights written since the last step become masters first.
         """
         if not self._loaded:
             self._refresh_masters()
@@ -373,7 +385,9 @@ class MasterWeights(torch.optim.Optimizer):
             moved += [
                 entry for entry in islice(entries, len(group["params"])) if moves and entry.param.grad is not None
             ]
-        self._say_what_is_coarse([entry.param for entry in moved] if self._coarse else ())
+        if self._coarse and (coarse := [entry.param for entry in moved if entry.param in self._coarse]):
+            update_warnings.warn_of_coarse(*self._recipes[coarse[0]], len(coarse))
+            self._coarse.clear()
         if self._rewriting is None or not self._rewriting.holds(moved):
             self._rewriting = WriteBack(moved)
         self._rewriting()
@@ -384,17 +398,3 @@ class MasterWeights(torch.optim.Optimizer):
             elif entry.steps_shard:
                 own.append(entry.param)
         increment_version(own)  # of DTensors whose shards were stepped, for autograd
-
-    def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
-        """Warns, once in a process, of masters that are stepped and were made from codes."""
-        if self._coarse and (coarse := [param for param in moved if param in self._coarse]):
-            name, recipe = self._recipes[coarse[0]]
-            update_warnings.warn_once(
-                "coarse",
-                f"masters of quantized weights ({name} in {recipe} first, {len(coarse)} in all) start as the "
-                "dequantized weights, since the values before quantization are not known: for many steps, a small "
-                "learning rate changes few codes. Load the optimizer's state together with the weights, or load "
-                "high-precision weights with layoutc.checkpoint.load(state, folder, convert=True). quantize_ and "
-                "quantized_init keep what they quantize for a model's first MasterWeights, unless keep_values=False",
-            )
-            self._coarse.clear()
