@@ -229,3 +229,22 @@ def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, re
         curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
     assert curves[2] == curves[0]
     assert len(curves[0]) == 4
+
+
+def test_the_optimizer_may_be_set_after_construction(tmp_path: Path) -> None:
+    """As for trainers derived from this one whose constructors do not take it, such as trl's."""
+    from layoutc.integrations.transformers import masters
+
+    curves = []
+    for late in (True, False):
+        model = llama("nvfp4", "quantized")
+        made = trainer(model, "cast", False, str(tmp_path))
+        if late:
+            made.optimizer_cls_and_kwargs = (masters(torch.optim.AdamW), {"lr": 1e-2})
+        else:  # Trainer's own weight decay is 0
+            made.optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2, weight_decay=0.0)
+        made.train()
+        assert isinstance(made.optimizer.optimizer, layoutc.MasterWeights)
+        curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == STEPS
