@@ -23,7 +23,7 @@ from quantized_cases import (
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.errors import ImplicitDequantize
+from layoutc.runtime.errors import ImplicitDequantize, UnsupportedOperator
 
 pytestmark = each_recipe
 
@@ -182,3 +182,32 @@ def test_an_operator_that_fails_leaves_the_weight_intact(recipe: str) -> None:
         with pytest.raises((RuntimeError, IndexError)):
             call()
         assert same_tensors(q.planes(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64])
+def test_dtypes_that_are_not_floating_point_take_the_values(recipe: str, dtype: torch.dtype) -> None:
+    """Also for torch.fft, which computes in complex numbers."""
+    q = make(recipe)
+    assert torch.equal(q.to(dtype), q.dequantize().to(dtype))
+    assert torch.equal(torch.fft.ifft2(q), torch.fft.ifft2(q.dequantize()))
+
+
+def test_a_view_in_place_is_refused(recipe: str) -> None:
+    """A square weight had been quantized anew in the other order; detach_ writes nothing in inference mode either."""
+    q = make(recipe)
+    before = snapshot(q)
+    for call in (q.t_, lambda: q.transpose_(0, 1), lambda: q.unsqueeze_(0), lambda: q.resize_(3, 3)):
+        with pytest.raises(UnsupportedOperator, match="keeps its shape"):
+            call()
+    with torch.inference_mode():
+        inferred = q.clone()
+        assert inferred.detach_() is inferred
+    assert same(inferred, q)
+    assert same_tensors(q.planes(), before)
+
+
+def test_room_that_an_operator_asks_for_holds_plain_values(recipe: str) -> None:
+    """hinge_embedding_loss computes in empty_like(weight): codes would round its differences."""
+    q, target = make(recipe), torch.eye(256) * 2 - 1
+    loss = torch.nn.functional.hinge_embedding_loss
+    assert same_bits(loss(q, target, margin=8.4), loss(q.dequantize(), target, margin=8.4))

@@ -319,8 +319,12 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """empty_like: of the class, on the device asked for; a plain tensor for another dtype, and for torch.nn.init."""
-    if callers.initializes():
+    """empty_like: of the class, on the device asked for; a plain tensor for another dtype, and for torch.nn.init.
+
+    Where strides are to be preserved it is plain too: so torch asks in the midst of an operator (hinge_embedding_loss)
+    for room to compute in, where each step would be rounded to codes.
+    """
+    if callers.initializes() or kwargs.get("memory_format") is torch.preserve_format:
         return like_plain(func, args, kwargs)
     tensor: QuantizedTensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype

@@ -21,8 +21,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Runs any operator that the tensors' table does not have.
 
     Composite operators, which inference mode dispatches as a whole (matmul, reshape, chunk), are decomposed and their
-    parts dispatched. Views are refused with UnsupportedOperator. The rest runs on dequantized copies, and tensors that
-    it writes are requantized; under strict(), it raises ImplicitDequantize.
+    parts dispatched. Views, also in place (t_, unsqueeze_), are refused with UnsupportedOperator. The rest runs on
+    dequantized copies, and tensors that it writes are requantized; under strict(), it raises ImplicitDequantize.
     """
     if func._can_decompose():
         decomposed = func.decompose(*args, **kwargs)
@@ -32,6 +32,10 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
     if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
         raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
+    if torch.Tag.inplace_view in func.tags:
+        raise UnsupportedOperator(
+            f"{func}: {label} keeps its shape, order and memory; for another, call the operator without the underscore"
+        )
     strict.note(str(func), label)
     targets = [value for value in _outputs(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if targets:

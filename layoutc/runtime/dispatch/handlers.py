@@ -39,6 +39,12 @@ def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return tensor._alias()
 
 
+def detach_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """detach_, which only inference mode dispatches: the tensor itself, which records nothing there."""
+    tensor: QuantizedTensor = args[0]
+    return tensor
+
+
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """view, _unsafe_view: any shape with the same number of elements, since their order stays. [] is one element."""
     tensor, size = args[0], list(args[1])
@@ -142,7 +148,8 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if dtype != tensor.dtype:
         if not (dtype.is_floating_point and callers.converts_a_module()):
             strict.note(f"{func} to {dtype}", tensor._label())
-            return tensor.dequantize(dtype).to(device)
+            values = tensor.dequantize(dtype if dtype.is_floating_point else None)
+            return values.to(device, dtype)
         if device == (tensor := tensor._alias(dtype=dtype)).device:
             return tensor
     options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}

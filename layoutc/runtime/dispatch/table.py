@@ -16,6 +16,7 @@ aten = torch.ops.aten
 HANDLERS: dict[Any, Callable[..., Any]] = {
     # the same planes under the same or another outer shape
     aten.detach.default: handlers.alias,
+    aten.detach_.default: handlers.detach_,
     aten.alias.default: handlers.alias,
     aten.view.default: handlers.view,
     aten._unsafe_view.default: handlers.view,
