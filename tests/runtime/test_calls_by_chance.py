@@ -41,7 +41,8 @@ DRAWN = (
     "q4_k",
     "awq",
 )
-NO_VALUES = ("empty", "resize_", "uninitialized")  # memory that nobody has written differs from call to call
+# Memory that nobody has written differs from call to call; so does the solution of lstsq of equal plain values.
+NO_VALUES = ("empty", "resize_", "uninitialized", "lstsq")
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,18 @@ def _resized(leaves: list[Any], place: int) -> Iterator[list[Any]]:
     """The tensors with 64 rows and 128 columns in that place, and as many wherever they had as many as it."""
     *batch, rows, columns = leaves[place].shape
     sizes = {rows: ROWS, columns: COLUMNS}
-    if {0, 1} & sizes.keys():
+    if {0, 1} & sizes.keys() or leaves[place].numel() == 0:
         return
     made = list(leaves)
     for at, leaf in enumerate(leaves):
         if at == place:
             made[at] = leaf.new_empty(*batch, sizes[rows], sizes[columns])
-        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and sizes.keys() & set(leaf.shape):
+        elif (
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and leaf.numel()
+            and sizes.keys() & set(leaf.shape)
+        ):
             shape = [sizes.get(extent, extent) for extent in leaf.shape]
             # Whole numbers may be places in another tensor.
             limits = (

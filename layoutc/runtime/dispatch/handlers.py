@@ -247,7 +247,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
     Same recipe: copies planes, byte for byte. A piece whose scales also cover other rows, and would change them, waits
     for those rows (`pending_writes`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Into another
-    recipe: dequantizes to fp32 and quantizes. Raises RuntimeError for another shape.
+    recipe: dequantizes to fp32 and quantizes. Raises LayoutError for another shape.
     """
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
@@ -258,7 +258,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             return target.copy_(values)  # type: ignore[no-any-return]
         return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
-        raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
+        raise LayoutError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
     gathered_in_graphs.refuse_write(target)
     source = broadcasts.arrived(target, source)
     if isinstance(source, QuantizedTensor):
