@@ -106,6 +106,11 @@ def initializes() -> bool:
     return False
 
 
+def initializer_by_elements() -> str:
+    """The function of torch.nn.init on the stack that fills a tensor and then writes single elements; "" if none is."""
+    return next((name for name in ("sparse_", "dirac_") if find("torch.nn.init", name) is not None), "")
+
+
 def makes_shards() -> bool:
     """True if code of torch.distributed called the operator whose handler runs, as FSDP2, DTensor and DCP do; false for
     calls on a DTensor, which DTensor only passes on."""

@@ -211,3 +211,15 @@ def test_room_that_an_operator_asks_for_holds_plain_values(recipe: str) -> None:
     q, target = make(recipe), torch.eye(256) * 2 - 1
     loss = torch.nn.functional.hinge_embedding_loss
     assert same_bits(loss(q, target, margin=8.4), loss(q.dequantize(), target, margin=8.4))
+
+
+@pytest.mark.parametrize("name", ["sparse_", "dirac_"])
+def test_initializers_of_single_elements_are_refused_before_they_write(recipe: str, name: str) -> None:
+    """They fill the weight first, so it had held other values when they were refused. What the words say works."""
+    q = make(recipe) if name == "sparse_" else make(recipe, 4, 128, 256)
+    before, initialize = snapshot(q), getattr(torch.nn.init, name)
+    options = {"sparsity": 0.5} if name == "sparse_" else {}
+    with pytest.raises(UnsupportedOperator, match=rf"torch\.nn\.init\.{name} writes single elements"):
+        initialize(q, **options)
+    assert same_tensors(q.planes(), before)
+    q.copy_(initialize(torch.empty(q.shape), **options))

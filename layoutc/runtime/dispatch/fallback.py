@@ -44,6 +44,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         merges.note_read(tree_leaves((args, kwargs)))
 
     initializes = callers.initializes()
+    if targets and initializes:
+        truncated.check_elements(label)
 
     def plain(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
-from layoutc.runtime.dispatch import broadcasts, merges, update_warnings
+from layoutc.runtime.dispatch import broadcasts, merges, truncated, update_warnings
 from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
@@ -209,6 +209,7 @@ def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: quantizes zeros; for a part, zeroes every byte that it does not share. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
+    truncated.check_elements(tensor._label())
     pending_writes.check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
     before = initial_values.lookup(tensor)

@@ -1,4 +1,5 @@
-"""trunc_normal_ of shards: each rank draws again until its own values fit, and only then is the weight written.
+"""Initializers of several steps. trunc_normal_ of shards: each rank draws again until its own values fit, and only then
+is the weight written. sparse_ and dirac_ fill a weight and then write single elements, which weights refuse.
 
 torch draws again what is out of bounds, as often as a rank's own shard needs, and copies the result into the shard if
 there was any. So some ranks would write a shard whose scales all ranks agree on, and others would not.
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import callers
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -44,6 +45,15 @@ def redrawn(func: Any, target: QuantizedTensor, values: Tensor) -> Tensor:
     while (outside := (values < asked["lo"]) | (values > asked["hi"])).any():
         values = torch.where(outside, torch.empty_like(values).normal_(mean, std, generator=generator), values)
     return values
+
+
+def check_elements(label: str) -> None:
+    """Raises UnsupportedOperator for an initializer whose second step weights refuse, before its first one."""
+    if name := callers.initializer_by_elements():
+        raise UnsupportedOperator(
+            f"torch.nn.init.{name} writes single elements, and {label} is written in whole rows; write "
+            f"weight.copy_(torch.nn.init.{name}(torch.empty(weight.shape), ...))"
+        )
 
 
 def _agrees(target: QuantizedTensor) -> bool:
