@@ -34,6 +34,16 @@ OTHERS = {  # torch's, transformers', accelerate's, Lightning's, torchtitan's, Y
     *("from_pretrained", "configure_model", "llama3", "llama3_8b", "save_state", "load_state"),
     *("parameters_to_vector", "resize_token_embeddings", "cpu_offload", "init_empty_weights"),
     *("load_checkpoint_and_dispatch", "DPOTrainer", "GRPOTrainer"),
+    *(
+        "replicate",
+        "_composable",
+        "replicate_with_fsdp",
+        "fft",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+        "hinge_embedding_loss",
+    ),
     *("to_empty", "tie_weights", "weight_g_idx", "text_config", "head_count_kv", "device_map", "transform_config"),
 }
 MADE_UP = {"mxfp8_v2", "_rowwise", "ROWWISE_", "element_power"}  # examples, parts of names, what a page defines
