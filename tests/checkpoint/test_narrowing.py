@@ -113,7 +113,7 @@ def test_codes_that_stand_for_values_beyond_fp16_are_refused(tmp_path: Path) -> 
 
 
 def test_gguf_files_too(tmp_path: Path) -> None:
-    import gguf
+    gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'layoutc[formats]'")
 
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")

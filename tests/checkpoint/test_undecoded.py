@@ -208,6 +208,7 @@ def gguf_of(path: Path, **more: np.ndarray[Any, Any]) -> Path:
 
 def test_gguf_files_with_codes_beside_the_types_of_records_are_refused(tmp_path: Path) -> None:
     """Integers as a weight, and llama.cpp's scale of a whole weight."""
+    pytest.importorskip("gguf", reason="needs gguf: pip install 'layoutc[formats]'")
     scaled = {"blk.0.attn_v.weight": np.ones((128, 256), np.float32), "blk.0.attn_v.scale": np.ones(1, np.float32)}
     path = gguf_of(tmp_path / "scaled.gguf", **scaled)
     with pytest.raises(LayoutError, match=r"attn_v.weight \(F32 of \[128, 256\] with blk.0.attn_v.scale beside it\)"):

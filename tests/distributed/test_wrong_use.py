@@ -405,11 +405,14 @@ def counts_adamw_without_masters() -> None:
 
 
 def keeps_what_is_quantized() -> None:
-    """A second recipe changes nothing, and says so."""
+    """A second recipe is refused, on all ranks, and changes nothing."""
     model = build("mxfp8", WIDTH)
-    assert layoutc.quantize_(model, "nvfp4") == layoutc.cast_on_gather_(model, "nvfp4") == []
+    for convert in (layoutc.quantize_, layoutc.cast_on_gather_):
+        with pytest.raises(ValueError, match="are quantized already"):
+            convert(model, "nvfp4")
     shard(model)
-    assert layoutc.quantize_(model, "nvfp4") == []
+    with pytest.raises(ValueError, match="are quantized already"):
+        layoutc.quantize_(model, "nvfp4")
     assert local(model.head.weight).LAYOUT.name == "mxfp8"
 
 

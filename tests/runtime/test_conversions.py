@@ -193,7 +193,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(launch, "_levels", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up B200")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(launch, "capturing", lambda device: state["capturing"])
     monkeypatch.setattr(conversion_checks, "differing", differing)
     return state
 

@@ -500,3 +500,15 @@ def test_dispatch_mode_stack() -> None:
     with Seen() as one, Seen() as other:
         assert private.dispatch_mode_stack() == [one, other]
     assert private.dispatch_mode_stack() == []
+
+
+def test_jit_records() -> None:
+    """While torch.jit.trace calls what it traces."""
+    seen: list[bool] = []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append(private.jit_records())
+        return x + 1
+
+    torch.jit.trace(traced, torch.ones(2), check_trace=False)
+    assert (seen, private.jit_records()) == ([True], False)
