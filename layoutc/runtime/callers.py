@@ -29,6 +29,7 @@ _BETWEEN = (
     "torch.utils.",
     "contextlib",
 )  # from a call to its handler
+_OF_MODES = ("torch._compile", "torch._dynamo")  # around a user's __torch_dispatch__, which compilers leave alone
 _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
@@ -116,7 +117,7 @@ def makes_shards() -> bool:
     calls on a DTensor, which DTensor only passes on."""
     for frame in _above():
         name = _module(frame)
-        if not name.startswith((*_BETWEEN, "torch.nn.functional", "torch.distributed.tensor._dispatch")):
+        if not name.startswith((*_BETWEEN, *_OF_MODES, "torch.nn.functional", "torch.distributed.tensor._dispatch")):
             return name.startswith("torch.distributed.")
     return False
 

@@ -26,6 +26,7 @@ from quantized_cases import (
     weight,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
 from layoutc.conformance.as_fsdp2 import called
@@ -79,6 +80,20 @@ def test_new_empty_for_fsdp2_has_the_class_on_any_device(recipe: str, size: tupl
         assert type(new) is type(q)
         assert (tuple(new.shape), new.device.type) == (size, device)
         assert {plane.device.type for plane in new.planes().values()} == {device}
+
+
+def test_shards_have_the_class_under_a_dispatch_mode_of_users(recipe: str) -> None:
+    """Counters and debuggers pass operators on, with frames of compilers around them."""
+
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    q = make(recipe)
+    with Passes():
+        made, of_users = called(q, "new_zeros", (256, 256)), q.new_zeros((256, 256))
+    assert type(made) is type(q)
+    assert is_plain(of_users)
 
 
 def test_a_size_of_one_dim_is_of_the_class_for_flat_tensors_alone(recipe: str) -> None:
