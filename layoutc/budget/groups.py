@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from layoutc.budget.choice import Picks, why_plain
 from layoutc.budget.mesh import Mesh, place
-from layoutc.budget.shards import Dtypes, Gathered, Piece, gathered
+from layoutc.budget.shards import FP32, Dtypes, Gathered, Piece, gathered
+from layoutc.estimate.state import Wire
 from layoutc.estimate.work import Product, Sent, Use, Work
 from layoutc.models.weights import Layer, Model, Weight
 from layoutc.plan.wire import ALIGNED
@@ -26,14 +28,14 @@ class Member:
 @dataclass(frozen=True)
 class Group:
     """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
-    FSDP2 does with the root. exchange: gradients travel in the dtype that backward made, where that is the narrower.
-    replicas: of which the ranks that the weights are cut over hold one."""
+    FSDP2 does with the root. exchange: how gradients are exchanged, where they are reduced in a wider dtype. replicas:
+    of which the ranks that the weights are cut over hold one."""
 
     members: tuple[Member, ...]
     ranks: int
     stays: bool
     dtypes: Dtypes
-    exchange: bool = False
+    exchange: Wire | None = None
     replicas: int = 1
 
     def gather(self, which: str) -> Gathered:
@@ -108,14 +110,32 @@ class Group:
     @property
     def exchanges(self) -> bool:
         """Whether `layoutc.exchange_gradients` acts on this group."""
-        return self.exchange and self.ranks > 1 and self.dtypes.gathered < self.dtypes.reduced
+        wire = self.exchange
+        return wire is not None and self.ranks > 1 and self.dtypes.gathered < self.dtypes.reduced
 
     @property
     def sent_gradients(self) -> int:
         """Bytes of gradients for each rank as they travel: of a reduce-scatter what it leaves, of an exchange what a
         rank sends to every one. In all there are `ranks` times as many."""
-        narrow = sum(piece.placed.shard for piece in self.trained) * self.dtypes.gathered
-        return narrow if self.exchanges else self.reduced
+        if self.exchange is None or not self.exchanges:
+            return self.reduced
+        return sum(self.exchange.sent.nbytes(piece.placed.shard) for piece in self.trained)
+
+    @property
+    def kept_gradients(self) -> int:
+        """Bytes of whole gradients that an exchange keeps from step to step."""
+        kept = self.exchange.kept if self.exchange and self.exchanges else None
+        return sum(kept.nbytes(prod(piece.placed.shape)) for piece in self.trained) if kept else 0
+
+    @property
+    def optimized(self) -> int:
+        """Bytes of memory that the optimizer's step moves, and quantizing masters anew."""
+        every = [one.piece for one in self.members]
+        state, codes = self.dtypes.state, [one for one in every if one.is_codes and one.trains]
+        moved = sum(state.moved(one.placed.shard, prod(one.placed.shape) * one.placed.parts) for one in self.trained)
+        if codes:
+            moved += FP32 * sum(one.placed.shard for one in self.trained)
+        return moved + sum(gathered(one, "both", self.dtypes).sent for one in codes)
 
 
 @dataclass(frozen=True)
@@ -188,6 +208,8 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
                 group.gather("forward").sent,
                 group.gather("backward").sent,
                 sum(piece.placed.shard for piece in group.trained),
+                group.sent_gradients,
+                group.exchanges,
                 group.packed if group.at_once else 0,
             )
             for group in groups
@@ -195,7 +217,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
         products=tuple(
             product(member, mesh) for group in groups for member in group.members if member.weight.share > 0
         ),
-        stored=sum(gathered(member.piece, "both", groups[0].dtypes).sent for member in quantized),
+        optimizer=sum(group.optimized for group in groups),
         quantized=sum(member.piece.placed.matrix[0] * member.piece.placed.matrix[1] for member in quantized),
         weights=len(quantized),
         values=any(member.piece.on_gather for member in quantized),

@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from operator import add
 
 from layoutc.budget.mesh import Placed
+from layoutc.estimate.state import ADAMW, State
 from layoutc.ints.cuts import picks
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
 from layoutc.plan.wire import own_bytes, packs, sent_bytes, slots
 
 FP32 = 4
-COUNTER = 4  # bytes of the step counter that AdamW has for each parameter
 HANDLE, INDEX = 1, 8
 
 
 @dataclass(frozen=True)
 class Dtypes:
     """Bytes of an element: of parameters as the model is built (and so of what a gradient ends as), of what FSDP2
-    gathers (param_dtype) and reduces in (reduce_dtype), and of the optimizer's state beside the master."""
+    gathers (param_dtype) and reduces in (reduce_dtype). state: what the optimizer holds beside."""
 
     stored: int = 4
     gathered: int = 2
     reduced: int = 4
-    moments: int = 8
+    state: State = ADAMW
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def resident(piece: Piece, rank: int, dtypes: Dtypes) -> Resident:
     left = _left(piece)
     if not piece.trains:
         return Resident(weights, left=left)
-    has_master = piece.is_codes or dtypes.stored != FP32
+    has_master, whole = piece.is_codes or dtypes.stored != FP32, prod(piece.placed.shape) * piece.placed.parts
     return Resident(
         weights,
-        rows * FP32 if has_master else 0,
-        rows * dtypes.moments + (COUNTER if dtypes.moments else 0),
+        dtypes.state.master_bytes(rows, whole) if has_master else 0,
+        dtypes.state.moment_bytes(rows, whole) + dtypes.state.counter,
         piece.placed.shard * dtypes.stored,
         left,
     )

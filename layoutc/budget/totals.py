@@ -113,7 +113,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
     held = Resident()
     for pieces in by_ranks.values():
         held += largest(tuple(pieces), at.dtypes)
-    held += Resident(left=indices(groups.pieces))
+    held += Resident(left=indices(groups.pieces) + sum(group.kept_gradients for group in groups.every))
     works: dict[object, Work] = {}
     ordered = []
     for layer, own in zip(model.layers, groups.layers, strict=True):

@@ -167,6 +167,7 @@ def estimate(
     """
     from layoutc.estimate.hosts import factor_of
     from layoutc.estimate.machine import CARDS, link_of
+    from layoutc.estimate.state import EXCHANGED
     from layoutc.estimate.step import estimate as estimate_step
     from layoutc.estimate.step import settled
     from layoutc.estimate.work import Use
@@ -177,7 +178,10 @@ def estimate(
         if given and not recipes:
             raise click.UsageError(f"--{option} says how weights of recipes are used; name a RECIPE")
     model = _model(preset, sizes)
-    uses = [replace(use, exchange=exchange, on_gather=on_gather) for use in _uses(recipes, folder, model, cast, low)]
+    uses = [
+        replace(use, exchange=EXCHANGED if exchange else None, on_gather=on_gather)
+        for use in _uses(recipes, folder, model, cast, low)
+    ]
     if problem := next((use.problem for use in uses if use.problem), ""):
         raise click.UsageError(problem)
     made, machine, runs = [], CARDS[card], runs_of(eager, graph)

@@ -33,6 +33,7 @@ from layoutc.cli.shared import (
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.totals import Setting
+    from layoutc.estimate.state import State
     from layoutc.estimate.work import Use
     from layoutc.models.weights import Model
 
@@ -301,7 +302,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
         check_patterns(model, picks)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
+    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked["moments"]))
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"], asked["per_host"], None, asked["rule"])
     check_host(asked["graph"], host=asked["host"])
@@ -310,13 +311,23 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     return Setting(picks, dtypes, load, link, machine, runs, asked["together"])
 
 
+def _state(moments: int) -> State:
+    """AdamW's, or one with so many bytes of moments an element."""
+    from layoutc.estimate.state import ADAMW, State, Stored
+
+    stated = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
+    return ADAMW if moments == sum(one.nbytes(1) for one in ADAMW.moments) else stated
+
+
 def _uses(asked: dict[str, Any]) -> list[Use]:
     """The plain weights, then the recipes. Reports what is no recipe for weights."""
     from layoutc.cli.reading import plan_of
+    from layoutc.estimate.state import EXCHANGED
     from layoutc.estimate.work import Use
 
     recipes = dict.fromkeys(words_of(asked["recipes"]))
-    uses = [Use(asked["gathered"], exchange=asked["exchange"])]
+    exchange = EXCHANGED if asked["exchange"] else None
+    uses = [Use(asked["gathered"], exchange=exchange)]
     if asked["exchange"] and (BYTES[asked["gathered"]] != 2 or asked["reduced"] != "fp32"):
         raise click.UsageError(
             f"--exchange has nothing to do: gradients in {asked['gathered']} are reduced in {asked['reduced']}; it is "
@@ -333,7 +344,7 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
                 f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
             )
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
-            uses.append(Use(made.layout.name, made, cast, asked["low"], asked["exchange"], asked["on_gather"]))
+            uses.append(Use(made.layout.name, made, cast, asked["low"], exchange, asked["on_gather"]))
         if uses[-1].problem:
             raise click.UsageError(uses[-1].problem)
     return uses

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
 from layoutc.estimate.model import BF16, FP32, Model
+from layoutc.estimate.state import ADAMW
 from layoutc.estimate.work import PASSES, Load, Parts, Pass, Product, Runs, Sent, Use, Work, step
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
@@ -105,10 +106,14 @@ def estimate(
     own = {one: sum(sent(use, shape, world, one) for shape in block.weights) + norms for one in PASSES}
     rows = sum(cdiv(m, world) * k for m, k in block.weights) + norms // BF16  # entries of a rank's shard
     both = use.plan.both if use.plan else None
+    exchanged = use.exchange is not None and world > 1
+    gradients = rows * (BF16 if exchanged else FP32), exchanged
+    written = sum(bytes_per_rank(use.plan, both, m, k, world) for m, k in block.weights) if use.plan and both else 0
+    quantizing = FP32 * rows + written if use.plan and not use.cast else 0
     group = Work(
-        sent=(Sent(world, own["forward"], own["backward"], rows, packed(use, block.weights, world)),),
+        sent=(Sent(world, own["forward"], own["backward"], rows, *gradients, packed(use, block.weights, world)),),
         products=tuple(Product(m, k) for m, k in block.weights),
-        stored=sum(bytes_per_rank(use.plan, both, m, k, world) for m, k in block.weights) if use.plan and both else 0,
+        optimizer=ADAMW.moved(rows, rows) + quantizing,
         quantized=block.elements if use.plan else 0,
         weights=len(block.weights),
         values=bool(use.on_gather),
@@ -117,8 +122,9 @@ def estimate(
     )
     root = sum(sent(plain, shape, world, "forward") for shape in model.root)
     around = Work(
-        sent=(Sent(world, root, 0, root // BF16),),
+        sent=(Sent(world, root, 0, root // BF16, root // BF16 * (BF16 if exchanged else FP32), exchanged),),
         products=tuple(Product(m, k, quantized=False) for m, k in model.root[1:]),
+        optimizer=ADAMW.moved(root // BF16, root // BF16),
     )
     parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, runs, together)
     return StepEstimate(
@@ -127,5 +133,5 @@ def estimate(
         world=world,
         bytes_forward=own["forward"] * world,
         bytes_backward=own["backward"] * world,
-        bytes_reduced=rows * (BF16 if use.exchanges(world) else FP32) * world,
+        bytes_reduced=gradients[0] * world,
     )

@@ -11,6 +11,7 @@ from typing import Literal
 
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
+from layoutc.estimate.state import Wire
 from layoutc.estimate.streams import GroupTimes, in_a_row, run, tasks_of
 from layoutc.plan.plan import Plan
 from layoutc.plan.products import OPERANDS, ProductName, operand
@@ -19,7 +20,6 @@ Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
 Runs = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
 BF16, FP32 = 2, 4  # bytes
-ADAM = 7 * FP32  # bytes an element: AdamW reads master, gradient and two moments, and writes all but the gradient
 PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
     "forward": ("forward",),
     "backward": ("grad_input", "grad_weight"),
@@ -30,15 +30,16 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 @dataclass(frozen=True)
 class Use:
     """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
-    exchange: gradients travel as backward makes them, by `layoutc.exchange_gradients`. on_gather: gathers leave values,
-    or codes, by `layoutc.set_products_`; None: values where they cost nothing, as `layoutc.products` has it by default.
+    exchange: how gradients are exchanged, by `layoutc.exchange_gradients`; None: FSDP2 reduces them. on_gather: gathers
+    leave values, or codes, by `layoutc.set_products_`; None: values where they cost nothing, as `layoutc.products` has
+    it by default.
     """
 
     name: str
     plan: Plan | None = None
     cast: bool = False
     low: bool = False
-    exchange: bool = False
+    exchange: Wire | None = None
     on_gather: bool | None = None
 
     @property
@@ -56,10 +57,6 @@ class Use:
         alike = not self.low and not self.plan.passes_differ
         return alike and not stays and value == BF16 and len(packs) > 1 and all(packs)
 
-    def exchanges(self, ranks: int) -> bool:
-        """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""
-        return self.exchange and ranks > 1
-
 
 @dataclass(frozen=True)
 class Product:
@@ -73,25 +70,30 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a group over `ranks`: bytes that a rank sends in each pass, and elements of its shards. packed:
-    bytes of it from which values are made where they have arrived, so that nothing copies them out."""
+    """A collective of a group over `ranks`: bytes that a rank sends in each pass; rows: elements of shards that train.
+
+    reduced: bytes that a rank has left of gradients; if they are exchanged, that it sends to each rank. packed: bytes
+    of a gather from which values are made where they have arrived, so that nothing copies them out.
+    """
 
     ranks: int
     forward: int
     backward: int
     rows: int
+    reduced: int = 0
+    exchanged: bool = False
     packed: int = 0
 
 
 @dataclass(frozen=True)
 class Work:
-    """A group. products: on this rank. stored: bytes of planes that an optimizer's step writes; quantized: elements of
-    the whole weights in the recipe, of which there are `weights`. values: gathers leave them. attention: columns;
-    width: of elementwise work."""
+    """A group. products: on this rank. optimizer: bytes of memory that its step moves; quantized: elements of the whole
+    weights in the recipe, of which there are `weights`. values: gathers leave them. attention: columns; width: of
+    elementwise work."""
 
     sent: tuple[Sent, ...]
     products: tuple[Product, ...]
-    stored: int = 0
+    optimizer: int = 0
     quantized: int = 0
     weights: int = 0
     values: bool = False
@@ -157,9 +159,9 @@ def step(
             times[work] = _times(use, work, load, link, machine, runs)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
-    gather, reduce = (_gathered(root, link, "forward"), _reduced(use, root, link, machine)) if root.rows else (0.0, 0.0)
+    gather, reduce = (_gathered(root, link, "forward"), _reduced(root, link, machine)) if root.rows else (0.0, 0.0)
     made = list(_with_root([times[work] for work in groups], gather, reduce, head))
-    optimizer = sum(_optimizer(use, work) for work in groups) + root.rows * ADAM + _written(use, root)
+    optimizer = sum(work.optimizer for work in (*groups, root))
     host = sum(one.host_forward + one.host_backward for one in made)
     tasks = in_a_row(tasks_of(made, optimizer / machine.memory), together, host)
     ran = run(tasks, machine.interference, link.disturbed)
@@ -190,7 +192,7 @@ def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, runs:
         backward=backward,
         memory_forward=memory_forward,
         memory_backward=memory_backward,
-        reduce=_reduced(use, work, link, machine),
+        reduce=_reduced(work, link, machine),
         host_forward=_host(use, work, machine, "forward", runs),
         host_backward=_host(use, work, machine, "backward", runs),
     )
@@ -201,18 +203,18 @@ def _gathered(work: Work, link: Link, which: Pass) -> float:
     return sum(link.gather(nbytes, one.ranks) for one in work.sent if (nbytes := getattr(one, which)))
 
 
-def _reduced(use: Use, work: Work, link: Link, machine: Machine) -> float:
+def _reduced(work: Work, link: Link, machine: Machine) -> float:
     """Seconds in which a group's gradients are added up over ranks, on the stream that sends them.
 
-    Exchanged ones are copied into a buffer there, and what arrives is read and added up in fp32.
+    Exchanged ones are written into a buffer there, and what arrives is read and added up in fp32.
     """
     seconds = 0.0
     for one in work.sent:
-        if not use.exchanges(one.ranks):
-            seconds += link.reduce_scatter(one.rows * FP32, one.ranks)
+        if not one.exchanged:
+            seconds += link.reduce_scatter(one.reduced, one.ranks)
             continue
-        moved = 2 * BF16 * one.rows * one.ranks + (BF16 * one.ranks + FP32) * one.rows
-        seconds += link.exchange(one.rows * BF16, one.ranks) + moved / machine.memory
+        moved = (BF16 * one.rows + 2 * one.reduced) * one.ranks + FP32 * one.rows
+        seconds += link.exchange(one.reduced, one.ranks) + moved / machine.memory
     return seconds
 
 
@@ -278,7 +280,7 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
     for one in work.sent:
         moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
         moved -= 2 * one.packed * one.ranks if getattr(one, which) else 0
-        if which == "backward" and not use.exchanges(one.ranks):
+        if which == "backward" and not one.exchanged:
             moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
     seconds += operations / machine.attention
     if not in_recipe:
@@ -323,16 +325,3 @@ def _low_rate(use: Use, machine: Machine, name: ProductName) -> float | None:
     role, orientation = next((one for one in pair if one[0] == "weight"), pair[0])
     found = operand(roles[role], orientation)
     return None if isinstance(found, str) else machine.products.get(found.scaling.name)
-
-
-def _optimizer(use: Use, work: Work) -> int:
-    """Bytes of memory that an optimizer's step moves for a group: AdamW, and quantizing masters anew."""
-    moved = ADAM * work.rows
-    if use.plan is not None and not use.cast and work.quantized:
-        moved += FP32 * work.rows + work.stored
-    return moved
-
-
-def _written(use: Use, root: Work) -> int:
-    """The same of the root, without AdamW."""
-    return _optimizer(use, root) - ADAM * root.rows

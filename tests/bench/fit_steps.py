@@ -24,6 +24,7 @@ from layoutc.estimate.hosts import factor_of
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import CARDS, H100, H200, HOST_MEMORY, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
 from layoutc.estimate.model import Model, llama
+from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Runs, Use, copied_bytes
 from layoutc.ints.sizes import cdiv
@@ -106,7 +107,7 @@ def use(words: str) -> Use:
     """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, `fp8_block+on_gather`, any with `+exchange`, by layers if
     not on gather; torchao: tensorwise, which travels as fp8_current."""
     if words.endswith("+exchange"):
-        return replace(use(words.removesuffix("+exchange")), exchange=True)
+        return replace(use(words.removesuffix("+exchange")), exchange=EXCHANGED)
     if words.endswith("+on_gather"):
         return replace(use(words.removesuffix("+on_gather")), on_gather=True)
     if words == "bf16":

@@ -25,6 +25,7 @@ from layoutc.budget.totals import Budget, Setting, budget
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.model import PRESETS, llama
+from layoutc.estimate.state import EXCHANGED, State
 from layoutc.estimate.step import estimate
 from layoutc.estimate.work import Load, Parts, Use
 from layoutc.models import config, shapes
@@ -33,6 +34,7 @@ from layoutc.plan.plan import Plan
 
 CONFIGS = ROOT / "tests" / "models" / "configs"
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_delayed", "hybrid_fp8", "int8_rowwise")
+NONE = State(moments=(), counter=0)
 AT = Setting(Picks(), Dtypes(), Load(8192, 8192), NVLINK, H200)
 
 
@@ -249,7 +251,10 @@ def test_one_rank_sends_nothing() -> None:
 def test_an_exchange_sends_half_of_the_gradients_bytes_and_leaves_what_stays(name: str) -> None:
     how = Use(name, None if name == "bf16" else plan(name))
     for mesh in (Mesh(8), Mesh(16, replicas=2), Mesh(8, tensor=2)):
-        before, after = (budget(model("llama-3.1-8b"), replace(how, exchange=on), mesh, AT) for on in (False, True))
+        before, after = (
+            budget(model("llama-3.1-8b"), replace(how, exchange=EXCHANGED if on else None), mesh, AT)
+            for on in (False, True)
+        )
         assert (before.exchange, after.exchange) == (False, True)
         assert after.traffic == replace(before.traffic, reduced=before.traffic.reduced // 2)  # replicas add up in fp32
         assert (after.resident, after.peaks.forward) == (before.resident, before.peaks.forward)
@@ -258,7 +263,7 @@ def test_an_exchange_sends_half_of_the_gradients_bytes_and_leaves_what_stays(nam
 
 
 def test_one_rank_and_gradients_that_are_not_widened_are_not_exchanged() -> None:
-    exchanging = use("mxfp8", exchange=True)
+    exchanging = use("mxfp8", exchange=EXCHANGED)
     assert budget(model("llama-3.1-8b"), exchanging, Mesh(1), AT) == budget(
         model("llama-3.1-8b"), use("mxfp8"), Mesh(1), AT
     )
@@ -271,7 +276,9 @@ def test_one_rank_and_gradients_that_are_not_widened_are_not_exchanged() -> None
 def test_the_peak_of_an_exchange_by_hand() -> None:
     """One matrix of 6 x 4 over 4 ranks, in the root: shards of 2 rows, so that 8 rows travel."""
     one = shapes.read(["up=6x4"])
-    before, after = (budget(one, Use("bf16", exchange=on), Mesh(4), AT).peaks for on in (False, True))
+    before, after = (
+        budget(one, Use("bf16", exchange=EXCHANGED if on else None), Mesh(4), AT).peaks for on in (False, True)
+    )
     whole, padded, shard = 6 * 4, 8 * 4, 2 * 4
     assert before.backward == max(2 * padded + 2 * whole, 4 * padded + max(2 * whole, 4 * shard + 2 * whole))
     assert after.backward == 2 * whole + 4 * shard + 2 * 2 * padded  # gradients, the sum, what is sent and what arrives
@@ -344,7 +351,7 @@ def test_which_gathers_leave_values_by_default(how: dict[str, Any], ranks: int, 
 
 
 def test_gathers_of_passes_that_differ_leave_codes_by_default() -> None:
-    at = replace(AT, dtypes=Dtypes(4, 4, 4, 0))
+    at = replace(AT, dtypes=Dtypes(4, 4, 4, NONE))
     for name, dtypes in (("mxfp8", AT.dtypes), ("nvfp4", at.dtypes)):  # and those of values of 32 bits
         pieces = groups_of(model("llama-3.1-8b"), use(name), AT.picks, Mesh(8), dtypes).pieces
         assert not any(one.on_gather for one in pieces)
@@ -355,7 +362,7 @@ def test_the_peak_of_values_by_hand() -> None:
     there, beside the root; then the first one's planes are gathered, and dequantized beside its gradients."""
     two = shapes.read(["up*2=64x256", "down*2=64x256"])
     one = replace(use("nvfp4"), on_gather=True)
-    at = replace(AT, dtypes=Dtypes(4, 2, 4, 0))
+    at = replace(AT, dtypes=Dtypes(4, 2, 4, NONE))
     found, groups = (budget(two, one, Mesh(2), at), groups_of(two, one, AT.picks, Mesh(2), at.dtypes))
     shard = 2 * (32 * 128 + 2 * 16)
     [first], [last] = groups.layers

@@ -318,6 +318,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.shards import Dtypes
     from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.state import State, Stored
     from layoutc.estimate.work import Load
 
     asked: list[tuple[Any, Mesh, totals.Setting]] = []
@@ -329,7 +330,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(use.name, use.plan, use.cast, use.low) for use, _, _ in asked] == [("bf16", None, False, False)] * 5
     assert [mesh for _, mesh, _ in asked] == [Mesh(world, 1, 1, 1, 0) for world in (8, 64, 512, 4096, 16384)]
     usual = totals.Setting(
-        Picks((), (), False), Dtypes(4, 2, 4, 8), Load(8192, 8192), link_of(50e9, 8, None, "ring"), H200, "compiled"
+        Picks((), (), False), Dtypes(4, 2, 4), Load(8192, 8192), link_of(50e9, 8, None, "ring"), H200, "compiled"
     )
     assert all(setting == usual for _, _, setting in asked)
     asked.clear()
@@ -345,7 +346,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mesh for _, mesh, _ in asked] == [Mesh(world, 2, 1, 4, 1) for world in (16, 32) for _ in range(5)]
     other = totals.Setting(
         Picks(("*.up", "*.experts"), ("layers.0.up",), True),
-        Dtypes(2, 4, 2, 3),
+        Dtypes(2, 4, 2, State(moments=(Stored(24),))),
         Load(192, 64),
         link_of(25e9, 4, None, "tree"),
         H200,
@@ -354,14 +355,20 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(setting == other for _, _, setting in asked)
     assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["host"]) == (64, 3, False)
     assert data["setting"]["runs"] == "graph"
-    assert data["setting"]["bytes"] == {"stored": 2, "gathered": 4, "reduced": 2, "moments": 3}
+    stated = data["setting"]["bytes"]
+    assert (stated["stored"], stated["gathered"], stated["reduced"]) == (2, 4, 2)
+    assert [one["bits"] for one in (stated["state"]["masters"], *stated["state"]["moments"])] == [32, 24]
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)
     assert [(use.name, use.cast) for use, _, _ in asked] == [("bf16", False), ("mxfp8", True)]
     assert not any(use.exchange for use, _, _ in asked)
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "both", "--world", 8, "--exchange", "--gathered", "fp16")
-    assert [(use.name, use.exchange) for use, _, _ in asked] == [("fp16", True), ("mxfp8", True), ("mxfp8", True)]
+    assert [(use.name, use.exchange is not None) for use, _, _ in asked] == [
+        ("fp16", True),
+        ("mxfp8", True),
+        ("mxfp8", True),
+    ]
     assert all(use.on_gather is None for use, _, _ in asked)
     for option, on_gather in (("--on-gather", True), ("--by-layers", False)):
         asked.clear()

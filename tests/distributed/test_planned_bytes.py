@@ -45,6 +45,7 @@ from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.budget.totals import Setting, budget
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
+from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2 import exchange as exchanges
@@ -289,7 +290,7 @@ def counts_as_planned(
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
     described, use, at = planned(kind, how, recipe, head, mesh, dtypes, only)
-    use = replace(use, exchange=exchange, on_gather=on_gather)
+    use = replace(use, exchange=EXCHANGED if exchange else None, on_gather=on_gather)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
     takes = {

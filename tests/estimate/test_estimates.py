@@ -20,6 +20,7 @@ from layoutc.estimate.hosts import LEAST, MOST, factor_of
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import CARDS, H100, H200, NVLINK, Machine, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
+from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Runs, Use
 from layoutc.ints.sizes import cdiv
@@ -134,7 +135,9 @@ def test_an_exchange_by_hand() -> None:
 @pytest.mark.parametrize("name", ["bf16", "nvfp4"])
 def test_an_exchange_takes_a_copy_off_the_compute_stream(name: str) -> None:
     """And puts another and a sum onto the link's."""
-    before, after = (estimate(replace(use(name), exchange=on), SMALL, 4, SLOW, H200) for on in (False, True))
+    before, after = (
+        estimate(replace(use(name), exchange=EXCHANGED if on else None), SMALL, 4, SLOW, H200) for on in (False, True)
+    )
     elements = SMALL.block.elements + 2 * SMALL.dim  # which four ranks share without padding
     assert after.bytes_reduced == before.bytes_reduced / 2 == 2 * elements
     copied = SMALL.groups * elements * (2 + 4) / H200.memory
@@ -144,7 +147,9 @@ def test_an_exchange_takes_a_copy_off_the_compute_stream(name: str) -> None:
     assert after.reduce_scatter == pytest.approx(expected)
     for part in ("forward", "gather_forward", "gather_backward", "optimizer", "host"):
         assert getattr(before, part) == getattr(after, part), part
-    alone = (estimate(replace(use(name), exchange=on), SMALL, 1, SLOW, H200) for on in (False, True))
+    alone = (
+        estimate(replace(use(name), exchange=EXCHANGED if on else None), SMALL, 1, SLOW, H200) for on in (False, True)
+    )
     assert len(set(alone)) == 1
 
 
