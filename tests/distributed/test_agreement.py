@@ -213,7 +213,7 @@ def on_cards(names: list[str]) -> str:
         sharding = registry.find(quantized)
         assert sharding is not None
         group: Any = sharding.process_group
-        for check in (lambda: layoutc.check_ranks(model), lambda: cards.check_apart(group, torch.device("cuda", 0))):
+        for check in (lambda: layoutc.check_ranks(model), lambda: cards.check_together(group, torch.device("cuda", 0))):
             try:
                 check()
                 said.append("")

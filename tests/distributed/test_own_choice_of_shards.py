@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
+from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.products import linear
+from layoutc.runtime.sharding import cards
+from layoutc.runtime.torch_private import store_of_all
 
 STEPS = 3
 
@@ -180,6 +184,38 @@ def ranks_differ() -> None:
 
 def test_ranks_that_choose_differently_are_named(two: Ranks) -> None:
     two.run(ranks_differ)
+
+
+def first_gather_differs(use: str, own: bool) -> str:
+    """What the first gather says on this rank; and the next one, once ranks agree, gathers."""
+    model, rank = made(use, "mxfp8"), dist.get_rank()
+    shard(model)
+    x = torch.randn(32, width_for("mxfp8", 2))
+    mode: Any = "auto" if rank else "dequantize"
+    if own:
+        layoutc.set_products_(model, mode)
+    with (
+        mock.patch.object(cards, "_checked", set()),
+        mock.patch.object(cards, "store_of_all", return_value=dist.PrefixStore(f"{use} {own}", store_of_all())),
+        mock.patch.object(cards, "warn_if_elsewhere") as warn,
+        layoutc.products(product_mode.current() if own else mode),
+        pytest.raises(LayoutError) as error,
+    ):
+        model(x)
+    warn.assert_called_once_with("head.weight", torch.device("cpu"))  # of the first weight that is gathered
+    layoutc.set_products_(model, None)
+    model(x).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("use", "own"), [("quantize_", False), ("cast_on_gather_", True)])
+def test_the_first_gather_names_ranks_in_other_modes(two: Ranks, use: str, own: bool) -> None:
+    """On both ranks, before anything is gathered, with the line to write."""
+    first, second = two.run(first_gather_differs, use, own)
+    assert first == second
+    assert "dequantize on rank 0; auto on rank 1" in first
+    assert 'with layoutc.products("dequantize"): ...' in first
+    assert "layoutc.check_ranks(model)" in first
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallelism

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import on_gather
@@ -129,7 +130,8 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
     if key not in (routes := gathered_of(sharding).routes):
         (*padded, k), world = sharding.padded_shape, 1  # of `replicate`
         if (group := sharding.process_group) is not None:
-            cards.check_apart(group, shard.device)  # at the first gather, before NCCL's
+            cards.warn_if_elsewhere(parameter_name(shard) or "a weight", shard.device)
+            cards.check_together(group, shard.device, shard._products or product_mode.current())
             world = group.size()
         sizes = world, sharding.shape, prod(padded), k, sharding.dim
         routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])

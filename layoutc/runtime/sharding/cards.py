@@ -1,7 +1,8 @@
-"""The card of each rank: that no two ranks of a group have the same one, and that it is the current one.
+"""What ranks tell one another before their first gather: the card that each has, and the mode of its products.
 
 NCCL refuses ranks that share a card, in words that do not say why. A program that never calls `torch.cuda.set_device`
-ends there: FSDP2 moves shards to the current card, which is the first one on every rank.
+ends there: FSDP2 moves shards to the current card, which is the first one on every rank. Ranks in different modes
+gather other bytes than their peers, in collectives that never end or that end in NaN.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import json
 import socket
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
-from datetime import timedelta
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.torch_private import current_card, store_of_all
 
 LINE = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
-WAITS = timedelta(minutes=10)  # for the slowest rank
-_checked: set[tuple[str, int]] = set()  # groups whose ranks have a card each, by name and identity
+_checked: set[tuple[str, int]] = set()  # groups whose ranks agree, by name and identity
+_asked: Counter[str] = Counter()  # how often the ranks of groups of a name were asked: anew after a failure
 _warned: set[str] = set()
 
 
@@ -30,28 +30,31 @@ def over_nccl(group: dist.ProcessGroup) -> bool:
     return "cuda:nccl" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "nccl"
 
 
-def check_apart(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises LayoutError, on all ranks of a group, if two of them have the same card. Collective, once for each group.
+def check_together(group: dist.ProcessGroup, device: torch.device, mode: str | None = None) -> None:
+    """Raises LayoutError, on all ranks of a group, if two of them have the same card, or if their modes differ.
+    Collective, once for each group, and before any collective of tensors.
 
-    device: what this rank's collectives are on. Goes through the key-value store, since NCCL can't say it. Does nothing
-    for other backends, and for tensors that are on no card.
+    device: what this rank's collectives are on; NCCL can't say that ranks share a card, so this goes through the
+    key-value store, and waits as long as that does. mode: of the products of what is gathered first; None: not told.
     """
-    if device.type != "cuda" or _name(group) in _checked or group.size() < 2 or not over_nccl(group):
+    if (name := (group.group_name, id(group))) in _checked or group.size() < 2 or dist.get_backend(group) == "fake":
+        return
+    card = card_of(device) if device.type == "cuda" and over_nccl(group) else None
+    if card is None and mode is None:
         return
     ranks, store = dist.get_process_group_ranks(group), store_of_all()
-    key = f"layoutc/cards/{group.group_name}"
-    store.set(f"{key}/{dist.get_rank()}", json.dumps(card_of(device)))
+    key = f"layoutc/first_gather/{group.group_name}/{ranks[0]}/{_asked[group.group_name]}"
+    _asked[group.group_name] += 1
+    keys = {rank: f"{key}/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], json.dumps([card, mode]))
     if dist.get_rank() == ranks[0]:
-        found = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
-        store.set(key, shared(ranks, [tuple(one) for one in found]) or "apart")
-    store.wait([key], WAITS)
-    if (said := store.get(key).decode()) != "apart":
+        told = {rank: json.loads(store.get(at)) for rank, at in keys.items()}
+        on_cards = {rank: tuple(card) for rank, (card, _) in told.items() if card}
+        wrong = shared(on_cards) or differing({rank: mode for rank, (_, mode) in told.items() if mode})
+        store.set(key, wrong or "together")
+    if (said := store.get(key).decode()) != "together":
         raise LayoutError(said)
-    _checked.add(_name(group))
-
-
-def _name(group: dist.ProcessGroup) -> tuple[str, int]:
-    return group.group_name, id(group)
+    _checked.add(name)
 
 
 def card_of(device: torch.device) -> tuple[str, str, int]:
@@ -60,11 +63,27 @@ def card_of(device: torch.device) -> tuple[str, str, int]:
     return socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index
 
 
-def shared(ranks: Sequence[int], cards: Sequence[tuple[str, str, int]]) -> str:
+def differing(modes: Mapping[int, str]) -> str:
+    """What is wrong with the modes of ranks; "" if they are all the same."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, mode in modes.items():
+        holders[mode].append(rank)
+    if len(holders) < 2:
+        return ""
+    found = "; ".join(f"{mode} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for mode, on in holders.items())
+    most = max(holders, key=lambda mode: len(holders[mode]))
+    return (
+        f"ranks that gather together multiply in different modes: {found}. Put the same one around steps on all ranks, "
+        f'as in: with layoutc.products("{most}"): ... A weight\'s own mode '
+        "(layoutc.set_products_) wins, and layoutc.check_ranks(model) compares those of all weights"
+    )
+
+
+def shared(cards: Mapping[int, tuple[str, str, int]]) -> str:
     """What is wrong with the cards of ranks; "" if each has its own."""
     holders: dict[tuple[str, str], list[int]] = defaultdict(list)
-    numbers = {(host, uuid): number for host, uuid, number in cards}
-    for rank, (host, uuid, _) in zip(ranks, cards, strict=True):
+    numbers = {(host, uuid): number for host, uuid, number in cards.values()}
+    for rank, (host, uuid, _) in cards.items():
         holders[host, uuid].append(rank)
     wrong = [
         f"ranks {', '.join(map(str, on))} have card {numbers[card]} of {card[0]}"

@@ -79,7 +79,7 @@ def _check_cards(model: nn.Module) -> None:
         return
     world: Any = dist.group.WORLD
     if cards.over_nccl(world):
-        cards.check_apart(world, torch.device("cuda", current_card()))
+        cards.check_together(world, torch.device("cuda", current_card()))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             cards.warn_if_elsewhere(name, parameter._local_tensor.device)
