@@ -2,14 +2,15 @@
 # Layout id 89c7527f88ce: changes when stored bytes or arithmetic change, and only then.
 """INT4PACKED128ZerosTensor: a weight in int4_packed128_zeros, and its FSDP2 all-gather hooks."""
 
-import torch
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, dtype
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, packed, steady, wire
+from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
@@ -22,10 +23,7 @@ from .layout import LAYOUT
 
 @register
 class INT4PACKED128ZerosTensor(QuantizedTensor):
-    """4-bit integers in words, in groups of 128 under BF16 scales with zero points.
-
-    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
-    """
+    """4-bit integers in words, in groups of 128 under BF16 scales with zero points."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
@@ -36,43 +34,15 @@ class INT4PACKED128ZerosTensor(QuantizedTensor):
     rowwise_scale = plane("rowwise_scale")  # (m, k // 128) bfloat16: bf16 scale of each 1x128 block
     rowwise_zero = plane("rowwise_zero")  # (m, k // 128) uint8: int4_offset zero point of each 1x128 block
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
-        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
-
-        Both passes send the same planes.
-        """
-        if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
-            return sent
-        gathering = hooks.begin(self, mesh)
-        data = wire.outgoing(self, gathering, "rowwise_data")
-        scale = wire.outgoing(self, gathering, "rowwise_scale")
-        zero = wire.outgoing(self, gathering, "rowwise_zero")
-        return steady.sent(self, (data, scale, zero), gathering)
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
+        """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes."""
+        return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: wire.Gathering | packed.Packed,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
-
-        Planes are views of the gather's outputs, which FSDP2 frees. A weight that is dequantized on gather is a plain
-        tensor, and gets values; its planes may have travelled with those of others.
-        """
-        if isinstance(metadata, packed.Packed):
-            return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)
-        if steady.arrived(self, out, metadata, all_gather_outputs):
-            return None
-        received = wire.receive(all_gather_outputs, metadata)
-        gathered = {
-            "rowwise_data": wire.arrived(metadata, "rowwise_data", received[0]),
-            "rowwise_scale": wire.arrived(metadata, "rowwise_scale", received[1]),
-            "rowwise_zero": wire.arrived(metadata, "rowwise_zero", received[2]),
-        }
-        return hooks.finish(self, gathered, metadata, param_dtype, out)
+        """The whole weight: its planes are views of what arrived."""
+        return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 
 @register_cast

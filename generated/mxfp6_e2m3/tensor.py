@@ -2,14 +2,15 @@
 # Layout id f607c1085dea: changes when stored bytes or arithmetic change, and only then.
 """MXFP6E2M3Tensor: a weight in mxfp6_e2m3, and its FSDP2 all-gather hooks."""
 
-import torch
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, dtype
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, packed, steady, wire
+from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
@@ -22,10 +23,7 @@ from .layout import LAYOUT
 
 @register
 class MXFP6E2M3Tensor(QuantizedTensor):
-    """E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
-
-    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
-    """
+    """E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
@@ -37,51 +35,17 @@ class MXFP6E2M3Tensor(QuantizedTensor):
     columnwise_data = plane("columnwise_data")  # (m, k // 4 * 3) uint8: e2m3 codes, 4 per 3 bytes, low bits first
     columnwise_scale = plane("columnwise_scale")  # (m // 32, k) uint8: e8m0 scale of each 32x1 block
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
-        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
-
-        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, of the same
-        sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them once.
-        """
-        if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
-            return sent
-        gathering = hooks.begin(self, mesh)
-        planes: list[Tensor] = []
-        if gathering.which != "backward":
-            planes += [wire.outgoing(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
-        if gathering.which != "forward":
-            planes += [wire.outgoing(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
-        return steady.sent(self, tuple(planes), gathering)
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
+        """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, of the
+        same sizes; all of them once if the weight stays gathered."""
+        return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: wire.Gathering | packed.Packed,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
-
-        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes may
-        have travelled with those of others.
-        """
-        if isinstance(metadata, packed.Packed):
-            return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)
-        if steady.arrived(self, out, metadata, all_gather_outputs):
-            return None
-        received = wire.receive(all_gather_outputs, metadata)
-        gathered: dict[str, Tensor] = {}
-        slot = 0
-        if metadata.which != "backward":
-            gathered["rowwise_data"] = wire.arrived(metadata, "rowwise_data", received[slot])
-            gathered["rowwise_scale"] = wire.arrived(metadata, "rowwise_scale", received[slot + 1])
-            slot += 2
-        if metadata.which != "forward":
-            gathered["columnwise_data"] = wire.arrived(metadata, "columnwise_data", received[slot])
-            gathered["columnwise_scale"] = wire.arrived(metadata, "columnwise_scale", received[slot + 1])
-        return hooks.finish(self, gathered, metadata, param_dtype, out)
+        """The whole weight: its planes are views of what arrived; scales of blocks that cuts split arrive more than
+        once, and are copied."""
+        return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 
 @register_cast

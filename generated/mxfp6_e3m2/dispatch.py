@@ -2,17 +2,12 @@
 # Layout id d791500fa02f: changes when stored bytes or arithmetic change, and only then.
 """Dispatch of MXFP6E3M2Tensor: which operators are exact on stored bytes, and how planes are cut and joined.
 
-detach, alias, clone, to(device), pin_memory, record_stream, equal: always.
-view: leading dims split, merged or flattened; the last dim kept, or all flattened.
-t, transpose: of a matrix.
 split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 32 rows takes no
 plain values.
 split, chunk, slice, narrow on the last dim: multiples of 32 columns.
 cat on dim 0: pieces cut at multiples of 32 rows.
 cat on the last dim: pieces that end at multiples of 32 columns.
-all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of shards cut at any row.
-copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
-Other views are refused. Other operators run on a dequantized copy, unless layoutc.strict() refuses that.
+What is exact for every recipe: layoutc/runtime/dispatch/table.py.
 """
 
 from collections.abc import Mapping

@@ -2,16 +2,11 @@
 # Layout id d174ca4ec789: changes when stored bytes or arithmetic change, and only then.
 """Dispatch of Q4KTensor: which operators are exact on stored bytes, and how planes are cut and joined.
 
-detach, alias, clone, to(device), pin_memory, record_stream, equal: always.
-view: leading dims split, merged or flattened; the last dim kept, or all flattened.
-t, transpose: of a matrix.
 split, chunk, slice, narrow, select on leading dims: cuts at any row.
 split, chunk, slice, narrow on the last dim: multiples of 256 columns.
 cat on dim 0: pieces cut at any row.
 cat on the last dim: pieces that end at multiples of 256 columns.
-all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of shards cut at any row.
-copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
-Other views are refused. Other operators run on a dequantized copy, unless layoutc.strict() refuses that.
+What is exact for every recipe: layoutc/runtime/dispatch/table.py.
 """
 
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-from layoutc.emit.hooks_text import GatherText, HooksText, gather_lines, gather_text, hooks_text
+from layoutc.emit.hooks_text import HooksText, gather_lines, hooks_text
 from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
 from layoutc.emit.size_text import Sizes, block_text, in_bytes, start_of
@@ -16,7 +16,7 @@ from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 12
+RUNTIME_INTERFACE = 13
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 
@@ -95,7 +95,8 @@ class RecipeText:
     swizzled: tuple[str, ...]
     orientations: list[OrientationText]
     orientation_names: tuple[str, ...]
-    gathers: list[GatherText]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
     gather_lines: list[str]
     derivations: list[str]
     dispatch_rules: list[str]
@@ -155,10 +156,11 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
         orientations=[_orientation(name, layout, sizes) for name in layout.orientations],
         orientation_names=tuple(layout.orientations),
-        gathers=[gather_text(gather) for gather in (plan.forward, plan.backward, plan.both)],
+        forward=tuple(plane.name for plane in plan.forward.planes),
+        backward=tuple(plane.name for plane in plan.backward.planes),
         gather_lines=gather_lines(plan),
         derivations=[f"{d.orientation}: {d.reason}." for d in plan.derivations],
-        dispatch_rules=[f"{rule.operators}: {rule.condition}." for rule in plan.dispatch],
+        dispatch_rules=[f"{rule.operators}: {rule.condition}." for rule in plan.dispatch if not rule.of_all],
         shares_amax=plan.shares_amax,
         amax_columns=plan.amax_columns,
         own_amax=plan.own_amax,

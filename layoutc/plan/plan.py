@@ -51,10 +51,11 @@ class Derivation:
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """Operators that are exact on stored bytes, and under which condition."""
+    """Operators that are exact on stored bytes, and under which condition. of_all: it is the same for all recipes."""
 
     operators: str
     condition: str
+    of_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,15 +303,15 @@ def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
         joins = f"pieces cut at multiples of {block} rows"
     column_cut = "any column" if columns == 1 else f"multiples of {columns} columns"
     return (
-        DispatchRule("detach, alias, clone, to(device), pin_memory, record_stream, equal", "always"),
-        DispatchRule("view", "leading dims split, merged or flattened; the last dim kept, or all flattened"),
-        DispatchRule("t, transpose", "of a matrix"),
+        DispatchRule("detach, alias, clone, to(device), pin_memory, record_stream, equal", "always", True),
+        DispatchRule("view", "leading dims split, merged or flattened; the last dim kept, or all flattened", True),
+        DispatchRule("t, transpose", "of a matrix", True),
         DispatchRule("split, chunk, slice, narrow, select on leading dims", row_cut),
         DispatchRule("split, chunk, slice, narrow on the last dim", column_cut),
         DispatchRule("cat on dim 0", joins),
         DispatchRule("cat on the last dim", f"pieces that end at {column_cut}"),
-        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, of shards cut at any row"),
-        DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing"),
+        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, of shards cut at any row", True),
+        DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing", True),
     )
 
 

@@ -139,8 +139,8 @@ class Layout:
     bytes_per_element: float
     stored: Mapping[str, Plane]
     sources: Mapping[str, tuple[str, ...]]  # orientation -> the planes that its buffers are made from
-    travels: Mapping[PassName, tuple[str, ...]]
-    serves: Mapping[PassName, tuple[str, ...]]
+    forward: tuple[str, ...]  # the planes that forward gathers
+    backward: tuple[str, ...] = ()  # those that backward gathers, where they are others
     slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
@@ -166,10 +166,24 @@ class Layout:
         """Orientations of the recipe, rowwise first."""
         return tuple(self.sources)
 
-    @cached_property
+    @property
     def passes_differ(self) -> bool:
         """True if backward gathers other planes than forward, for weights that are resharded in between."""
-        return self.travels["forward"] != self.travels["backward"]
+        return bool(self.backward)
+
+    @cached_property
+    def travels(self) -> Mapping[PassName, tuple[str, ...]]:
+        """The planes that each pass gathers, in the order that they are sent in."""
+        both = self.forward + self.backward
+        return {"forward": self.forward, "backward": self.backward or self.forward, "both": both}
+
+    @cached_property
+    def serves(self) -> Mapping[PassName, tuple[str, ...]]:
+        """The orientations whose planes each pass gathers."""
+        return {
+            which: tuple([one for one, needed in self.sources.items() if self.shared.union(names).issuperset(needed)])
+            for which, names in self.travels.items()
+        }
 
     @cached_property
     def shared(self) -> frozenset[str]:

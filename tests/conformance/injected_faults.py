@@ -26,6 +26,8 @@ def edit(file: str, pattern: str, replacement: str) -> Edit:
 
 EXCHANGED = "../tests/unshipped/exchanged"  # beside the shipped specs
 METHODS = r"    _cut, _join = .*\n"  # of a generated class: others may follow
+SEND = r"        return all_gather\.send\(self, mesh\)\n"
+SENT = "        sent, note = all_gather.send(self, mesh)\n"
 TABLE = r"(    LAYOUT, HANDLERS, REFERENCE = LAYOUT, )HANDLERS(, reference\n)"
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
 MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
@@ -213,31 +215,31 @@ def quantize(x, *, seed=None, **options):
     "a refresh keeps the old scale": (
         "mxfp8",
         "tensor.py",
-        r"        return hooks\.finish\(",
-        "        if out is not None:\n"
-        '            gathered.update({n: p for n, p in out.planes().items() if "scale" in n})\n'
-        "        return hooks.finish(",
+        r"        return (all_gather\.receive\(.*)\n",
+        '        kept = {} if out is None else {n: p for n, p in out.planes().items() if "scale" in n}\n'
+        r"        made = \1"
+        + "\n        if out is not None:\n            out._planes.update(kept)\n        return made\n",
         ("gather-again",),
     ),
     "the gather cuts the wrong rows": (
         "fp8_block",
         "tensor.py",
-        r'(wire\.arrived\(metadata, "rowwise_data", received\[\d\])\)',
-        r"\1.flip(0))",
+        r"(all_gather\.receive\(self, )all_gather_outputs,",
+        r"\1(all_gather_outputs[0].flip(0), *all_gather_outputs[1:]),",
         ("gather",),
     ),
     "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
-        r'(wire\.outgoing\(self, gathering, name\))( for name in \("columnwise_data")',
-        r"\1.flip(0)\2",
+        SEND,
+        SENT + '        return (sent[0].flip(0) if note.which == "backward" else sent[0], *sent[1:]), note\n',
         ("gather",),
     ),
     "short shards are not filled up": (
         "fp8_block",
         "tensor.py",
-        r'wire\.outgoing\(self, gathering, "rowwise_data"\)',
-        'self._planes["rowwise_data"]',
+        SEND,
+        SENT + '        return (self._planes["rowwise_data"], *sent[1:]), note\n',
         ("gather-sizes",),
     ),
     "a scale has fewer rows": (
@@ -380,15 +382,15 @@ def quantize(x, *, out=None, **options):
     "a gather marks the shard": (
         "mxfp8",
         "tensor.py",
-        r"gathering = hooks\.begin\(self, mesh\)",
-        "gathering = hooks.begin(self, mesh)\n        self._padding = None",
+        SEND,
+        SENT + "        self._padding = None\n        return sent, note\n",
         ("shards-untouched",),
     ),
     "a refresh clears the shard": (
         "fp8_current",
         "tensor.py",
-        r"        return hooks\.finish\(",
-        '        if out is not None:\n            self._planes["rowwise_data"].zero_()\n        return hooks.finish(',
+        r"        return all_gather\.receive\(",
+        r'        if out is not None:\n            self._planes["rowwise_data"].zero_()\n\g<0>',
         ("shards-untouched",),
     ),
     "a kernel has another NaN": (

@@ -1,4 +1,10 @@
-"""Which operator goes where: one table for the weights of every recipe."""
+"""Which operator goes where: one table for the weights of every recipe.
+
+Exact on stored bytes, for every recipe: detach, alias, clone, to(device), pin_memory, record_stream, equal; view, where
+leading dims are split, merged or flattened; t and transpose of a matrix; DTensors' collectives, of shards cut at any
+row; copy_ from the same recipe, while a plain tensor is quantized. The recipe's dispatch.py says which cuts and joins
+are. Other views are refused. Other operators run on a dequantized copy, unless layoutc.strict() refuses that.
+"""
 
 from __future__ import annotations
 
