@@ -85,7 +85,7 @@ def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: b
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["default", "reused", "reused_shared", "blocking", "blocking_cached"])
 def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, tmp_path: Path) -> None:
-    """46: bytes, of the class, whichever stager copies them."""
+    """It saves bytes, of the class, whichever stager copies them."""
     two.run(keeps_old_bytes, RECIPES, kind, str(tmp_path))
 
 
@@ -182,7 +182,7 @@ def in_processes(kind: str, folder: str, rank: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["reused_shared"])
 def test_a_save_in_another_process_keeps_what_the_weights_were(kind: str, tmp_path: Path) -> None:
-    """47: as it arrives there, over shared memory."""
+    """As the weight arrives there, over shared memory."""
     context = process_context(PRELOADED)
     ranks = [context.Process(target=in_processes, args=(kind, str(tmp_path), rank)) for rank in range(2)]
     for rank in ranks:

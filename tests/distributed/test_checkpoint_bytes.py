@@ -23,7 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("recipe", EVERY)
 def test_a_file_is_as_large_as_its_planes(recipe: str, tmp_path: Path) -> None:
-    """45: within 1% of the planes of a million elements; a fraction of bfloat16 that the layout's figure tells.
+    """Within 1% of the planes of a million elements; a fraction of bfloat16 that the layout's figure tells.
 
     That figure is of one pass. Where passes read codes of their own, a file has both.
     """
@@ -89,5 +89,5 @@ def holds_own_rows(recipe: str, folder: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "int4_group32"])
 def test_shards_that_cut_blocks_write_their_own_rows(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """28, 45: nothing of the rows of blocks that other ranks hold."""
+    """A shard's file has nothing of the rows of blocks that other ranks hold."""
     two.run(holds_own_rows, recipe, str(tmp_path / "checkpoint"))

@@ -77,7 +77,7 @@ def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ..
 
 
 def test_a_last_shard_that_ends_inside_its_block_is_whole(two: Ranks, tmp_path: Path) -> None:
-    """28: FSDP2 makes it of a larger tensor, whose last block has more rows."""
+    """FSDP2 makes it of a larger tensor, whose last block has more rows."""
     two.run(resumes, ("e3m4_block", "fp8_block", "int8_block"), short_tail, str(tmp_path), None)
 
 
@@ -101,7 +101,7 @@ def fills_ranks_without_rows(recipes: tuple[str, ...], folder: str) -> None:
 
 
 def test_ranks_without_rows_take_what_all_rows_share(four: Ranks, tmp_path: Path) -> None:
-    """28, 47: scales of whole weights, amaxes and their histories, through DCP's own protocol."""
+    """Scales of whole weights, amaxes and their histories, through DCP's own protocol."""
     recipes = tuple(recipe for recipe in EVERY if recipe_module(recipe).LAYOUT.shared)
     assert len(recipes) > 5
     four.run(fills_ranks_without_rows, recipes, str(tmp_path))

@@ -124,7 +124,7 @@ def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool
     ],
 )
 def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
-    """51: a graph for each block, no break, nothing compiled again after the first step."""
+    """A graph for each block, without a break; nothing is compiled again after the first step."""
     two.run(compiles, recipe, Block, modes, seconds=COLD)
 
 

@@ -74,14 +74,14 @@ def starts_on_meta(recipe: str, how: str, blocks: int = 0) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["local", "dtensor", "quantized_init"])
 def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str) -> None:
-    """30, 40: meta, fully_shard, to_empty, values copied; then it trains as one process."""
+    """Made on meta, sharded, given memory and values; then it trains as one process."""
     two.run(starts_on_meta, recipe, how)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("how", ["local", "dtensor"])
 def test_shards_that_cut_blocks_start_on_the_meta_device(two: Ranks, recipe: str, how: str) -> None:
-    """28, 40: a shard of a meta tensor knows where in a block it begins."""
+    """A shard of a meta tensor knows where in a block it begins."""
     two.run(starts_on_meta, recipe, how, 3)
 
 
@@ -98,7 +98,7 @@ def is_gathered_before_the_first_forward(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_unsharding_before_the_first_forward_changes_nothing(two: Ranks, recipe: str) -> None:
-    """30a: the root's mode is not final before the first forward, and must not be taken for it."""
+    """The root's mode is not final before the first forward, and must not be taken for it."""
     two.run(is_gathered_before_the_first_forward, recipe)
 
 
@@ -121,7 +121,7 @@ def changes_the_mode(recipe: str) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_switching_reshard_after_forward_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
-    """25, 30a: FSDP2 lets it change from step to step."""
+    """FSDP2 lets it change from step to step."""
     results = two.run(changes_the_mode, recipe)
     if recipe == "mxfp8" and results != ["same", "same"]:  # whose passes gather different bytes
         assert len(set(results)) == 1
@@ -157,7 +157,7 @@ def accumulates(recipe: str) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_accumulating_gradients_without_resharding_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
-    """36, 39: a weight left gathered by backward serves the next forward, or says that it can't."""
+    """A weight that backward leaves gathered serves the next forward, or says that it can't."""
     results = two.run(accumulates, recipe)
     if recipe == "mxfp8" and results != ["same", "same"]:  # backward leaves columnwise codes alone
         assert len(set(results)) == 1
@@ -192,13 +192,13 @@ def takes_plain_values(recipe: str, how: str, sizes: tuple[int, int] | None) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["copy", "full_state"])
 def test_plain_values_loaded_into_shards_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
-    """26, 34, 50: before anything has been gathered; equal to quantizing the whole weight."""
+    """Before anything has been gathered; the bytes are those of quantizing the whole weight."""
     two.run(takes_plain_values, recipe, how, None)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
 def test_plain_values_reach_ranks_without_rows(four: Ranks, recipe: str) -> None:
-    """26, 28, 47: an empty shard takes part in the reduction and holds the shared scale."""
+    """An empty shard takes part in the reduction and holds the shared scale."""
     four.run(takes_plain_values, recipe, "copy", (3, 5))
 
 
@@ -249,13 +249,13 @@ def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """42, 43, 45: sync save and load on the same ranks, through get_state_dict and set_state_dict."""
+    """Saved and loaded on the same ranks, through get_state_dict and set_state_dict."""
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 def test_a_checkpoint_of_shards_that_cut_blocks_restores_them(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """28, 42: the shard's own rows, and the scales of all blocks that it has rows of."""
+    """A shard saves its own rows, and the scales of all blocks that it has rows of."""
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"), 3)
 
 
@@ -272,7 +272,7 @@ def is_gathered_whole(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_full_tensor_is_the_whole_weight(two: Ranks, recipe: str) -> None:
-    """48: quantized or plain, its values are those of the whole."""
+    """Quantized or plain, its values are those of the whole."""
     two.run(is_gathered_whole, recipe)
 
 

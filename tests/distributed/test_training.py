@@ -114,7 +114,7 @@ def trains_as_one_process(
     ],
 )
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps: bool, nested: bool) -> None:
-    """21, 22, 25, 26, 30a, 38, 41: steps of AdamW; gather bytes as planned, one amax all-reduce a step."""
+    """Losses and bytes of steps of AdamW; gathers send what is planned, and a step has one all-reduce of amaxes."""
     steps = STEPS if recipe == "fp8_delayed" and nested and not keeps else FEW
     two.run(trains_as_one_process, recipe, keeps, nested, None, None, steps)
 
@@ -122,34 +122,34 @@ def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_training_on_four_ranks_equals_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
-    """29, 36: sharded over 4, and over 2 in 2 copies under arbitrary names of mesh dims."""
+    """Sharded over four, and over two in two copies under arbitrary names of mesh dims."""
     four.run(trains_as_one_process, recipe, False, True, None, meshed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", ["one", "trivial"])
 def test_a_shard_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
-    """29: fully_shard on one rank, and replicas whose shard dim has size 1; nothing is gathered."""
+    """fully_shard on one rank, and replicas whose shard dim has size 1; nothing is gathered."""
     two.run(trains_as_one_process, recipe, False, True, None, meshed)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("sizes", [(17, 8), (1, 3), (3, 17)])
 def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
-    """28: short shards, and ranks without rows."""
+    """Short shards, and ranks without rows."""
     two.run(trains_as_one_process, recipe, False, True, sizes, None)
     four.run(trains_as_one_process, recipe, False, True, sizes, None)
 
 
 @pytest.mark.parametrize(("recipe", "experts"), [("mxfp8", 3), ("nvfp4", 3), ("fp8_block", 3), ("fp8_current", 5)])
 def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: str, experts: int) -> None:
-    """27, 28: 3-D weights keep their shape; the last rank may have no expert."""
+    """3-D weights keep their shape; the last rank may have no expert."""
     four.run(gathers_experts, recipe, experts)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "hybrid_fp8", "mxfp4"])
 def test_other_dims_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
-    """35: columns, and rows within each expert; steps equal one process, gathers bytes in rank order."""
+    """Columns, and rows within each expert: steps equal one process, and gathers send bytes in the order of ranks."""
     two.run(trains_on_other_dims, recipe)
 
 
@@ -259,7 +259,7 @@ def test_a_gathered_weight_keeps_the_scale_of_its_codes(two: Ranks, reshards: bo
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:
-    """28: cuts inside blocks, blocks of several ranks, short shards."""
+    """Cuts inside of blocks, blocks of several ranks, short shards."""
     unit = recipe_module(recipe).LAYOUT.block_rows
     two.run(trains_as_one_process, recipe, keeps, True, (3 * unit, unit), None)
     four.run(trains_as_one_process, recipe, keeps, True, (3 * unit, 2 * unit), None)
@@ -267,7 +267,7 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in EVERY if recipe not in RECIPES])
 def test_every_other_recipe_trains_as_one_process(two: Ranks, recipe: str) -> None:
-    """28, 38: with cuts inside blocks where it has blocks of several rows."""
+    """With cuts inside of blocks, where it has blocks of several rows."""
     layout = recipe_module(recipe).LAYOUT
     unit, least = layout.block_rows, layout.multiple_k  # rows of one layer are columns of the next
     widths = (3 * unit, unit) if unit > 1 else (96, 64) if least <= 32 else (3 * least, 2 * least)
@@ -296,7 +296,7 @@ def refuses_other_dims(recipe: str, experts: bool) -> str:
     ],
 )
 def test_other_dims_are_refused_on_every_rank(two: Ranks, recipe: str, experts: bool, words: str) -> None:
-    """35: blocks across experts, and scales of whole rows."""
+    """Blocks across experts, and scales of whole rows."""
     messages = two.run(refuses_other_dims, recipe, experts)
     assert len(set(messages)) == 1
     assert "weight" in messages[0]
@@ -318,7 +318,7 @@ def refuses_a_smaller_mesh(recipe: str) -> str:
 
 
 def test_resharding_to_a_smaller_mesh_is_refused_on_every_rank(four: Ranks) -> None:
-    """34: FSDP2 has no room for it."""
+    """FSDP2 has no room for several planes there."""
     messages = four.run(refuses_a_smaller_mesh, "mxfp8")
     assert len(set(messages)) == 1
     assert "layers.0.weight: FSDP2 can't reshard a mxfp8 weight to a smaller mesh" in messages[0]
@@ -373,7 +373,7 @@ def trains_with(recipe: str, extra: str) -> None:
     "extra", ["clip", "offload", "policy", "keep_backward", "checkpoint", "prefetch", "no_sync", "tied"]
 )
 def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, extra: str) -> None:
-    """36: gradient clipping, offload, a policy, weights kept after backward, recomputation, and what else there is."""
+    """Gradient clipping, offload, a policy, weights kept after backward, recomputation, and what else there is."""
     two.run(trains_with, recipe, extra)
 
 
@@ -415,5 +415,5 @@ def state_of_the_optimizer_is_sharded(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_state_of_the_optimizer_is_sharded_and_plain(two: Ranks, recipe: str) -> None:
-    """45: fp32 masters and moments."""
+    """Masters and moments are in fp32."""
     two.run(state_of_the_optimizer_is_sharded, recipe)

@@ -97,7 +97,7 @@ KINDS = ["default", "plain", "pinned", "shared", "pinned_shared", "pinned_nonblo
 @pytest.mark.parametrize("kind", [*KINDS, "blocking", "blocking_cached"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_staged_saves_hold_the_bytes_of_their_moment(recipe: str, kind: str, group: Any, tmp_path: Path) -> None:
-    """46: one stager for three saves, where torch allows it; the model trains on as soon as the copy is made.
+    """One stager for three saves, where torch allows it; the model trains on as soon as the copy is made.
 
     Compared with the planes as they stood on the card, byte for byte.
     """
@@ -133,7 +133,7 @@ def test_staged_saves_hold_the_bytes_of_their_moment(recipe: str, kind: str, gro
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_files_of_a_card_and_of_the_cpu_are_the_same(recipe: str, group: Any, tmp_path: Path) -> None:
-    """47: where a weight lies leaves no trace in its file."""
+    """Where a weight lies leaves no trace in its file."""
     one = importlib.import_module(f"layoutc.recipes.{recipe}")
     weight = one.quantize(torch.randn(512, 256, generator=torch.Generator().manual_seed(0)))
     content = []

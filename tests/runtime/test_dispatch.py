@@ -46,7 +46,7 @@ def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 # ---------------------------------------------------------------------------------------------------------- new tensors
 @pytest.mark.parametrize("size", [(256, 256), (128, 256), (384, 128), (2, 128, 256), (0, 256), (0,)])
 def test_new_zeros_for_fsdp2_has_the_class_and_dequantizes_to_exact_zeros(recipe: str, size: tuple[int, ...]) -> None:
-    """36: with the planes that the layout gives for the size, none of them shared with the source."""
+    """It has the planes that the layout gives for the size, and shares none with its source."""
     q, layout = make(recipe, dtype=torch.bfloat16), module(recipe).LAYOUT
     new = called(q, "new_zeros", size, pin_memory=False)
     assert type(new) is type(q)
@@ -73,7 +73,7 @@ def test_new_tensors_of_users_are_plain(recipe: str) -> None:
 
 @pytest.mark.parametrize("size", [(256, 256), (0,), (0, 256), (2, 128, 256)])
 def test_new_empty_for_fsdp2_has_the_class_on_any_device(recipe: str, size: tuple[int, ...]) -> None:
-    """37: of the class, whatever the device."""
+    """The class is the source's, whatever the device."""
     q = make(recipe)
     for device in ("cpu", "meta"):
         new = called(q, "new_empty", size, device=device)
@@ -107,7 +107,7 @@ def test_a_size_of_one_dim_is_of_the_class_for_flat_tensors_alone(recipe: str) -
 
 
 def test_sizes_and_dtypes_that_the_recipe_cannot_hold_give_plain_tensors(recipe: str) -> None:
-    """36, 37: as an operator on a plain tensor would."""
+    """The result is what the operator gives for a plain tensor."""
     q, layout = make(recipe), module(recipe).LAYOUT
     for make_new in (partial(called, q, "new_empty"), partial(called, q, "new_zeros")):
         assert is_plain(make_new(()))
@@ -138,7 +138,7 @@ def test_padding_has_the_values_of_a_padded_plain_weight(recipe: str, amounts: t
 
 
 def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """37: new_zeros, new_empty and empty_like ask for pinned memory for each."""
+    """new_zeros, new_empty and empty_like ask for pinned memory for each plane."""
     q, asked = make(recipe), []
     originals = {"zeros": torch.zeros, "empty": torch.empty}
 
@@ -156,7 +156,7 @@ def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_empty_like_has_the_class_the_orientations_and_the_device(recipe: str) -> None:
-    """37: from a tensor of one orientation, of any outer shape; to_empty of a meta model leans on it."""
+    """Of a tensor with one orientation, of any outer shape; to_empty of a meta model needs it."""
     q = make(recipe, 4, 128, 256, orientations=("rowwise",))
     for device in ("cpu", "meta"):
         new = torch.empty_like(q, device=device)
@@ -171,7 +171,7 @@ def test_empty_like_has_the_class_the_orientations_and_the_device(recipe: str) -
 
 @pytest.mark.parametrize("name", ["zeros", "ones", "full", "rand", "randn"])
 def test_the_state_of_optimizers_is_plain(recipe: str, name: str) -> None:
-    """39: zeros_like and its kin, with the arguments that optimizers pass."""
+    """zeros_like and its kin give plain tensors, with the arguments that optimizers pass."""
     q = make(recipe, dtype=torch.bfloat16)
     arguments = (2.0,) if name == "full" else ()
     make_like = getattr(torch, f"{name}_like")
@@ -190,7 +190,7 @@ def test_the_state_of_optimizers_is_plain(recipe: str, name: str) -> None:
     "cut", [lambda q: q, lambda q: q[128:], lambda q: q[:, :128], lambda q: q.t(), lambda q: q.view(-1)]
 )
 def test_a_clone_is_compact_and_shares_nothing(recipe: str, cut: Callable[[Any], Any]) -> None:
-    """32, 34: scales and amax included, so that requantizing one never changes the other."""
+    """It has scales and an amax of its own, so requantizing one never changes the other."""
     q = make(recipe)
     piece = cut(q)
     expected = piece.dequantize()
@@ -207,7 +207,7 @@ def test_a_clone_is_compact_and_shares_nothing(recipe: str, cut: Callable[[Any],
 
 
 def test_a_copy_of_the_same_recipe_copies_bytes(recipe: str) -> None:
-    """34: quantized into quantized, even bytes that quantizing would never give; returns the target."""
+    """Bytes that quantizing would never give are copied too; copy_ returns its target."""
     source, target = make(recipe, seed=1), make(recipe)
     with torch.no_grad():
         for plane in source.planes().values():
@@ -220,7 +220,7 @@ def test_a_copy_of_the_same_recipe_copies_bytes(recipe: str) -> None:
 
 
 def test_a_plain_copy_quantizes_and_a_copy_into_plain_dequantizes(recipe: str) -> None:
-    """34: both are asked for, so neither is counted; other dtypes too. A history of amaxes starts anew."""
+    """The call asks for both, so neither is counted; other dtypes too. A history of amaxes starts anew."""
     target, x = make(recipe), weight(256, 256, seed=2)
     with layoutc.strict():
         assert target.copy_(x) is target
@@ -235,7 +235,7 @@ def test_a_plain_copy_quantizes_and_a_copy_into_plain_dequantizes(recipe: str) -
 
 @pytest.mark.parametrize("other", RECIPES)
 def test_a_copy_from_another_recipe_goes_through_values_and_is_counted(recipe: str, other: str) -> None:
-    """34, 39: never bytes of another layout."""
+    """Bytes of one layout never become those of another."""
     target, source = make(recipe), make(other, seed=1)
     if other == recipe:
         return
@@ -251,7 +251,7 @@ def test_a_copy_from_another_recipe_goes_through_values_and_is_counted(recipe: s
 
 
 def test_a_copy_that_cannot_be_made_leaves_the_target_intact(recipe: str) -> None:
-    """34: everything is checked before the first byte is written."""
+    """Everything is checked before the first byte is written."""
     q = make(recipe)
     before = snapshot(q)
     rows = make(recipe, seed=1, orientations=("rowwise",))
@@ -279,7 +279,7 @@ def test_a_copy_that_cannot_be_made_leaves_the_target_intact(recipe: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
 def test_a_copy_from_other_dtypes_quantizes_their_values(recipe: str, dtype: torch.dtype) -> None:
-    """34: as copy_ into a floating tensor converts them; or a TypeError, which changes nothing."""
+    """They are converted as copy_ into a floating tensor does; or a TypeError changes nothing."""
     q, source = make(recipe), weight(256, 256, seed=4).to(dtype)
     before, expected = snapshot(q), make(recipe)
     module(recipe).quantize(source.float(), out=expected)
@@ -296,7 +296,7 @@ def test_a_copy_from_other_dtypes_quantizes_their_values(recipe: str, dtype: tor
 
 
 def test_another_device_keeps_the_class_and_another_dtype_dequantizes(recipe: str) -> None:
-    """33: every plane moves; .to(dtype) is counted."""
+    """Every plane moves; .to(dtype) is counted."""
     q = make(recipe)
     for moved in (q.to("meta"), q.to(device="meta", non_blocking=True), q.to("meta", copy=True)):
         assert type(moved) is type(q)
@@ -319,7 +319,7 @@ def test_another_device_keeps_the_class_and_another_dtype_dequantizes(recipe: st
 
 # -------------------------------------------------------------------------------------------------------------- storage
 def test_record_stream_and_pinning_reach_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """38, 40: scales and amax included; nothing is dequantized or requantized."""
+    """Scales and the amax are among them; nothing is dequantized or requantized."""
     q = make(recipe)
     before, recorded, pinned = snapshot(q), [], []
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append((self.data_ptr(), stream)))
@@ -341,7 +341,7 @@ def test_record_stream_and_pinning_reach_every_plane(recipe: str, monkeypatch: p
 
 
 def test_storage_is_safe_to_ask_for(recipe: str) -> None:
-    """40: numel, element_size and nbytes are the outer ones; sharing moves every plane."""
+    """numel, element_size and nbytes are those of the outer shape; sharing memory moves every plane."""
     q = make(recipe)
     assert q.untyped_storage() is not None
     assert (q.numel(), q.element_size(), q.nbytes) == (65536, 4, 4 * 65536)
@@ -352,7 +352,7 @@ def test_storage_is_safe_to_ask_for(recipe: str) -> None:
 
 
 def test_equal_compares_bytes_of_one_recipe_and_values_otherwise(recipe: str) -> None:
-    """34: no tolerance."""
+    """Neither has a tolerance."""
     q = make(recipe)
     assert torch.equal(q, q)
     assert torch.equal(q, q.clone())

@@ -84,20 +84,20 @@ def check_cut(q: QuantizedTensor, cut: Cut) -> None:
 @each_recipe
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:
-    """32, 35: on rows and on columns, of the weight and of its transpose."""
+    """Of rows and of columns, of the weight and of its transpose."""
     check_cut(make(recipe), MATRIX[name])
 
 
 @each_recipe
 @pytest.mark.parametrize("name", EXPERTS)
 def test_an_aligned_cut_of_expert_weights_is_exact(recipe: str, name: str) -> None:
-    """35: leading dims are rows too; one expert of many is a view."""
+    """Leading dims are rows too; one expert of many is a view."""
     check_cut(make(recipe, 4, 128, 256), EXPERTS[name])
 
 
 @each_recipe
 def test_a_cut_of_quantized_is_the_quantized_cut(recipe: str) -> None:
-    """35: the piece's buffers are those of quantizing the same rows under the same amax; padding included."""
+    """The piece's buffers, padding included, are those of quantizing its rows under the same amax."""
     q, layout = make(recipe), module(recipe).LAYOUT
     rows = layout.shard_rows
     x = weight(256, 256)
@@ -111,7 +111,7 @@ def test_a_cut_of_quantized_is_the_quantized_cut(recipe: str) -> None:
 @each_recipe
 @pytest.mark.parametrize("cut", ["slice_rows", "slice_columns", "split_rows", "rows_of_transposed", "flat_range"])
 def test_a_quantized_piece_written_is_seen_by_the_base_alone_where_it_lies(recipe: str, cut: str) -> None:
-    """32: bytes of equal scales written through the piece change its part of the base and nothing else."""
+    """Bytes of equal scales written through a piece change its part of the base and nothing else."""
     base = make(recipe)
     other = base.clone()
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_quantized_piece_written_is_seen_by_the_base_alone_where_it_lies(recip
 
 @each_recipe
 def test_the_base_written_is_seen_by_pieces(recipe: str) -> None:
-    """32: pieces hold no bytes of their own."""
+    """Pieces hold no bytes of their own."""
     base, other = make(recipe), make(recipe, seed=1)
     pieces = {name: cut(base) for name, cut in MATRIX.items()}
     base.copy_(other)
@@ -137,7 +137,7 @@ def test_the_base_written_is_seen_by_pieces(recipe: str) -> None:
 @each_recipe
 @pytest.mark.parametrize("write", ["copy_plain", "copy_quantized", "zero_", "add_", "out"])
 def test_new_values_in_a_piece_leave_the_rest_of_the_base_as_it_was(recipe: str, write: str) -> None:
-    """34, 39: what all rows share is not overwritten for one piece: the rest keeps its values, or it is refused."""
+    """A piece does not overwrite what all rows share: the rest keeps its values, or the write is refused."""
     base = make(recipe)
     piece, before, bytes_before = base[:128], base.dequantize(), snapshot(base)
     writes: dict[str, Callable[[], object]] = {
@@ -162,7 +162,7 @@ def test_new_values_in_a_piece_leave_the_rest_of_the_base_as_it_was(recipe: str,
 
 @each_recipe
 def test_an_empty_slice_has_the_class_and_no_rows(recipe: str) -> None:
-    """35: short and empty shards are cut like that."""
+    """Short and empty shards are cut like that."""
     q = make(recipe)
     for piece in [q[0:0], q[256:], q[64:64], q[7:7], q[300:], q.narrow(0, 32, 0), q[10:3]]:
         assert type(piece) is type(q)
@@ -178,7 +178,7 @@ def test_an_empty_slice_has_the_class_and_no_rows(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_cut_inside_a_block_of_rows_reads_exactly_and_shares_the_bytes(recipe: str) -> None:
-    """32, 35: the piece's planes cover the blocks that it is part of."""
+    """The piece's planes cover the blocks that it has rows of."""
     q, multiple = make(recipe), module(recipe).LAYOUT.block_rows
     half = multiple // 2
     cuts: list[Cut] = [
@@ -203,7 +203,7 @@ def test_a_cut_inside_a_block_of_rows_reads_exactly_and_shares_the_bytes(recipe:
 
 @pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_part_of_a_block_is_not_written(recipe: str) -> None:
-    """32: its scale means the rest of the block too. The same scale may be written again.
+    """Its scale is that of the rest of the block too. The same scale may be written again.
 
     Quantized bytes with another scale wait for the rest of the block, and the weight can't be read meanwhile.
     """
@@ -229,7 +229,7 @@ def test_a_part_of_a_block_is_not_written(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_piece_takes_the_place_of_all_that_wait_below_it(recipe: str) -> None:
-    """32: what was copied before it, in two pieces of another weight, is as if it had never come."""
+    """Two pieces of another weight that were copied into it before leave no trace."""
     q, half = make(recipe), module(recipe).LAYOUT.block_rows // 2
     earlier, later = (module(recipe).quantize(scale * weight(256, 256, seed=3)) for scale in (8.0, 0.125))
     for cut in (slice(0, half // 2), slice(half // 2, half)):
@@ -252,7 +252,7 @@ def test_plain_values_are_not_copied_into_a_transpose(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_cut_inside_a_block_of_columns_is_refused_with_operator_shape_and_multiple(recipe: str) -> None:
-    """32, 35: never a wrong tensor, mid-byte included."""
+    """A wrong tensor never comes of it, nor of a cut inside a byte."""
     q, multiple = make(recipe), module(recipe).LAYOUT.column_multiple
     pattern = rf"(?s)aten\.\w+.*columns.*\(256, 256\).*{recipe}.*multiples of {multiple} columns"
     cuts: list[Cut] = [
@@ -270,7 +270,7 @@ def test_a_cut_inside_a_block_of_columns_is_refused_with_operator_shape_and_mult
 
 @each_recipe
 def test_steps_and_scattered_rows_are_refused(recipe: str) -> None:
-    """32: no view of bytes has them."""
+    """No view of bytes has them."""
     q, experts = make(recipe), make(recipe, 4, 128, 256)
     with pytest.raises(UnsupportedOperator, match=r"slice.*\(256, 256\).*step 2"):
         q[::2]
@@ -286,7 +286,7 @@ def test_steps_and_scattered_rows_are_refused(recipe: str) -> None:
 
 @each_recipe
 def test_rows_of_each_expert_are_read_and_take_bytes_in_whole_blocks(recipe: str) -> None:
-    """31, 32: scales that all rows share wait for the last of them."""
+    """Scales that all rows share wait for the last of them."""
     block = module(recipe).LAYOUT.block_rows
     source, target = make(recipe, 3, 2 * block, 256), make(recipe, 3, 2 * block, 256)
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_rows_of_each_expert_are_read_and_take_bytes_in_whole_blocks(recipe: str
 
 @each_recipe
 def test_one_column_of_experts_is_exact_or_refused(recipe: str) -> None:
-    """32: it is a view where a column is a block of its own."""
+    """It is a view where a column is a block of its own."""
     experts = make(recipe, 4, 128, 256)
     if recipe in BLOCKED:
         with pytest.raises(UnsupportedOperator, match="select"):
@@ -317,7 +317,7 @@ def test_one_column_of_experts_is_exact_or_refused(recipe: str) -> None:
 
 @each_recipe
 def test_indices_out_of_range_are_refused_as_torch_refuses_them(recipe: str) -> None:
-    """35: IndexError, and RuntimeError for sizes that do not add up."""
+    """An IndexError; a RuntimeError for sizes that do not add up."""
     q = make(recipe, 4, 128, 256)
     for index in (4, -5):
         with pytest.raises(IndexError):
@@ -333,7 +333,7 @@ def test_indices_out_of_range_are_refused_as_torch_refuses_them(recipe: str) -> 
 @pytest.mark.parametrize("recipe", ["fp8_block"])
 @pytest.mark.parametrize("shape", [(300, 200), (129, 1), (1, 129), (127, 127)])
 def test_ragged_tails_are_cut_with_their_short_block(recipe: str, shape: tuple[int, int]) -> None:
-    """35: the last block may be short, and goes with the last piece."""
+    """The last block may be short, and goes with the last piece."""
     q = make(recipe, *shape)
     plain = q.dequantize()
     for dim in (0, 1):
@@ -385,7 +385,7 @@ def apply(x: Tensor, step: tuple[str, int, int], unit: int) -> Tensor:
 def test_any_accepted_chain_of_views_commutes_with_dequantize(
     recipe: str, shape: tuple[int, ...], steps: list[tuple[str, int, int]]
 ) -> None:
-    """32, 35: what is not refused is exact, aliases the base, and is accepted for plain tensors too."""
+    """What is not refused is exact, aliases the base, and is accepted for plain tensors too."""
     q = make(recipe, *shape)
     before = snapshot(q)
     unit = module(recipe).LAYOUT.shard_rows

@@ -37,7 +37,7 @@ def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 # ------------------------------------------------------------------------------------------------------------------ cat
 def test_cat_on_block_boundaries_joins_bytes(recipe: str) -> None:
-    """35, 39: pieces of one weight put together again, with short and empty ones at the end; nothing is dequantized."""
+    """Pieces of one weight, short and empty ones at the end, become the weight; nothing is dequantized."""
     q = make(recipe)
     with layoutc.strict():
         for pieces in (q.split(128), [q[:128], q[128:], q[256:]], [q], list(q.split(256))):
@@ -68,7 +68,7 @@ def test_whole_blocks_are_selected_in_any_order_as_bytes(recipe: str) -> None:
 
 
 def test_any_other_cat_is_a_counted_copy(recipe: str) -> None:
-    """39: inside of blocks, with plain tensors, under different amaxes, of other recipes; the values are right."""
+    """Inside of blocks, with plain tensors, under different amaxes, of other recipes: the values are right."""
     q, other = make(recipe), make(recipe, seed=1)
     another = make("mxfp8" if recipe != "mxfp8" else "nvfp4")
     calls: list[tuple[list[Tensor], int]] = [
@@ -106,7 +106,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_an_operator_without_a_rule_runs_on_values_and_is_counted(recipe: str, name: str) -> None:
-    """39: plain result, one count under the operator's name; refused by name under strict()."""
+    """The result is plain, counted once under the operator's name; strict() refuses it by name."""
     q = make(recipe)
     before = snapshot(q)
     result, counted = counts(lambda: READS[name](q))
@@ -136,7 +136,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_an_operator_in_place_requantizes_all_planes(recipe: str, name: str) -> None:
-    """39: the same object, as if the result had been quantized into it; its aliases see it."""
+    """The object stays, as if the result had been quantized into it; its aliases see it."""
     q, expected = make(recipe), make(recipe)
     alias = q.t()
     values = expected.dequantize()
@@ -155,7 +155,7 @@ def test_an_operator_in_place_requantizes_all_planes(recipe: str, name: str) -> 
 
 
 def test_zero_in_place_needs_no_values(recipe: str) -> None:
-    """36: exact zeros in every alias."""
+    """Every alias has exact zeros."""
     q = make(recipe)
     alias = q.view(-1)
     with layoutc.strict():
@@ -164,14 +164,14 @@ def test_zero_in_place_needs_no_values(recipe: str) -> None:
 
 
 def test_zero_in_place_is_quantizing_zeros(recipe: str) -> None:
-    """36: every byte, of a history too, which does not go on from the values before."""
+    """In every byte; a history of amaxes does not go on from the values before."""
     q = make(recipe, 128, 128)
     q.zero_()
     assert same(q, module(recipe).quantize(torch.zeros(128, 128)))
 
 
 def test_an_operator_that_fails_leaves_the_weight_intact(recipe: str) -> None:
-    """39: an error in the middle changes nothing."""
+    """An error in the middle changes nothing."""
     q = make(recipe)
     before = snapshot(q)
     for call in (

@@ -51,7 +51,7 @@ def values(q: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", K_CONTRACTED)
 def test_contracting_columns_reads_rowwise_values(recipe: str, name: str, dtype: torch.dtype) -> None:
-    """39: in the activation's dtype; asked for, so not counted."""
+    """In the activation's dtype; the call asks for values, so nothing is counted."""
     q, x = make(recipe, dtype=dtype), weight(8, 256, seed=9, dtype=dtype)
     with layoutc.strict():
         result = K_CONTRACTED[name](x, q)
@@ -61,7 +61,7 @@ def test_contracting_columns_reads_rowwise_values(recipe: str, name: str, dtype:
 
 @pytest.mark.parametrize("name", M_CONTRACTED)
 def test_contracting_rows_reads_columnwise_values(recipe: str, name: str) -> None:
-    """39: as the gradient of a layer's input does."""
+    """The gradient of a layer's input contracts rows."""
     q, x = make(recipe), weight(8, 256, seed=9)
     with layoutc.strict():
         result = M_CONTRACTED[name](x, q)
@@ -71,7 +71,7 @@ def test_contracting_rows_reads_columnwise_values(recipe: str, name: str) -> Non
 @pytest.mark.parametrize("shape", [(8, 256), (2, 4, 256)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_reads_rowwise_forward_and_columnwise_backward(recipe: str, shape: tuple[int, ...], bias: bool) -> None:
-    """39: output, gradient of the input, of the weight and of the bias; the weight's gradient is plain."""
+    """Output and gradients of input, weight and bias are right; the weight's gradient is plain."""
     q = make(recipe)
     layer = nn.Linear(256, 256, bias=bias)
     layer.weight = nn.Parameter(q)
@@ -90,7 +90,7 @@ def test_a_layer_reads_rowwise_forward_and_columnwise_backward(recipe: str, shap
 
 
 def test_experts_multiply_in_batches(recipe: str) -> None:
-    """39: bmm, baddbmm and matmul of 3-D weights, forward and backward."""
+    """bmm, baddbmm and matmul of 3-D weights, forward and backward."""
     q, x = make(recipe, 4, 128, 256), weight(4, 8, 256, seed=9)
     y = weight(4, 8, 128, seed=10)
     rowwise, columnwise = values(q, "rowwise", torch.float32), values(q, "columnwise", torch.float32)
@@ -111,7 +111,7 @@ def test_experts_multiply_in_batches(recipe: str) -> None:
 
 
 def test_experts_multiply_groups_of_tokens(recipe: str) -> None:
-    """39: grouped_mm, forward and backward: k contracted reads rowwise values, m those for backward."""
+    """grouped_mm, forward and backward: contracting k reads rowwise values, contracting m those for backward."""
     q, x = make(recipe, 4, 128, 256), weight(40, 256, seed=9).requires_grad_()
     rowwise, columnwise = values(q, "rowwise", torch.float32), values(q, "columnwise", torch.float32)
     y, offs = weight(40, 128, seed=10), torch.tensor([7, 7, 8, 40], dtype=torch.int32)
@@ -130,7 +130,7 @@ def test_experts_multiply_groups_of_tokens(recipe: str) -> None:
 
 
 def test_a_weight_of_one_orientation_serves_its_own_product_alone(recipe: str) -> None:
-    """39: an orientation with codes of its own is not made up from the other."""
+    """An orientation with codes of its own is not made up from the other."""
     rows, columns = make(recipe, orientations=("rowwise",)), make(recipe, orientations=("columnwise",))
     x = weight(8, 256, seed=9)
     assert same_bits(F.linear(x, rows), F.linear(x, values(make(recipe), "rowwise", torch.float32)))
@@ -144,14 +144,14 @@ def test_a_weight_of_one_orientation_serves_its_own_product_alone(recipe: str) -
 
 
 def test_two_quantized_operands_multiply(recipe: str) -> None:
-    """39: each by the axis that is contracted."""
+    """Each is read along the axis that is contracted."""
     a, b = make(recipe), make(recipe, seed=1)
     expected = values(a, "rowwise", torch.float32) @ values(b, "columnwise", torch.float32)
     assert same_bits(a @ b, expected)
 
 
 def test_products_under_autocast_and_no_grad_are_those_of_the_dequantized_weight(recipe: str) -> None:
-    """39: autocast casts the weight to bf16 as it casts a plain one."""
+    """Autocast casts the weight to bf16 as it casts a plain one."""
     q, x = make(recipe), weight(8, 256, seed=9)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         result = F.linear(x, q)
@@ -161,7 +161,7 @@ def test_products_under_autocast_and_no_grad_are_those_of_the_dequantized_weight
 
 
 def test_a_product_into_a_given_tensor_writes_it(recipe: str) -> None:
-    """39: out=."""
+    """`out=` gets the values of the product."""
     q, x = make(recipe), weight(8, 256, seed=9)
     out = torch.empty(8, 256)
     assert torch.mm(x, q.t(), out=out) is out

@@ -63,7 +63,7 @@ TENSORS = {
 @pytest.mark.parametrize("trip", ROUND_TRIPS)
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_round_trip_is_byte_exact_and_compact(recipe: str, name: str, trip: str) -> None:
-    """41: class, shape, strides, dtype, orientations and planes; a view brings its own bytes alone and shares none."""
+    """Copies keep class, shape, strides, dtype, orientations and planes; a view takes its own bytes alone."""
     q = TENSORS[name](recipe)
     back = ROUND_TRIPS[trip](q)
     assert type(back) is type(q)
@@ -80,7 +80,7 @@ def test_a_round_trip_is_byte_exact_and_compact(recipe: str, name: str, trip: st
 
 
 def test_a_narrow_view_saves_its_own_bytes_alone(recipe: str) -> None:
-    """41, 45: files hold what the piece holds."""
+    """A file of a piece has the piece's bytes, and none of the rest."""
     q = make(recipe, 1024, 256)
     piece = q[:128]
     sizes = []
@@ -95,7 +95,7 @@ def test_a_narrow_view_saves_its_own_bytes_alone(recipe: str) -> None:
 
 @pytest.mark.parametrize("trip", ROUND_TRIPS)
 def test_a_parameter_stays_a_parameter(recipe: str, trip: str) -> None:
-    """41: as for plain parameters, requires_grad included; a module that holds it too."""
+    """Copies of a parameter keep requires_grad, by themselves and in a module, as those of plain parameters do."""
     parameter = nn.Parameter(make(recipe))
     back = ROUND_TRIPS[trip](parameter)
     assert back.requires_grad
@@ -113,7 +113,7 @@ def test_a_parameter_stays_a_parameter(recipe: str, trip: str) -> None:
 
 
 def test_views_of_one_weight_stay_together_in_a_copy(recipe: str) -> None:
-    """41: deepcopy and torch.save keep ties of one tensor object."""
+    """deepcopy and torch.save keep ties of one tensor object."""
     tied = {"a": (q := make(recipe)), "b": q}
     for trip in ROUND_TRIPS.values():
         back = trip(tied)
@@ -121,7 +121,7 @@ def test_views_of_one_weight_stay_together_in_a_copy(recipe: str) -> None:
 
 
 def test_a_state_dict_round_trip_restores_bytes(recipe: str, tmp_path: Path) -> None:
-    """41: save, load, load_state_dict with and without assign."""
+    """Saved, loaded, and given to load_state_dict with and without assign."""
     first, second = nn.Linear(256, 256), nn.Linear(256, 256)
     for linear in (first, second):
         layoutc.quantize_(linear, recipe)
@@ -140,7 +140,7 @@ def test_a_state_dict_round_trip_restores_bytes(recipe: str, tmp_path: Path) -> 
 
 
 def test_bytes_of_another_layout_are_refused(recipe: str) -> None:
-    """41: the recipe's layout id travels with the bytes."""
+    """The recipe's layout id travels with the bytes."""
     q = make(recipe)
     function, (state,) = q.__reduce_ex__(2)[:2]
     with pytest.raises(LayoutError, match=rf"{recipe}.*0123456789ab.*{q.LAYOUT.layout_id}"):
@@ -154,7 +154,7 @@ def test_bytes_of_another_layout_are_refused(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_flattening_lists_the_planes_and_unflattening_restores_the_tensor(recipe: str, name: str) -> None:
-    """1, 2 of the wrapper contract: names of planes, and a hashable context without tensors, which pickles."""
+    """The names are those of planes; the context is hashable, has no tensors, and pickles."""
     q = TENSORS[name](recipe)
     names, context = q.__tensor_flatten__()
     assert len(names) == len(q.planes())
@@ -182,7 +182,7 @@ def test_what_compiles_to_other_code_is_cached_apart(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_printing_never_reads_values(recipe: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 of the wrapper contract: meta and empty tensors print; shape, bytes and orientations are there."""
+    """Meta and empty tensors print too: shape, bytes and orientations."""
     q = TENSORS[name](recipe)
     monkeypatch.setattr(type(q), "dequantize", lambda *_: pytest.fail("values were read"))
     for text in (repr(q), str(q), f"{q}", repr([q]), repr(nn.Parameter(q))):
@@ -194,7 +194,7 @@ def test_printing_never_reads_values(recipe: str, name: str, monkeypatch: pytest
 
 
 def test_a_freed_tensor_prints(recipe: str) -> None:
-    """4 of the wrapper contract: as FSDP2 leaves it after a pass."""
+    """A weight whose planes FSDP2 has freed after a pass prints."""
     q = make(recipe)
     for plane in q.planes().values():
         plane.untyped_storage().resize_(0)
@@ -205,7 +205,7 @@ def test_a_freed_tensor_prints(recipe: str) -> None:
 
 
 def test_attributes_can_be_set(recipe: str) -> None:
-    """5 of the wrapper contract: FSDP2 and optimizers leave marks; an unknown name is an AttributeError."""
+    """FSDP2 and optimizers leave marks on tensors; an unknown name is an AttributeError."""
     q = make(recipe)
     q._fsdp_orig_uid = 7
     q.tag = "x"
@@ -219,7 +219,7 @@ def test_attributes_can_be_set(recipe: str) -> None:
 
 
 def test_planes_and_buffers_have_the_facts_of_the_layout(recipe: str) -> None:
-    """1, 49: names in order, shapes and dtypes, before and after quantizing; what equals a plane is that plane."""
+    """Names in order, shapes and dtypes, before and after quantizing; a buffer that equals a plane is that plane."""
     layout = module(recipe).LAYOUT
     for shape in [(256, 256), (4, 128, 256), (0, 256)]:
         q = make(recipe, *shape)

@@ -53,7 +53,7 @@ EXACT: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_views_keep_the_class_and_the_planes(recipe: str, name: str) -> None:
-    """32: the very dict of planes; shape, strides and values of the same view of a plain tensor."""
+    """A view has the very dict of planes, and shape, strides and values of the same view of a plain tensor."""
     q = make(recipe)
     plain = q.dequantize()
     with layoutc.strict():
@@ -66,7 +66,7 @@ def test_views_keep_the_class_and_the_planes(recipe: str, name: str) -> None:
 
 
 def test_views_of_views_see_what_is_written_to_the_base(recipe: str) -> None:
-    """32: one set of planes, whichever alias writes."""
+    """All aliases have one set of planes, whichever of them writes."""
     q, other = make(recipe), make(recipe, seed=1)
     seen = [q.detach(), q.view(-1), q.view(2, 128, 256), q.t(), q.as_strided(q.shape, q.stride())]
     q.copy_(other)
@@ -77,7 +77,7 @@ def test_views_of_views_see_what_is_written_to_the_base(recipe: str) -> None:
 
 
 def test_a_view_of_one_element_can_drop_all_dims(recipe: str) -> None:
-    """32: an empty size is one element, where a recipe takes a weight of one element."""
+    """An empty size is one element, where a recipe takes a weight of one element."""
     layout = module(recipe).LAYOUT
     if (layout.multiple_m, layout.multiple_k) != (1, 1):
         pytest.skip("the recipe takes no weight of one element")
@@ -89,7 +89,7 @@ def test_a_view_of_one_element_can_drop_all_dims(recipe: str) -> None:
 
 @pytest.mark.parametrize("size", [(256, 255), (3, -1), (-1, -1), (-2, -128), (65536, 2), (0, -1), ()])
 def test_an_invalid_size_is_refused_as_torch_refuses_it(recipe: str, size: tuple[int, ...]) -> None:
-    """32: RuntimeError for a plain tensor and for a quantized one alike."""
+    """A RuntimeError for a plain tensor and for a quantized one."""
     q = make(recipe)
     with pytest.raises(RuntimeError):
         q.dequantize().view(size)
@@ -98,7 +98,7 @@ def test_an_invalid_size_is_refused_as_torch_refuses_it(recipe: str, size: tuple
 
 
 def test_transposing_other_dims_is_refused_with_the_shape(recipe: str) -> None:
-    """32: leading dims of experts do not swap without moving bytes."""
+    """Leading dims of experts do not swap without moving bytes."""
     q = make(recipe, 4, 128, 256)
     for dims in [(0, 1), (0, 2)]:
         with pytest.raises(UnsupportedOperator, match=r"transpose.*\(4, 128, 256\)"):
@@ -120,7 +120,7 @@ INEXACT: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_a_model_that_trains_sees_the_values_where_codes_cannot_follow(recipe: str, name: str) -> None:
-    """32: values, gradients, a count; a write to such a view, which would be lost, is refused."""
+    """Values, gradients and a count; a write to such a view, which would be lost, is refused."""
     q = make(recipe)
     cast = module(recipe).CastTensor(q.dequantize() * 1.1)
     for weight, plain in ((q, q.dequantize()), (cast, cast.quantize().dequantize())):
@@ -149,7 +149,7 @@ def test_a_model_that_trains_sees_the_values_where_codes_cannot_follow(recipe: s
 
 @pytest.mark.parametrize("shape", [(128, 128), (16384,), (2, 64, 128)])
 def test_an_order_of_dims_is_kept_or_the_last_two_are_swapped(recipe: str, shape: tuple[int, ...]) -> None:
-    """32: permute with the order as it is, counted from either end, and with the last two dims swapped."""
+    """permute, with dims counted from either end."""
     q, dims = make(recipe, 128, 128).view(shape), list(range(len(shape)))
     orders = [dims, [dim - len(shape) for dim in dims], [*dims[:-2], *reversed(dims[-2:])]]
     for order in orders:
@@ -160,7 +160,7 @@ def test_an_order_of_dims_is_kept_or_the_last_two_are_swapped(recipe: str, shape
 
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
 def test_a_view_has_the_orientations_that_the_weight_was_made_with(recipe: str, orientation: str) -> None:
-    """32: also where what is stored would do for both."""
+    """Also where what is stored would do for both."""
     q = make(recipe, 128, 128, orientations=(orientation,))
     for view in (q.detach(), q.data, q.view(2, 64, 128), torch.nn.Parameter(q)):
         assert view.orientations == q.orientations == (orientation,)
@@ -182,7 +182,7 @@ OUT_OF_RANGE: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_dims_out_of_range_are_refused_as_torch_refuses_them(recipe: str, name: str) -> None:
-    """32: IndexError for a plain tensor and for a quantized one alike."""
+    """An IndexError for a plain tensor and for a quantized one."""
     q = make(recipe)
     with pytest.raises(IndexError):
         OUT_OF_RANGE[name](q.dequantize())
@@ -191,7 +191,7 @@ def test_dims_out_of_range_are_refused_as_torch_refuses_them(recipe: str, name: 
 
 
 def test_a_view_of_a_transposed_weight_is_refused(recipe: str) -> None:
-    """32: as for plain tensors, whose view would not be contiguous."""
+    """As for plain tensors, whose view would not be contiguous."""
     with pytest.raises(UnsupportedOperator, match=r"transposed"):
         make(recipe).t().view(-1)
 
@@ -207,21 +207,21 @@ def test_a_view_of_a_transposed_weight_is_refused(recipe: str) -> None:
     ],
 )
 def test_as_strided_of_anything_else_is_refused(recipe: str, arguments: tuple[tuple[int, ...], ...]) -> None:
-    """32: other size, other strides, other offset."""
+    """Another size, other strides, another offset."""
     with pytest.raises(UnsupportedOperator, match=r"as_strided.*offset"):
         make(recipe).as_strided(*arguments)
 
 
 @pytest.mark.parametrize("size", [(2, 256, 256), (256, 512), (512, 256)])
 def test_expanding_is_refused(recipe: str, size: tuple[int, ...]) -> None:
-    """32: a repeated weight has no planes."""
+    """A repeated weight has no planes."""
     with pytest.raises((UnsupportedOperator, RuntimeError)):
         make(recipe).expand(size)
 
 
 @pytest.mark.parametrize("name", ["diagonal", "unfold", "swapdims", "movedim"])
 def test_views_without_a_rule_are_refused_by_name(recipe: str, name: str) -> None:
-    """32: a dequantized copy in place of a view would lose what is written to it."""
+    """A dequantized copy in place of a view would lose what is written to it."""
     q = make(recipe, 4, 128, 256)
     calls: dict[str, Operation] = {
         "diagonal": lambda x: x.diagonal(),
@@ -235,7 +235,7 @@ def test_views_without_a_rule_are_refused_by_name(recipe: str, name: str) -> Non
 
 
 def test_as_strided_keeps_what_a_parameter_holds(recipe: str) -> None:
-    """30b: as_strided then Parameter, as after the first gather: the same planes and the same buffers."""
+    """as_strided and then Parameter, as after the first gather: the same planes and buffers."""
     q = make(recipe)
     parameter = torch.nn.Parameter(torch.as_strided(q, q.shape, q.stride(), 0))
     assert isinstance(parameter, torch.nn.Parameter)

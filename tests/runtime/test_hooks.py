@@ -136,7 +136,7 @@ small = pytest.mark.parametrize(("recipe", "world", "shape"), CASES)
 
 @small
 def test_gathering_shards_equals_quantizing_the_whole(recipe: str, world: int, shape: tuple[int, ...]) -> None:
-    """19, 20, 21, 27: every buffer, padding included, and every value; short and empty shards too."""
+    """Every buffer, padding included, and every value; from short and empty shards too."""
     for which in PASSES:
         check(recipe, weight(*shape, dtype=torch.bfloat16), world, which)
 
@@ -144,7 +144,7 @@ def test_gathering_shards_equals_quantizing_the_whole(recipe: str, world: int, s
 @pytest.mark.slow
 @each_recipe
 def test_gathering_a_large_weight_equals_quantizing_it(recipe: str) -> None:
-    """21: many blocks in each direction; tests/bench/gather.py takes weights of a large model."""
+    """Many blocks in each direction; tests/bench/gather.py takes weights of a large model."""
     check(recipe, weight(1024, 3584, dtype=torch.bfloat16), 8, "both")
 
 
@@ -154,7 +154,7 @@ def test_gathering_a_large_weight_equals_quantizing_it(recipe: str) -> None:
 def test_any_shape_that_shards_gathers_exactly(
     recipe: str, data: st.DataObject, world: int, which: PassName, seed: int
 ) -> None:
-    """21: whole blocks or cut ones."""
+    """Shapes and worlds at random: cuts between blocks and inside of them."""
     layout = module(recipe).LAYOUT
     lead = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))
     unit = data.draw(st.sampled_from([1, layout.multiple_m, layout.shard_rows]))
@@ -185,7 +185,7 @@ def test_any_shape_that_shards_gathers_exactly(
 
 @small
 def test_all_ranks_send_the_same_sizes_in_all_passes(recipe: str, world: int, shape: tuple[int, ...]) -> None:
-    """30a: contiguous bytes; FSDP2 allocates the outputs once. What is sent is what LAYOUT.gather announces."""
+    """Contiguous bytes, as LAYOUT.gather announces them: FSDP2 allocates the outputs once."""
     layout = module(recipe).LAYOUT
     m, k = torch.Size(shape[:-1]).numel(), shape[-1]
     shards = shards_of(recipe, weight(*shape), world)
@@ -211,7 +211,7 @@ def test_all_ranks_send_the_same_sizes_in_all_passes(recipe: str, world: int, sh
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("which", PASSES)
 def test_the_same_object_is_refreshed_for_all_its_aliases(recipe: str, world: int, which: PassName) -> None:
-    """22, 30b: `out` keeps its identity; every buffer, scales included, is the new weight's, also for old views."""
+    """`out` keeps its identity; old views too see every buffer of the new weight, scales included."""
     shape = (world * 128, 96)
     first, second = weight(*shape), weight(*shape, seed=1) * 3.0
     shards, whole = shards_of(recipe, first, world), module(recipe).quantize(first, **amax_of(recipe, first))
@@ -239,7 +239,7 @@ def test_the_same_object_is_refreshed_for_all_its_aliases(recipe: str, world: in
 @each_recipe
 @pytest.mark.parametrize("which", PASSES)
 def test_hooks_leave_the_shard_as_it_was(recipe: str, which: PassName) -> None:
-    """23: planes, metadata and attributes; both hooks, with and without `out`."""
+    """Neither hook, with `out` or without, changes planes, metadata or attributes."""
     shards = shards_of(recipe, weight(256, 96), 2)
     before = [
         (snapshot(shard), dict(shard.__dict__), {n: p.data_ptr() for n, p in shard.planes().items()})
@@ -256,7 +256,7 @@ def test_hooks_leave_the_shard_as_it_was(recipe: str, which: PassName) -> None:
 
 @each_recipe
 def test_the_pre_hook_takes_the_mesh_alone(recipe: str) -> None:
-    """25: exactly 1 parameter; the form of 5 asserts sizes on short ranks only. The post hook is as FSDP2 calls it."""
+    """FSDP2's form of five arguments asserts sizes on short ranks only. The post hook is as FSDP2 calls it."""
     q = make(recipe)
     assert list(inspect.signature(q.fsdp_pre_all_gather).parameters) == ["mesh"]
     parameters = inspect.signature(q.fsdp_post_all_gather).parameters
@@ -266,7 +266,7 @@ def test_the_pre_hook_takes_the_mesh_alone(recipe: str) -> None:
 
 @each_recipe
 def test_a_group_of_one_rank_sends_one_buffer_and_gets_all(recipe: str) -> None:
-    """29: the rest needs no gather."""
+    """The planes that do not travel are its own: the gathered weight has all buffers of the whole one."""
     x = weight(256, 96)
     shards = shards_of(recipe, x, 1)
     inputs, metadata = send(shards, "both", (256, 96))
@@ -278,7 +278,7 @@ def test_a_group_of_one_rank_sends_one_buffer_and_gets_all(recipe: str) -> None:
 
 @pytest.mark.parametrize("which", PASSES)
 def test_an_orientation_that_is_not_held_is_not_gathered(which: PassName) -> None:
-    """19: mxfp8 with one orientation serves its own pass and refuses the other."""
+    """mxfp8 with one orientation serves its own pass and refuses the other."""
     q = make("mxfp8", 64, 64, orientations=("rowwise",))
     with hooks.simulate(which, (128, 64), 64):
         if which == "forward":
@@ -290,7 +290,7 @@ def test_an_orientation_that_is_not_held_is_not_gathered(which: PassName) -> Non
 
 @each_recipe
 def test_a_freed_gather_prints_and_comes_back(recipe: str) -> None:
-    """30b: FSDP2 resizes the outputs' storages to 0 after a pass and back before the next; nothing else is held."""
+    """FSDP2 resizes the outputs' storages to 0 after a pass and back before the next; nothing else is held."""
     x = weight(256, 96)
     shards = shards_of(recipe, x, 2)
     inputs, metadata = send(shards, "forward", (256, 96))
@@ -315,7 +315,7 @@ def test_a_freed_gather_prints_and_comes_back(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", SHARED)
 def test_what_all_shards_share_does_not_travel(recipe: str) -> None:
-    """20, 26: it goes along as metadata, copied, so that a weight that stays gathered keeps the scale of its codes."""
+    """It is copied into the metadata, so a weight that stays gathered keeps the scale of its codes."""
     shards = shards_of(recipe, weight(256, 96), 2)
     inputs, metadata = send(shards, "both", (256, 96))
     names = [name for name, plane in shards[0].LAYOUT.stored.items() if plane.rows_per_value is None]
@@ -328,7 +328,7 @@ def test_what_all_shards_share_does_not_travel(recipe: str) -> None:
 
 @each_recipe
 def test_the_gathered_weight_takes_the_dtype_of_the_policy(recipe: str) -> None:
-    """36: param_dtype is what it dequantizes to; the bytes are the same."""
+    """It dequantizes to param_dtype, from the same bytes."""
     shards = shards_of(recipe, weight(256, 96), 2)
     inputs, metadata = send(shards, "forward", (256, 96))
     tensor, _ = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.bfloat16)

@@ -411,7 +411,7 @@ def test_an_exception_inside_quantized_init_quantizes_nothing(recipe: str) -> No
 
 @each_recipe
 def test_the_meta_device_allocates_nothing_and_to_empty_keeps_the_class(recipe: str) -> None:
-    """30, 40: planes on meta with the layout's shapes; then real ones that take values."""
+    """Planes on meta have the layout's shapes; the real ones that follow take values."""
     net = Net(device="meta")
     assert layoutc.quantize_(net, recipe) == NAMES
     for name in NAMES:
