@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -54,6 +55,20 @@ def test_both_tiers_collect_every_test() -> None:
         file = path.relative_to(TESTS).as_posix()
         names = {one.rpartition("::")[2] for one in both if one.startswith(f"{file}::")}
         assert file not in files or functions(path).keys() <= names
+
+
+def test_what_is_skipped_without_a_package_runs_with_it() -> None:
+    """`.ci/run` runs the first tier in README's environment, and again the files that ask for a package it lacks."""
+    asked = set()
+    for path in (*TESTS.rglob("test_*.py"), *TESTS.rglob("conftest.py")):
+        if path.parent.name != "integrations":
+            asked |= set(re.findall(r'(?:find_spec|importorskip)\(\s*"(\w+)', path.read_text(encoding="utf-8")))
+    script = (TESTS.parent / ".ci" / "run").read_text(encoding="utf-8")
+    found = re.search(r"^lacks='\(find_spec\|importorskip\)\\\(\"\((.*)\)'$", script, re.MULTILINE)
+    assert found is not None
+    here = {"safetensors", "torch", "torchao", "triton"}
+    nowhere = {"expecttest", "matplotlib"}  # of torch's own tests, and of charts: not among the development packages
+    assert asked - here - nowhere <= set(found[1].split("|"))
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,48 @@ def test_replicas_hold_as_much_as_fewer_ranks_and_add_up_gradients() -> None:
     assert (one.traffic.replicated, two.traffic.replicated) == (0, one.traffic.reduced)
 
 
+@given(
+    st.sampled_from((*RECIPES, "bf16")),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(2, 9),
+    st.integers(2, 4),
+    st.sampled_from([Dtypes(), Dtypes(4, 4, 4), Dtypes(2, 2, 2)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_copies_exchanges_and_values_change_and_what_they_leave(
+    recipe: str, cast: bool, sizes: list[tuple[int, int]], layers: int, ranks: int, copies: int, dtypes: Dtypes
+) -> None:
+    """Of any weights on any ranks; tests/distributed/test_planned_bytes.py has a case of each in FSDP2."""
+    how = Use(recipe) if recipe == "bf16" else use(recipe, cast=cast)
+    unit = (8, 64) if how.plan is None else (how.plan.layout.multiple_m, how.plan.layout.multiple_k)
+    stated = [f"up{number}*{layers}={m * unit[0]}x{k * unit[1]}" for number, (m, k) in enumerate(sizes)]
+    one, at = shapes.read([*stated, f"head={unit[0]}x{unit[1]}"]), replace(AT, dtypes=dtypes)
+    codes = replace(how, on_gather=False) if how.plan else how
+    alone, copied, exchanged = (
+        budget(one, way, mesh, at)
+        for way, mesh in (
+            (codes, Mesh(ranks)),
+            (codes, Mesh(ranks * copies, replicas=copies)),
+            (replace(codes, exchange=EXCHANGED), Mesh(ranks)),
+        )
+    )
+    assert copied.traffic == replace(alone.traffic, replicated=alone.traffic.reduced)
+    assert (copied.resident, copied.peaks.forward) == (alone.resident, alone.peaks.forward)
+    widens = dtypes == Dtypes()
+    assert exchanged.exchange == widens
+    assert exchanged.traffic == replace(alone.traffic, reduced=alone.traffic.reduced // (1 + widens))
+    assert (exchanged.resident, exchanged.peaks.forward) == (alone.resident, alone.peaks.forward)
+    assert alone.traffic.reduced * ranks >= one.elements * dtypes.reduced
+    if how.plan is not None:
+        values = budget(one, replace(how, on_gather=True), Mesh(ranks), at)
+        assert replace(values.traffic, forward=0, backward=0) == replace(alone.traffic, forward=0, backward=0)
+        assert replace(values.resident, left=0) == replace(alone.resident, left=0)
+        passes = {line.name: (line.forward, line.backward) for line in values.weights}
+        assert all(backward in (0, forward) for forward, backward in passes.values())
+
+
 def test_frozen_weights_have_no_master_no_moments_and_no_gradient() -> None:
     base = shapes.read(["up=64x64"])
     frozen = replace(base, root=replace(base.root, weights=tuple(replace(w, trains=False) for w in base.root.weights)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from multiprocessing import forkserver, get_all_start_methods
 from typing import Any
@@ -24,6 +25,7 @@ PRELOADED = (
     "layoutc.checkpoint",
     "pytest",
 )
+WANTED: list[str] = []
 STARTED: list[Ranks] = []
 
 
@@ -41,10 +43,16 @@ class Ranks(ranks.Ranks):
         STARTED.append(self)
 
 
+def preload(*modules: str) -> None:
+    """Has the process that all ranks are copied from import what a test file's ranks need, if it is collected and
+    the packages are installed."""
+    WANTED.extend(one for one in modules if find_spec(one.partition(".")[0]) is not None)
+
+
 def prepare() -> None:
     """Starts the process that all ranks are copied from: it imports once what the first group to start asks for."""
     if "forkserver" in get_all_start_methods():
-        ranks.process_context(PRELOADED)
+        ranks.process_context((*PRELOADED, *WANTED))
         forkserver.ensure_running()
 
 

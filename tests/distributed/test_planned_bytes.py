@@ -6,6 +6,7 @@ each pass, held between steps and held at the highest point is counted in torch,
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter
@@ -13,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, preload
 from places import ROOT
 from storages import gathered, live_bytes, look_at_what_comes
 from torch import Tensor
@@ -60,6 +61,7 @@ from layoutc.runtime.sharding import meshes, registry
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
 )
+preload(*(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mixtral", "qwen3_moe")))
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 # Rows that two and four ranks share unequally, or cut inside blocks of some recipes.
 KINDS: dict[str, dict[str, Any]] = {
@@ -270,22 +272,12 @@ def storages(tensors: Iterable[Tensor]) -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def counts_as_planned(
-    kind: str,
-    how: str,
-    recipe: str,
-    head: bool,
-    mixed: bool,
-    replicas: int = 1,
-    experts_dim: int = 0,
-    tensor: int = 1,
-    experts: int = 1,
-    exchange: bool = False,
-    on_gather: bool | None = None,
-    only: tuple[str, ...] = (),
-) -> tuple[int, int]:
+def counts_as_planned(case: Case, replicas: int, experts_dim: int, tensor: int, experts: int) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
+    kind, how, recipe, head, mixed, _, travels = case
+    exchange, on_gather = travels == "exchange", True if travels.startswith("values") else None
+    only = ("*proj*", "*embed_tokens*", "*lm_head*") if travels == "values of the root" else ()
     dtypes = MIXED if mixed else SINGLE
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
@@ -401,193 +393,72 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
             setattr(cls, name, original)
 
 
+class Case(NamedTuple):
+    """travels: what does, beside gradients that are reduced: codes; values on gather, or those of the root too, which
+    stay; gradients that are exchanged."""
+
+    kind: str
+    how: str
+    recipe: str
+    head: bool
+    mixed: bool
+    mesh: str
+    travels: str
+
+
+# How ranks are laid out: how many, replicas, the dim that experts are cut on, parts of matrices, parts of experts.
+MESHES = {
+    "two": (2, 1, 0, 1, 1),
+    "rows of experts": (2, 1, 1, 1, 1),  # Shard(1), as torchtitan cuts experts where there are more ranks than experts
+    "four": (4, 1, 0, 1, 1),
+    "copies": (4, 2, 0, 1, 1),  # HSDP: gradients are also added up among replicas
+    "copies, rows of experts": (4, 2, 1, 1, 1),
+    "parts": (4, 1, 0, 2, 1),  # FSDP2 under tensor parallelism, whose own collectives are not the plan's
+    # Expert parallelism, as torchtitan lays it out: FSDP2 cuts experts over the ranks that have the same ones, three
+    # over two ranks or all of them on one, and all else over all ranks. What becomes of tokens is not the plan's.
+    "experts": (4, 1, 0, 1, 2),
+    "rows of parted experts": (4, 1, 1, 1, 2),
+    "an expert each": (4, 1, 0, 1, 4),
+}
 CASES = [
-    ("plain", "", False, True),
-    ("plain", "", False, False),
-    ("quantized", "mxfp8", False, True),
-    ("quantized", "mxfp8", True, False),
-    ("quantized", "nvfp4", True, True),
-    ("quantized", "fp8_delayed", False, False),
-    ("quantized", "hybrid_fp8", False, True),
-    ("quantized", "int8_rowwise", False, True),
-    ("cast", "mxfp8", False, True),
-    ("cast", "nvfp4", True, False),
-    ("cast", "fp8_delayed", False, True),
-    ("cast", "fp8_current", True, True),
+    Case("llama", "plain", "", False, False, "two", "codes"),
+    Case("mixtral", "quantized", "hybrid_fp8", True, True, "two", "codes"),
+    Case("mixtral", "quantized", "int8_rowwise", False, True, "two", "exchange"),
+    Case("mixtral", "quantized", "fp8_current", True, True, "two", "values of the root"),
+    Case("llama", "quantized", "nvfp4", True, False, "two", "values"),
+    Case("llama", "cast", "fp8_delayed", True, True, "two", "values of the root"),
+    Case("llama", "cast", "fp8_block", False, True, "two", "exchange"),
+    Case("mixtral", "cast", "nvfp4", True, True, "rows of experts", "codes"),
+    Case("mixtral", "plain", "", False, True, "copies, rows of experts", "exchange"),
+    Case("llama", "quantized", "fp8_delayed", False, False, "copies", "codes"),
+    Case("llama", "cast", "fp8_current", True, True, "parts", "exchange"),
+    Case("llama", "quantized", "nvfp4", False, True, "parts", "values"),
+    Case("mixtral", "cast", "nvfp4", False, False, "four", "values"),  # a rank has none of the experts
+    Case("mixtral", "quantized", "mxfp8", False, True, "experts", "exchange"),
+    Case("mixtral", "cast", "mxfp8", True, False, "rows of parted experts", "codes"),
+    Case("qwen3_moe", "quantized", "nvfp4", False, True, "an expert each", "values"),
 ]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES)
-def test_two_ranks_send_and_hold_what_is_planned(
-    two: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
-) -> None:
-    held = two.run(counts_as_planned, kind, how, recipe, head, mixed)
-    assert max(here for here, _ in held) == held[0][1]
+def test_cases_have_every_pair_of_choices() -> None:
+    """Of all but the meshes, of which each has a case; but gradients of 16 bits are not exchanged, and plain weights
+    have neither codes nor a head to choose."""
+    tied = {("plain", "values"), ("plain", True), ("exchange", "single")}
+    choices = [
+        (one.kind, one.how, one.travels.removesuffix(" of the root"), "mixed" if one.mixed else "single", one.head)
+        for one in CASES
+        if one.kind != "qwen3_moe"
+    ]
+    for first, second in itertools.combinations(range(5), 2):
+        values = ({one[at] for one in choices} for at in (first, second))
+        found = {(one[first], one[second]) for one in choices}
+        assert set(itertools.product(*values)) - found <= tied
+    assert {one.mesh for one in CASES} == MESHES.keys()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES[1:3] + CASES[4:5] + CASES[6:7] + CASES[9:])
-def test_four_ranks_send_and_hold_what_is_planned(
-    four: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
-) -> None:
-    held = four.run(counts_as_planned, kind, how, recipe, head, mixed)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_replicas_of_two_shards(four: Ranks, kind: str, how: str, recipe: str) -> None:
-    """HSDP: gradients are also added up among replicas."""
-    held = four.run(counts_as_planned, kind, how, recipe, False, True, 2)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.parametrize(("how", "recipe"), [("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "mxfp8")])
-def test_experts_that_are_cut_on_their_rows(two: Ranks, how: str, recipe: str) -> None:
-    """Shard(1), as torchtitan cuts experts where there are more ranks than experts."""
-    held = two.run(counts_as_planned, "mixtral", how, recipe, False, True, 1, 1)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
-)
-def test_two_shards_of_two_parts_of_matrices(four: Ranks, how: str, recipe: str) -> None:
-    """FSDP2 under tensor parallelism, whose own collectives are not the plan's."""
-    held = four.run(counts_as_planned, "llama", how, recipe, False, True, 1, 0, 2)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-EXPERTS = [
-    ("mixtral", 2, 0, "plain", "", True),
-    ("mixtral", 2, 0, "quantized", "mxfp8", True),
-    ("mixtral", 2, 0, "quantized", "nvfp4", False),
-    ("mixtral", 2, 0, "cast", "fp8_current", True),
-    ("mixtral", 2, 1, "quantized", "mxfp8", False),
-    ("mixtral", 2, 1, "cast", "nvfp4", True),
-    ("qwen3_moe", 4, 0, "quantized", "mxfp8", True),
-    ("qwen3_moe", 4, 0, "cast", "mxfp8", True),
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "experts", "dim", "how", "recipe", "mixed"), EXPERTS)
-def test_experts_in_parts_under_shards_of_all_ranks(
-    four: Ranks, kind: str, experts: int, dim: int, how: str, recipe: str, mixed: bool
-) -> None:
-    """Expert parallelism, as torchtitan lays it out: FSDP2 cuts experts over the ranks that have the same ones, three
-    over two ranks or all of them on one, and all else over all ranks. What becomes of tokens is not the plan's."""
-    held = four.run(counts_as_planned, kind, how, recipe, False, mixed, 1, dim, 1, experts)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-def exchanges_as_planned(*case: Any) -> tuple[int, int]:
-    """The same with `layoutc.exchange_gradients`."""
-    return counts_as_planned(*case, exchange=True)
-
-
-EXCHANGES = [
-    ("plain", "", False),
-    ("quantized", "nvfp4", True),
-    ("quantized", "mxfp8", False),
-    ("cast", "mxfp8", False),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("how", "recipe", "head"), EXCHANGES)
-def test_two_ranks_exchange_what_is_planned(two: Ranks, kind: str, how: str, recipe: str, head: bool) -> None:
-    """Gradients in bf16 to every rank, kept whole until the next group's are sent."""
-    held = two.run(exchanges_as_planned, kind, how, recipe, head, True)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("how", "recipe", "head"), EXCHANGES)
-def test_four_ranks_exchange_what_is_planned(four: Ranks, kind: str, how: str, recipe: str, head: bool) -> None:
-    held = four.run(exchanges_as_planned, kind, how, recipe, head, True)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
-    [
-        ("llama", "plain", "", 2, 0, 1, 1),
-        ("mixtral", "quantized", "mxfp8", 2, 1, 1, 1),
-        ("llama", "quantized", "nvfp4", 1, 0, 2, 1),
-        ("mixtral", "quantized", "mxfp8", 1, 0, 1, 2),
-        ("mixtral", "cast", "nvfp4", 1, 1, 1, 2),
-        ("qwen3_moe", "quantized", "mxfp8", 1, 0, 1, 4),  # a rank has experts of its own, and nobody to exchange with
-    ],
-)
-def test_replicas_parts_and_experts_exchange_what_is_planned(
-    four: Ranks, kind: str, how: str, recipe: str, replicas: int, dim: int, tensor: int, experts: int
-) -> None:
-    held = four.run(exchanges_as_planned, kind, how, recipe, False, True, replicas, dim, tensor, experts)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-def leaves_values_as_planned(*case: Any, **more: Any) -> tuple[int, int]:
-    """The same with weights that are dequantized on gather."""
-    return counts_as_planned(*case, **more, on_gather=True)
-
-
-def leaves_values_of_the_root_as_planned(*case: Any) -> tuple[int, int]:
-    """The same where the root has two such weights, which stay gathered: the embedding and the head."""
-    return leaves_values_as_planned(*case, only=("*proj*", "*embed_tokens*", "*lm_head*"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "how", "recipe", "head", "mixed"),
-    [
-        ("llama", "quantized", "nvfp4", True, True),
-        ("llama", "quantized", "fp8_delayed", True, False),
-        ("mixtral", "quantized", "fp8_current", False, True),
-        ("mixtral", "cast", "nvfp4", True, True),
-        ("llama", "cast", "fp8_delayed", True, True),
-    ],
-)
-def test_two_ranks_are_left_the_values_that_are_planned(
-    two: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
-) -> None:
-    """Codes until values are made of them; in one tensor for each group where a plane's size allows it."""
-    held = two.run(leaves_values_as_planned, kind, how, recipe, head, mixed)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "how", "recipe"), [("mixtral", "quantized", "fp8_current"), ("llama", "cast", "fp8_delayed")]
-)
-def test_values_that_stay_are_as_planned(two: Ranks, kind: str, how: str, recipe: str) -> None:
-    held = two.run(leaves_values_of_the_root_as_planned, kind, how, recipe, True, True)
-    assert max(here for here, _ in held) == held[0][1]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
-    [
-        ("mixtral", "quantized", "nvfp4", 1, 0, 1, 1),  # experts alone travel in one tensor; a rank has none
-        ("mixtral", "cast", "nvfp4", 1, 0, 1, 1),
-        ("llama", "cast", "fp8_block", 1, 0, 1, 1),
-        ("mixtral", "quantized", "nvfp4", 2, 1, 1, 1),
-        ("llama", "quantized", "nvfp4", 1, 0, 2, 1),
-        ("mixtral", "quantized", "fp8_current", 1, 0, 1, 2),
-        ("qwen3_moe", "quantized", "nvfp4", 1, 0, 1, 4),
-        ("qwen3_moe", "cast", "fp8_delayed", 1, 0, 1, 4),
-    ],
-)
-def test_four_ranks_are_left_the_values_that_are_planned(
-    four: Ranks, kind: str, how: str, recipe: str, replicas: int, dim: int, tensor: int, experts: int
-) -> None:
-    held = four.run(leaves_values_as_planned, kind, how, recipe, False, True, replicas, dim, tensor, experts)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "_"))
+def test_ranks_send_and_hold_what_is_planned(two: Ranks, four: Ranks, case: Case) -> None:
+    """A case for every pair of choices: what tests/budget/test_budgets.py says of the integers holds for all others."""
+    ranks, replicas, dim, tensor, experts = MESHES[case.mesh]
+    held = (two if ranks == 2 else four).run(counts_as_planned, case, replicas, dim, tensor, experts)
     assert max(here for here, _ in held) == held[0][1]

@@ -396,7 +396,7 @@ def accumulates(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_kept_after_backward_serve_the_next_forward(two: Ranks, recipe: str) -> None:
-    """B26: a weight that holds backward's planes alone gathers forward's when it is asked for them."""
+    """A weight that holds backward's planes alone gathers forward's when it is asked for them."""
     two.run(accumulates, recipe)
 
 
