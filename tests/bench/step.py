@@ -28,12 +28,17 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -384,14 +389,15 @@ def main() -> None:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
                 ran |= {"torch": torch.__version__, "world": dist.get_world_size(), "alone": bool(options.alone)}
-                ran |= {
-                    "eager": options.eager,
-                    "graph": options.graph,
-                    "saves": options.saves,
-                    "together": options.together,
-                }
+                ran |= {name: getattr(options, name) for name in ("eager", "graph", "saves", "together", "sequence")}
+                ran |= {"command": shlex.join(sys.argv), "date": date.today().isoformat()}
+                ran |= {name: _version(name) for name in ("triton", "torchao")}
                 json.dump({**ran, "rows": [asdict(run) for run in runs]}, file)
     dist.destroy_process_group()
+
+
+def _version(package: str) -> str | None:
+    return version(package) if find_spec(package) else None
 
 
 def _print(runs: list[Run]) -> None:

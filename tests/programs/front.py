@@ -1,0 +1,138 @@
+"""Fills in what README shows of other files: the spec, what is generated from it, and what was measured.
+
+    python tests/programs/front.py [--check]
+
+A block between `<!-- from SOURCE -->` and `<!-- end -->` is written anew. SOURCE is a file; a file and a function of
+it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; or `measured`, a chart and a table of the runs in
+`tests/bench/runs`, which `tests/bench/step.py --json` wrote. --check writes nothing, and fails where something differs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RUNS, CHART = ROOT / "tests/bench/runs", ROOT / "docs/pages/pictures/steps.svg"
+BLOCK = re.compile(r"(?P<head><!-- from (?P<source>\S+) -->\n).*?(?P<end><!-- end -->)", re.S)
+NAMES = {
+    "bf16": "bf16 weights",
+    "torchao": "torchao FP8",
+    "layoutc:nvfp4": "layoutc nvfp4",
+    "layoutc:fp8_current+low": "layoutc fp8_current, FP8 products",
+}
+WIDTH, BAR, GAP, LABEL = 760, 16, 26, 250  # of the chart, pixels
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 }
+.bf16 { fill: #8c959f } .torchao { fill: #bf8700 } .layoutc { fill: #0969da }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .layoutc { fill: #58a6ff } .torchao { fill: #d29922 } }
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs of one file and batch, which took turns on one machine."""
+
+    title: str
+    rows: list[dict[str, Any]]  # as step.py writes them
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return next(row for row in self.rows if row["variant"] == "bf16")
+
+
+def settings() -> list[Setting]:
+    """All that was recorded, in the order of the files' names."""
+    found = []
+    for file in sorted(RUNS.glob("steps_*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        for batch in sorted({row["batch"] for row in data["rows"]}):
+            rows = [row for row in data["rows"] if row["batch"] == batch and row["variant"] in NAMES]
+            found.append(Setting(f"sequence {data['sequence']}, batch {batch}", rows))
+    return found
+
+
+def chart(found: list[Setting]) -> str:
+    """Milliseconds of a step: a bar for each run, against the slowest of its setting."""
+    parts, y = [], 8
+    for setting in found:
+        slowest = max(row["median_ms"] for row in setting.rows)
+        y += GAP
+        parts.append(f'<text class="title" x="8" y="{y - 8}">{setting.title}</text>')
+        for row in setting.rows:
+            name, ms = NAMES[row["variant"]], row["median_ms"]
+            width = round((WIDTH - LABEL - 190) * ms / slowest)
+            said = f"{ms:.1f} ms, {row['peak_bytes'] / 2**30:.1f} GiB"
+            if row is not setting.plain:
+                said += f", {setting.plain['median_ms'] / ms:.2f}x"
+            parts.append(f'<text x="16" y="{y + 12}">{name}</text>')
+            kind = row["variant"].split(":")[0]
+            parts.append(f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width}" height="{BAR}" rx="2"/>')
+            parts.append(f'<text x="{LABEL + width + 6}" y="{y + 12}">{said}</text>')
+            y += BAR + 5
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" role="img">'
+    return "\n".join(
+        [head, "<title>Time of a step and peak memory</title>", f"<style>{STYLE}</style>", *parts, "</svg>\n"]
+    )
+
+
+def table(found: list[Setting]) -> str:
+    """The same in figures: for each setting ms (spread), times as fast as bf16, and the peak of a card."""
+    lines = ["| | " + " | ".join(setting.title for setting in found) + " |", "|---|" + "--:|" * len(found)]
+    for variant, name in NAMES.items():
+        cells = []
+        for setting in found:
+            row = next((row for row in setting.rows if row["variant"] == variant), None)
+            if row is None:
+                cells.append("")
+                continue
+            faster = setting.plain["median_ms"] / row["median_ms"]
+            cells.append(
+                f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x, {row['peak_bytes'] / 2**30:.1f}"
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def included(source: str) -> str:
+    """A file, or a function of one, as a block of code."""
+    path, _, name = source.partition(":")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if name:
+        node = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == name)
+        text = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])) + "\n"
+    return f"```{ {'.py': 'python', '.yaml': 'yaml'}[Path(path).suffix] }\n{text}```\n"
+
+
+def filled(text: str) -> str:
+    """A page with its blocks written anew."""
+    return BLOCK.sub(
+        lambda found: (
+            found["head"]
+            + (table(settings()) if found["source"] == "measured" else included(found["source"]))
+            + found["end"]
+        ),
+        text,
+    )
+
+
+def main(check: bool) -> int:
+    """Writes README and the chart, or says which of them differ."""
+    wanted = {ROOT / "README.md": filled((ROOT / "README.md").read_text(encoding="utf-8")), CHART: chart(settings())}
+    stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        if check:
+            print(f"{file.relative_to(ROOT)} differs: run python tests/programs/front.py", file=sys.stderr)
+        else:
+            file.write_text(wanted[file], encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
