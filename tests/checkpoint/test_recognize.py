@@ -115,7 +115,7 @@ def gptq_folder(path: Path, config: dict[str, Any]) -> Path:
     [
         ({"checkpoint_format": "gptq_v2"}, "'gptq_v2' as checkpoint_format .* gptq/gptq have 'gptq'"),
         ({"bits": 8}, "8 as bits of its quantization_config"),
-        ({"group_size": 64}, "64 as group_size .* have 128"),
+        ({"group_size": 64}, r"groups of 64: a.scales is F16 of \[1, 128\], but .* \[2, 128\]"),
         ({"quant_method": "awq"}, "'awq' as quant_method"),
     ],
 )

@@ -255,27 +255,29 @@ def of_words(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     return codes
 
 
-def grouped(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, m) codes 0 to 15, (k / 128, m) zero points and F16 scales, as both programs find them."""
-    groups = value.float().t().reshape(-1, 128, len(value))
+def grouped(value: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, m) codes 0 to 15, (k / each, m) zero points and F16 scales, as both programs find them; -1: of whole rows."""
+    each = each if each > 0 else value.shape[1]
+    padded = torch.nn.functional.pad(value.float(), (0, -value.shape[1] % each))
+    groups = padded.t().reshape(-1, each, len(value))
     lowest, highest = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
     scale = ((highest - lowest) / 15).clamp(min=1e-5).half()
     zero = (-lowest / scale.float()).round().clamp(1, 15)
     codes = (groups / scale.float()[:, None] + zero[:, None]).round().clamp(0, 15)
-    return codes.reshape(-1, len(value)).int(), zero.int(), scale
+    return codes.reshape(-1, len(value))[: value.shape[1]].int(), zero.int(), scale
 
 
-def awq(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
-    """AutoAWQ's WQLinear_GEMM: qweight (k, m / 8) and qzeros (k / 128, m / 8), eight columns a word in an order."""
+def awq(state: Tensors, each: int = 128) -> tuple[Tensors, dict[str, Any]]:
+    """AutoAWQ's WQLinear_GEMM: qweight (k, m / 8) and qzeros (k / each, m / 8), eight columns a word in an order."""
     tensors: Tensors = {}
     for name, value in state.items():
         if not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
-        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value)
+        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value, each)
         tensors |= {f"{module}.qweight": in_words(codes, ORDER), f"{module}.qzeros": in_words(zero, ORDER)}
         tensors[f"{module}.scales"] = scale
-    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    config = {"quant_method": "awq", "bits": 4, "group_size": each, "version": "gemm", "zero_point": True}
     return tensors, config
 
 
@@ -283,22 +285,23 @@ def awq_values(tensors: Tensors, name: str) -> Tensor:
     """(codes - zeros) * scales, in F16."""
     module = name.rpartition(".")[0]
     codes, zero = of_words(tensors[f"{module}.qweight"], ORDER), of_words(tensors[f"{module}.qzeros"], ORDER)
-    scale, zero = (one.repeat_interleave(128, 0) for one in (tensors[f"{module}.scales"], zero))
+    each = len(codes) // len(zero)
+    scale, zero = (one.repeat_interleave(each, 0) for one in (tensors[f"{module}.scales"], zero))
     return ((codes - zero) * scale).t()
 
 
-def gptq(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
-    """AutoGPTQ's version 1: qweight (k / 8, m), eight of a column a word; qzeros (k / 128, m / 8), less 1; g_idx."""
+def gptq(state: Tensors, each: int = 128) -> tuple[Tensors, dict[str, Any]]:
+    """AutoGPTQ's version 1: qweight (k / 8, m), eight of a column a word; qzeros (k / each, m / 8), less 1; g_idx."""
     tensors: Tensors = {}
     for name, value in state.items():
         if not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
-        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value)
+        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value, each)
         tensors |= {f"{module}.qweight": in_words(codes.t()).t().contiguous(), f"{module}.qzeros": in_words(zero - 1)}
-        groups = torch.tensor([i // 128 for i in range(len(codes))], dtype=torch.int32)
+        groups = torch.tensor([i // (each if each > 0 else len(codes)) for i in range(len(codes))], dtype=torch.int32)
         tensors |= {f"{module}.scales": scale, f"{module}.g_idx": groups}
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": each, "desc_act": False, "sym": False}
     return tensors, config | {"checkpoint_format": "gptq"}
 
 
@@ -310,7 +313,7 @@ def gptq_values(tensors: Tensors, name: str) -> Tensor:
     return (tensors[f"{module}.scales"][of] * (codes - zero[of])).t()
 
 
-def bitsandbytes(state: Tensors, double: bool = False) -> tuple[Tensors, dict[str, Any]]:
+def bitsandbytes(state: Tensors, double: bool = False, blocksize: int = 64) -> tuple[Tensors, dict[str, Any]]:
     """What Linear4bit puts into a state dict, for all linear layers but lm_head, as transformers quantizes. double:
     scales are quantized again."""
     from bitsandbytes.functional import quantize_4bit
@@ -320,7 +323,7 @@ def bitsandbytes(state: Tensors, double: bool = False) -> tuple[Tensors, dict[st
         if not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
-        tensors[name], kept = quantize_4bit(value, blocksize=64, quant_type="nf4", compress_statistics=double)
+        tensors[name], kept = quantize_4bit(value, blocksize=blocksize, quant_type="nf4", compress_statistics=double)
         tensors |= {f"{name}.{key}": one for key, one in kept.as_dict(packed=True).items()}
     return tensors, nf4_config(double)
 

@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import Ranks
-from test_files_of_others import compressed, nf4_config, same_files, tensors_in
+from test_files_of_others import (
+    awq,
+    awq_values,
+    bitsandbytes,
+    compressed,
+    gptq,
+    gptq_values,
+    nf4_config,
+    same_files,
+    tensors_in,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -314,6 +324,120 @@ def test_a_released_scheme_loads_trains_and_is_written_back(
     }
 
 
+def in_packs(**changed: Any) -> Writer:
+    return compressed("W4A16" if changed.pop("symmetric", True) else "W4A16_ASYM", "pack-quantized", **changed)
+
+
+class Blocks(NamedTuple):
+    """Who writes blocks of another size, or scales of another dtype, than any recipe has; who reads them (by
+    compressed-tensors where None), and what they are called."""
+
+    write: Writer
+    read: Values | None
+    label: str
+    dtype: torch.dtype = torch.bfloat16
+
+
+HALF, WHOLE = torch.float16, torch.float32
+OTHER_BLOCKS = {
+    "int4_64": Blocks(in_packs(group_size=64), None, "groups of 64"),
+    "int4_16": Blocks(in_packs(group_size=16), None, "groups of 16"),
+    "int4_row": Blocks(in_packs(strategy="channel", group_size=None), None, "one scale a row"),
+    "int4_f16": Blocks(in_packs(group_size=128), None, "int4_packed128/.*, scales of other dtypes", HALF),
+    "int4_32_f32": Blocks(in_packs(group_size=32), None, "int4_packed32/.*, scales of other dtypes", WHOLE),
+    "int4_zeros_32": Blocks(in_packs(symmetric=False, group_size=32), None, "int4_packed128_zeros/.*, groups of 32"),
+    "gptq_32": Blocks(partial(gptq, each=32), gptq_values, "gptq/gptq, groups of 32", HALF),
+    "gptq_row": Blocks(partial(gptq, each=-1), gptq_values, "gptq/gptq, one scale a row", HALF),
+    "gptq_80": Blocks(partial(gptq, each=80), gptq_values, "gptq/gptq, groups of 80", HALF),  # the last is shorter
+    "awq_64": Blocks(partial(awq, each=64), awq_values, "awq/awq, groups of 64", HALF),
+    "nf4_128": Blocks(partial(bitsandbytes, blocksize=128), read_by_bitsandbytes, "bitsandbytes, groups of 128"),
+    "nf4_32": Blocks(partial(bitsandbytes, blocksize=32), read_by_bitsandbytes, "bitsandbytes, groups of 32"),
+    "nf4_128_double": Blocks(
+        partial(bitsandbytes, double=True, blocksize=128), read_by_bitsandbytes, "bitsandbytes_double, groups of 128"
+    ),
+}
+
+
+def loads_sharded(path: str, plain: str, dtype: torch.dtype) -> bool:
+    """On ranks: whether a sharded plain model takes the values that a plain folder has."""
+    model, expected = Mlp(dtype), tensors_in(Path(plain))
+    fully_shard(model)
+    for param in model.parameters():
+        param.data.zero_()
+    load_safetensors(model, path, convert=True)
+    full = {name: param.full_tensor() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+    return all(torch.equal(full[name], value) for name, value in expected.items())
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+def test_blocks_of_other_sizes_are_read_as_values(name: str, tmp_path: Path, two: Ranks) -> None:
+    """By a plain model, sharded or not, by one of another recipe, and without a model, to the bit; and
+    quantize_as_stored says what would hold them as they are."""
+    from safetensors.torch import save_file
+
+    by, path = OTHER_BLOCKS[name], tmp_path / "in"
+    tensors, config = by.write(dict(Mlp(by.dtype).state_dict()))
+    path.mkdir()
+    save_file({key: one.contiguous() for key, one in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    read = by.read or partial(read_by_compressed_tensors, config=config)
+    expected = {key: read(tensors, key).to(by.dtype) for key in ("up_proj.weight", "down_proj.weight")}
+    expected["head.weight"] = tensors["head.weight"]
+
+    model = Mlp(by.dtype)
+    for param in model.parameters():
+        param.data.zero_()
+    assert load_safetensors(model, path, convert=True) == ((), ())
+    convert_safetensors(path, tmp_path / "plain", dtype=by.dtype)
+    plain = tensors_in(tmp_path / "plain")
+    assert two.run(loads_sharded, str(path), str(tmp_path / "plain"), by.dtype) == [True, True]
+    for key, param in model.named_parameters():
+        assert torch.equal(param, expected[key]), key
+        assert torch.equal(plain[key], expected[key]), key
+
+    quantized = Mlp(by.dtype)
+    layoutc.quantize_(quantized, "mxfp8")
+    load_safetensors(quantized, path, convert=True)
+    convert_safetensors(path, tmp_path / "mxfp8", files="mxfp8/compressed_tensors")
+    again = Mlp(by.dtype)
+    layoutc.quantize_(again, "mxfp8", filter_fn=lambda _, name: name != "head")
+    load_safetensors(again, tmp_path / "mxfp8", files="mxfp8/compressed_tensors")
+    for one in ("up_proj", "down_proj"):
+        assert torch.equal(getattr(quantized, one).weight.dequantize(), getattr(again, one).weight.dequantize())
+    with pytest.raises(LayoutError, match=rf"2 weights, .* are in files of .*{by.label}, which .*convert=True"):
+        quantize_as_stored(Mlp(by.dtype), path)
+    with pytest.raises(LayoutError, match=r"up_proj.weight: the files have it quantized.* convert=True"):
+        load_safetensors(Mlp(by.dtype), path)
+
+
+def test_a_recipe_of_ones_own_holds_other_blocks_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the refusal says: a copy of a spec with other blocks, built here and named, byte for byte."""
+    from click.testing import CliRunner
+    from safetensors.torch import save_file
+
+    from layoutc.cli.app import main
+
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, ["new", "gptq_of_32", "--from", "gptq"]).exit_code == 0
+    spec, path = Path("specs/gptq_of_32.yaml"), tmp_path / "in"
+    spec.write_text(spec.read_text().replace("128", "32"))
+    assert CliRunner().invoke(main, ["build", str(spec)]).exit_code == 0
+    tensors, config = gptq(dict(Mlp(HALF).state_dict()), each=32)
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+
+    model, files = Mlp(HALF), "gptq_of_32/gptq"
+    assert set(quantize_as_stored(model, path, files=files).values()) == {"gptq_of_32"}
+    assert load_safetensors(model, path, files=files) == ((), ())
+    assert torch.equal(model.up_proj.weight.dequantize(HALF), gptq_values(tensors, "up_proj.weight"))
+    export_safetensors(model, tmp_path / "out", files=files, source=path)
+    convert_safetensors(path, tmp_path / "same", files=files, source_files=files)
+    assert same_files(path, tmp_path / "out")
+    assert same_files(path, tmp_path / "same")
+
+
 def with_config(source: Path, folder: Path, config: Any) -> Path:
     """The same tensors beside another config.json."""
     folder.mkdir()
@@ -344,7 +468,8 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
         ({"quant_method": "AWQ", "w_bit": 4, "q_group_size": 128, "version": "GEMM", "zero_point": True}, "awq"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "GPTQ", "desc_act": False}, "gptq"),
     ):
-        assert [one.label for one in recognize.recognized(written, recognize.installed())] == [f"{kind}/{kind}"]
+        labels = [one.label for one in recognize.recognized(written, recognize.installed())]
+        assert labels == [f"{kind}/{kind}", f"{kind}/{kind}, scales of other dtypes"]
 
 
 def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable[[str], Path], tmp_path: Path) -> None:

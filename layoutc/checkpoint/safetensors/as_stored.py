@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.held.regrouped import Regrouped
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
@@ -44,11 +45,24 @@ def quantize_as_stored(
     if not groups:
         raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
     for group in groups:
+        _check_is_held(group[0])
         if len(group) > 1:
             raise choosing.several([fit.bound for fit in group], "the files", "files=")
     return quantize_each(
         model, {parameters[one][0]: bound.cls for bound, in_files in (group[0] for group in groups) for one in in_files}
     )
+
+
+def _check_is_held(fit: choosing.Fit) -> None:
+    """Raises LayoutError, with what would work, for weights that no recipe holds as they are."""
+    if issubclass(fit.bound.cls, Regrouped):
+        raise LayoutError(
+            f"{len(fit.names)} weights, such as {fit.names[0]}, are in files of {fit.bound.label}, which no recipe "
+            "holds as they are. load_safetensors(model, folder, convert=True) reads them as values, into a plain model "
+            "or any recipe; `layoutc convert` writes them in another. To train them as they are, make a recipe of it: "
+            f"`layoutc new mine --from {fit.bound.cls.LAYOUT.name}`, their blocks and dtype in it, `layoutc build "
+            "specs/mine.yaml`, layoutc.quantize_(model, 'mine')"
+        )
 
 
 def quantize_each(model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]]) -> dict[str, str]:

@@ -32,7 +32,8 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     config = recognize.quantization_config(path)
     _check_transforms(path, config)
     if files is not None:
-        return _agreeing(path, config, recognize.chosen(files, every), every)
+        named = recognize.with_other_blocks(recognize.chosen(files, every), config)
+        return _agreeing(path, config, named, every)
     found = recognize.recognized(config, every)
     if config and not found:
         raise _unknown(path, config, every)

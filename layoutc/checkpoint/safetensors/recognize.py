@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from layoutc.checkpoint.held import narrower, places
+from layoutc.checkpoint.held.regrouped import Regrouped, regrouped
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.configs import holder
@@ -15,7 +17,7 @@ from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-from layoutc.runtime.installed import every
+from layoutc.runtime.installed import every, find
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
@@ -49,8 +51,10 @@ class Bound(NamedTuple):
 
     @property
     def is_read_only(self) -> bool:
-        """True if files hold codes of some plane's values, of a codebook that the binding does not state."""
-        return any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
+        """True if files hold codes of some plane's values, of a codebook that the binding does not state; or blocks of
+        other sizes than the recipe's."""
+        coded = any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
+        return coded or issubclass(self.cls, Regrouped)
 
 
 def config_in(folder: Path) -> dict[str, Any]:
@@ -92,9 +96,13 @@ def classes() -> list[type[QuantizedTensor]]:
 
 
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that a name means: `deepseek`, or `fp8_block/deepseek`. Raises LayoutError if there are none."""
+    """The bindings that a name means: `deepseek`, or `fp8_block/deepseek`, of recipes in `generated/` here too. Raises
+    LayoutError if there are none."""
     every = list(bound)
     found = [one for one in every if files in (one.binding.name, one.label)]
+    if not found and "/" in files:
+        with suppress(ValueError):
+            found = [one for one in bindings_of([find(files.partition("/")[0]).Tensor]) if one.label == files]
     if not found:
         there = ", ".join(sorted(one.label for one in every)) or "none: their specs state no `files`"
         raise LayoutError(f"no recipe of the model has files {files!r}; bindings there are: {there}")
@@ -102,9 +110,18 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
 
 
 def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that a config tells of: those that hold values as files do, and that compare most of it, first."""
-    found = [one for one in bound if recognizes(one.binding, config)]
+    """The bindings that a config tells of: those that hold values as files do, and that compare most of it, first; of
+    those that read other sizes of blocks than recipes have, too."""
+    found = [one for one in with_other_blocks(bound, config) if recognizes(one.binding, config)]
     return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))
+
+
+def with_other_blocks(bound: Iterable[Bound], config: Mapping[str, Any]) -> list[Bound]:
+    """Bindings, and after them those by which the same files are read in blocks of the sizes that a config states, or
+    with scales of other dtypes, these first."""
+    own = list(bound)
+    others = (other for one in own for other in regrouped(one.cls, one.binding, config))
+    return own + [Bound(*one) for one in sorted(others, key=lambda one: one[0].RESIZED)]
 
 
 # -------------------------------------------------------------------------------------------------- weights of a folder

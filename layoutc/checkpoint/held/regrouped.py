@@ -1,0 +1,149 @@
+"""Files whose blocks have other sizes along rows than a recipe's, or scales of another dtype: read as values.
+
+Such a weight is one of the recipe's after each block is padded to whole blocks of the recipe, and its scale repeated
+for them. So any class of plain codes, scales and zero points decodes groups of all sizes by its own arithmetic; nothing
+is trained or written in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.bindings.configs import spelled
+from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.names import values_at
+from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+AT_A_TIME = 1 << 22  # values that are decoded at a time
+ALL = 2**31 - 1  # columns of a block that has all
+GROUP = "group_size"  # the key in configs of programs for the columns of a block
+BLOCK = "blocksize"  # that in a weight's text
+SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes' blocks
+SCALE = "rowwise_scale"
+PER_BLOCK = (SCALE, "rowwise_zero")
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Regrouped(QuantizedTensor):
+    """A weight in files whose blocks have another size along rows than those of a recipe, OF; it is only decoded.
+
+    COLUMNS: of a block; None: all of a row. RESIZED: these are not the recipe's.
+    """
+
+    OF: ClassVar[type[QuantizedTensor]]
+    COLUMNS: ClassVar[int | None]
+    RESIZED: ClassVar[bool]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As QuantizedTensor has it."""
+        m, k = self._matrix
+        each = max(1, AT_A_TIME // max(1, k))
+        pieces = [
+            self._decoded({name: plane[first : first + each] for name, plane in self._planes.items()})
+            for first in range(0, max(1, m), each)
+        ]
+        return torch.cat(pieces).to(dtype or self.dtype).view(self.shape)
+
+    def _decoded(self, planes: Mapping[str, Tensor]) -> Tensor:
+        """Some rows' values, fp32."""
+        (m, width), k = planes["rowwise_data"].shape, self._matrix[1]
+        columns, own = self.COLUMNS or k, self.OF.LAYOUT.column_multiple
+        blocks, times = cdiv(k, columns), cdiv(columns, own)
+        data = _wider(planes["rowwise_data"], blocks * columns * width // k).view(m, blocks, columns * width // k)
+        whole = {"rowwise_data": _wider(data, times * own * width // k).flatten(1)}
+        whole |= {name: planes[name].repeat_interleave(times, 1) for name in PER_BLOCK if name in planes}
+        values: Tensor = self.OF.REFERENCE.dequantize_reference(whole, m, blocks * times * own, "rowwise")
+        return values.view(m, blocks, times * own)[..., :columns].reshape(m, blocks * columns)[:, :k]
+
+
+def _wider(codes: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(codes, (0, width - codes.shape[-1]))
+
+
+@lru_cache(maxsize=64)
+def _class_of(cls: type[QuantizedTensor], columns: int | None) -> type[Regrouped]:
+    """The class that decodes blocks of so many columns, None for a whole row, with scales that fp32 holds."""
+    layout, data = cls.LAYOUT, cls.LAYOUT.stored["rowwise_data"]
+    dtypes = {name: layout.dtypes[name] for name in PER_BLOCK if name in layout.stored} | {SCALE: torch.float32}
+
+    def planes(m: int, k: int) -> dict[str, Facts]:
+        blocks = cdiv(k, columns) if columns else 1
+        of_blocks = {name: Facts((m, blocks), dtype) for name, dtype in dtypes.items()}
+        return {"rowwise_data": layout.planes(m, k)["rowwise_data"], **of_blocks}
+
+    least = columns or round(data.columns_per_value or 1)
+    changed = replace(
+        layout,
+        layout_id=f"{layout.layout_id}/{columns}",
+        column_multiple=least,
+        multiple_k=least,
+        blocks={"rowwise": f"1x{columns or 'k'}"},
+        stored={"rowwise_data": data} | {name: Plane(1, columns) for name in dtypes},
+        planes=planes,
+    )
+    facts = {"LAYOUT": changed, "OF": cls, "COLUMNS": columns, "RESIZED": columns != layout.column_multiple}
+    return type(f"Regrouped{cls.__name__}", (Regrouped, cls), facts)
+
+
+def regrouped(
+    cls: type[QuantizedTensor], binding: Binding, config: Mapping[str, Any]
+) -> Iterator[tuple[type[Regrouped], Binding]]:
+    """Classes and bindings that read files whose config has a binding's key for the columns of a block: one for
+    each size there, with scales of 16 bits in any dtype of 16 or 32. Sizes that each weight's text states are those
+    that bitsandbytes has."""
+    if not _is_plain(layout := cls.LAYOUT):
+        return
+    own, scale = layout.stored[SCALE].columns_per_value, binding.planes[SCALE]
+    in_halves = layout.dtypes[SCALE] in HALVES
+    for columns, changed in _stated(binding, config):
+        if columns == own and not in_halves:
+            continue
+        yield (
+            _class_of(cls, columns),
+            changed._replace(
+                name=f"{binding.name}, {_words(columns, columns == own)}",
+                planes={**binding.planes, SCALE: scale._replace(dtype="F32", bits=32) if in_halves else scale},
+                groups=binding.groups and (*binding.groups[:2], columns or ALL),
+            ),
+        )
+
+
+def _stated(binding: Binding, config: Mapping[str, Any]) -> Iterator[tuple[int | None, Binding]]:
+    """The columns of a block that a config may mean, None for all of a row, with the binding that states them."""
+    path = next((one.split(".") for one in binding.recognized if one.split(".")[-1] == GROUP), None)
+    for size in dict.fromkeys(values_at(spelled(config), path)) if path else ():
+        whole = size in (None, -1)
+        if whole or (type(size) is int and size > 1 and size % 2 == 0):
+            yield None if whole else size, binding._replace(config=_replaced(binding.config, path or (), size))
+    if binding.text is not None and BLOCK in binding.text[1]:
+        name, text, free = binding.text
+        for size in SIZES:
+            yield size, binding._replace(text=(name, {**text, BLOCK: size}, free))
+
+
+def _is_plain(layout: Layout) -> bool:
+    """True for a recipe of codes in blocks along rows, each with a scale, and with a zero point or none."""
+    stored, scale = layout.stored, layout.stored.get(SCALE)
+    planes = {"rowwise_data", SCALE} <= stored.keys() <= {"rowwise_data", *PER_BLOCK}
+    return planes and scale is not None and scale.rows_per_value == 1 and scale.columns_per_value is not None
+
+
+def _words(columns: int | None, is_own: bool) -> str:
+    return "one scale a row" if columns is None else "scales of other dtypes" if is_own else f"groups of {columns}"
+
+
+def _replaced(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A config with another value at a path, in which `*` stands for any key."""
+    first, rest = path[0], path[1:]
+    return {
+        key: (_replaced(one, rest, value) if rest else value) if key == first or first == "*" else one
+        for key, one in config.items()
+    }
