@@ -72,7 +72,7 @@ ABOVE = {
         "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast",
         "torch",
     ),
-    "checkpoint.held": ("runtime runtime.bindings checkpoint.untrusted", "torch"),
+    "checkpoint.held": ("ints runtime runtime.bindings runtime.weight checkpoint.untrusted", "torch"),
     "checkpoint.safetensors": (
         "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train "
         "checkpoint.common checkpoint.untrusted checkpoint.held",
