@@ -2,6 +2,10 @@
 # Each is imported when first used.
 """Quantized tensors, with a module for each recipe.
 
+adam_m4: First moments of 4 bits in blocks of 128 of a row, the dynamic map of torchao's AdamW4bit.
+adam_m8: First moments of 8 bits in blocks of 256 of a row, the dynamic map of bitsandbytes.
+adam_v4: Second moments of 4 bits in blocks of 128 of a row, sixteenths as torchao's AdamW4bit.
+adam_v8: Second moments of 8 bits in blocks of 256 of a row, the unsigned dynamic map of bitsandbytes.
 awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales.
 e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
 fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
@@ -20,6 +24,8 @@ int4_packed128_zeros: 4-bit integers in words, in groups of 128 under BF16 scale
 int4_packed32: 4-bit integers in words, in groups of 32 under BF16 scales of amax / 7.5.
 int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
 int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
+moment_fp8: Moments in E4M3, FP32 scales of 128 elements of a row.
+moment_fp8_sqrt: Square roots of second moments in E4M3, FP32 scales of 128 elements of a row.
 mxfp4: E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up.
 mxfp4_gpt_oss: E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds gpt-oss.
 mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
@@ -46,6 +52,10 @@ from importlib import import_module as _import_module  # a recipe may have any n
 from types import ModuleType
 
 RECIPES = (
+    "adam_m4",
+    "adam_m8",
+    "adam_v4",
+    "adam_v8",
     "awq",
     "e3m4_block",
     "fp8_block",
@@ -64,6 +74,8 @@ RECIPES = (
     "int4_packed32",
     "int8_block",
     "int8_rowwise",
+    "moment_fp8",
+    "moment_fp8_sqrt",
     "mxfp4",
     "mxfp4_gpt_oss",
     "mxfp6_e2m3",

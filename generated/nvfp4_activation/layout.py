@@ -5,7 +5,7 @@ nvfp4_gradient.
 
 A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
 
-For activations and gradients, and not for weights: it transforms values, which only another operand with the same
+It is for activations and gradients, not for weights: it transforms values, which only another operand with the same
 transform undoes.
 
 Shards may be cut at any row. A cut at a multiple of 16 rows is free: one columnwise scale covers 16 rows.
@@ -79,7 +79,8 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
-    not_weights="it transforms values, which only another operand with the same transform undoes",
+    not_weights="for activations and gradients, not for weights: "
+    "it transforms values, which only another operand with the same transform undoes",
     operands={
         "rowwise": Operand(
             "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297

@@ -5,8 +5,8 @@ columnwise.
 
 A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
 
-For activations and gradients, and not for weights: it rounds elements by random bits, so that a weight would be another
-one each time it is quantized.
+It is for activations and gradients, not for weights: it rounds elements by random bits, so that a weight would be
+another one each time it is quantized.
 
 Shards may be cut at any row. A cut at a multiple of 16 rows is free: one columnwise scale covers 16 rows.
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
@@ -80,7 +80,8 @@ LAYOUT = Layout(
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
     stochastic=True,
-    not_weights="it rounds elements by random bits, so that a weight would be another one each time it is quantized",
+    not_weights="for activations and gradients, not for weights: "
+    "it rounds elements by random bits, so that a weight would be another one each time it is quantized",
     operands={
         "rowwise": Operand(
             "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297

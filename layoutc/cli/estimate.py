@@ -255,9 +255,7 @@ def _uses(recipes: tuple[str, ...], folder: Path, model: Model, cast: bool, low:
         path = spec_of(recipe, folder)
         plan = plan_of(path)
         if plan.not_weights:
-            raise click.UsageError(
-                f"{plan.layout.name} is for activations and gradients, not for weights: {plan.not_weights}"
-            )
+            raise click.UsageError(f"{plan.layout.name} is {plan.not_weights}")
         for m, k in dict.fromkeys(model.block.weights):
             findings += problems(plan, m, k, str(path))
         uses.append(Use(plan.layout.name, plan, cast, low))

@@ -340,9 +340,7 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
     for recipe in recipes:
         made = plan_of(spec_of(recipe, asked["folder"]))
         if made.not_weights:
-            raise click.UsageError(
-                f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
-            )
+            raise click.UsageError(f"{made.layout.name} is {made.not_weights}")
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
             uses.append(Use(made.layout.name, made, cast, asked["low"], exchange, asked["on_gather"]))
         if uses[-1].problem:

@@ -119,7 +119,8 @@ def _block(source: SourceKernel) -> tuple[str, str]:
 
 def _tile(source: SourceKernel) -> str:
     """The name of the tile of values that a source quantizes."""
-    return "turned" if source.source.quantization.transform else "tile"
+    q = source.source.quantization
+    return "turned" if q.transform else "roots" if q.root else "tile"
 
 
 def _to_units(entries: str, source: SourceKernel) -> str:
@@ -164,8 +165,10 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     units = source.units
     cut = f"  # units: {' x '.join(map(str, units.counts))} of them make up a block" if units else ""
     tile = _tile(source)
-    values = tile if q.transform else "lt.to_float(tile)"
+    values = "lt.to_float(tile)" if tile == "tile" else tile
     lines = [f"blocks = {call('lt.to_blocks', values, bm, bk)}{cut}", *_measure(source, bm, bk, even)]
+    if q.root:
+        lines.insert(0, f"{tile} = lt.root(lt.to_float(tile))")
     if q.transform:
         lines.insert(0, f"{tile} = {transformed('lt.hadamard', 'lt.to_float(tile)', q.transform)}")
     measured = ["lowest", "highest"] if inputs.block_range else ["block_amax"]

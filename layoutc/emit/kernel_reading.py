@@ -91,6 +91,8 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
             case "element":
                 lines.append(f"blocks -= {shift}")
     lines.append(f"values = lt.from_blocks({values})")
+    if q.root:
+        lines.append("values = values * values")
     if q.transform:
         lines.append(f"values = {transformed('lt.unhadamard', 'values', q.transform)}")
     return tuple(lines)

@@ -108,6 +108,7 @@ class RecipeText:
     zeros: dict[str, tuple[int, ...]]
     stochastic: bool
     not_weights: str
+    is_state: bool
     noun: str
     history: int
     pick: str
@@ -123,14 +124,17 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
     """The text of one recipe's files. `sha256`: that of the spec file."""
     layout, sizes = plan.layout, Sizes(plan.layout)
     planes = [_plane(plane, plan, sizes) for plane in layout.planes]
+    is_state = layout.use == "state"  # which nothing casts on gather
+    classes = [class_name(layout.name), cast_name(layout.name)][: 1 if is_state else 2]
+    exported = sorted([*classes, *("Tensor", "CastTensor")[: len(classes)]])
     return RecipeText(
         name=layout.name,
         summary=layout.summary.rstrip("."),
         header=header(layout.name, plan.layout_id),
         tensor_class=class_name(layout.name),
         cast_class=cast_name(layout.name),
-        class_names=", ".join(sorted((class_name(layout.name), cast_name(layout.name)))),
-        exports=_filled(["LAYOUT", *_exported_classes(layout.name), *EXPORTED_FUNCTIONS]),
+        class_names=", ".join(sorted(classes)),
+        exports=_filled(["LAYOUT", *exported, *EXPORTED_FUNCTIONS]),
         interface=RUNTIME_INTERFACE,
         language=LANGUAGE,
         spec_sha256=sha256,
@@ -169,6 +173,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         zeros=plan.zeros,
         stochastic=layout.stochastic,
         not_weights=plan.not_weights,
+        is_state=is_state,
         noun=plan.noun,
         history=layout.history,
         pick=layout.pick,
@@ -197,10 +202,6 @@ def cast_name(name: str) -> str:
 def _filled(names: list[str]) -> list[str]:
     """Names in quotes, wrapped into lines of full length."""
     return textwrap.wrap(", ".join(f'"{name}"' for name in names) + ",", 116, break_long_words=False)
-
-
-def _exported_classes(name: str) -> list[str]:
-    return sorted(("Tensor", "CastTensor", class_name(name), cast_name(name)))
 
 
 def header(name: str, layout_id: str) -> str:

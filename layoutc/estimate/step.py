@@ -69,7 +69,7 @@ def problems(use: Use, model: Model) -> list[str]:
     if use.plan is None:
         return []
     if use.plan.not_weights:
-        return [f"{use.name} is for activations and gradients, not for weights: {use.plan.not_weights}"]
+        return [f"{use.name} is {use.plan.not_weights}"]
     if use.problem:
         return [use.problem]
     m, k = use.plan.layout.multiple_m, use.plan.layout.multiple_k

@@ -26,6 +26,7 @@ from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_lay
 if TYPE_CHECKING:
     from layoutc.spec import schema
     from layoutc.spec.bindings import PlaneKey
+    from layoutc.spec.schema import Use
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -185,6 +186,7 @@ class Layout:
     files: tuple[Binding, ...]  # how files of other programs hold the first source
     containers: tuple[RecordBinding, ...]  # those that hold its records
     records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
+    use: Use = "weight"  # what is held in it
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -253,6 +255,7 @@ def resolve(spec: schema.Spec) -> Layout:
     return Layout(
         name=spec.name,
         summary=spec.summary,
+        use=spec.use,
         multiple_m=spec.shape.m,
         multiple_k=spec.shape.k,
         sources=tuple(sources),

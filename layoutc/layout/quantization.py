@@ -73,6 +73,7 @@ class Quantization:
     block: Block
     low_first: bool
     stochastic: bool = False  # elements are rounded by random bits
+    root: bool = False  # square roots of values are quantized
     transform: Transform | None = None  # of the values that are quantized
     scales: Level | None = None  # how scales are stored under scales of their own; None: as they are
     zeros: Level | None = None  # the same of zero points

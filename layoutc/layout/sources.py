@@ -33,6 +33,7 @@ def quantization_of(
         *(element, scale, zero, stated.round, stated.rule, tuple(sorted(stated.parameters.items())), block),
         low_first=stated_element.pack == "low-first",
         stochastic=stated_element.round == "stochastic",
+        root=stated_element.root,
         transform=_transform(orientation, name),
         scales=level,
         zeros=zeros,

@@ -106,12 +106,15 @@ class Plan:
 
     @property
     def not_weights(self) -> str:
-        """Why weights can't have the recipe; "" if they can."""
+        """What the recipe is for, after "is", and why weights can't have it; "" if they can."""
+        if self.layout.use == "state":
+            return "for the state of optimizers, not for weights"
+        why = ""
         if self.layout.stochastic:
-            return "it rounds elements by random bits, so that a weight would be another one each time it is quantized"
-        if self.layout.transforms:
-            return "it transforms values, which only another operand with the same transform undoes"
-        return ""
+            why = "it rounds elements by random bits, so that a weight would be another one each time it is quantized"
+        elif self.layout.transforms:
+            why = "it transforms values, which only another operand with the same transform undoes"
+        return f"for activations and gradients, not for weights: {why}" if why else ""
 
     @property
     def noun(self) -> str:
@@ -372,6 +375,7 @@ def _quantization_facts(quantization: Quantization) -> dict[str, object]:
         "block": [quantization.block.m, quantization.block.k],
         "low_first": quantization.low_first,
         **({"round": "stochastic"} if quantization.stochastic else {}),
+        **({"root": True} if quantization.root else {}),
         **({"transform": list(asdict(transform).values())} if transform else {}),
         **{f"{kind}s": _level_facts(level) for kind, level in quantization.levels.items()},
     }

@@ -41,7 +41,7 @@ def _head(facts: Description) -> Table:
         rows += [
             ("no kernel", f"to {what}, so the reference does on every device: {why}") for what, why in lacking.items()
         ]
-    rows += [("for", f"activations and gradients: {facts.not_weights}")] if facts.not_weights else []
+    rows += [("for", facts.not_weights.removeprefix("for "))] if facts.not_weights else []
     rows += [(f"{name} values", done) for name, done in facts.values]
     return Table(f"{facts.name}: {facts.summary}", (), tuple(rows))
 

@@ -151,7 +151,7 @@ class Layout:
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
     swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
     stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
-    not_weights: str = ""  # why weights can't have this recipe, which is for activations and gradients; "": they can
+    not_weights: str = ""  # what the recipe is for, and why weights can't have it; "": they can
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
@@ -270,10 +270,10 @@ class Layout:
         return made
 
     def check_weights(self, name: str = "") -> None:
-        """Raises ValueError for a recipe that is for activations and gradients alone."""
+        """Raises ValueError for a recipe that is not for weights."""
         if self.not_weights:
             what = f"{name}: {self.name}" if name else self.name
-            raise ValueError(f"{what} is for activations and gradients, not for weights: {self.not_weights}")
+            raise ValueError(f"{what} is {self.not_weights}")
 
     def check_swizzled(self, swizzled: bool) -> None:
         """Raises ValueError if scales are asked for in a GEMM's order and the spec states none."""

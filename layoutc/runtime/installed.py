@@ -93,7 +93,7 @@ def _own() -> ModuleType:
 
 
 def _checked(module: object) -> ModuleType:
-    if isinstance(module, ModuleType) and all(hasattr(module, name) for name in ("LAYOUT", "Tensor", "CastTensor")):
+    if isinstance(module, ModuleType) and all(hasattr(module, name) for name in ("LAYOUT", "Tensor")):
         return module
     what = f"{module.__name__} is no recipe's package" if isinstance(module, ModuleType) else f"{module!r} is no module"
     raise ValueError(f"{what}; {WAYS}")

@@ -235,7 +235,10 @@ def make(name: str, entry: Mapping[str, Any]) -> Format:
     lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}
     if stated := entry.get("values"):
         values = tuple(f32(float(value)) for value in stated)
-        lists |= {"values": values, "nan": tuple(code for code, value in enumerate(values) if math.isnan(value))}
+        signed = int(any(value < 0 for value in values))
+        nan = tuple(code for code, value in enumerate(values) if math.isnan(value))
+        lists |= {"values": values, "nan": nan}
+        entry = {**entry, "sign": signed}
     rest = {key: value for key, value in entry.items() if value is not None and key != "values"}
     return Format(name=name, **{**rest, **lists})
 

@@ -20,7 +20,7 @@ def json_schema() -> dict[str, Any]:
     schema = Spec.model_json_schema()
     parts: dict[str, Any] = schema["$defs"]
     own = {"type": "string", "pattern": "^[a-z][a-z0-9_]*$", "description": "one of the spec's own formats"}
-    elements = [name for name, fmt in BUILTIN.items() if fmt.bits <= 8 and fmt.sign]
+    elements = [name for name, fmt in BUILTIN.items() if fmt.bits <= 8 and (fmt.sign or fmt.values)]
     scales = [name for name, fmt in BUILTIN.items() if fmt.bits >= 8]
     parts["Element"]["properties"]["format"] |= {"anyOf": [{"enum": elements}, own]}
     for name in ("Scale", "Super"):

@@ -20,6 +20,7 @@ Code = Annotated[int, Field(ge=0, le=255)]
 Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
 Value = float | int | bool | str
 RecordFields = Annotated[str, Field(max_length=200)]
+Use = Literal["weight", "state"]
 RecipeName = Annotated[str, Field(max_length=40)]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
 
@@ -78,6 +79,9 @@ class Element(_Model):
     )
     round: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="how an element is rounded into its format: ties to even, or by random bits"
+    )
+    root: bool = Field(
+        default=False, description="square roots of values are quantized, and decoded values squared: second moments"
     )
 
 
@@ -269,6 +273,9 @@ class Spec(_Model):
     layoutc: Literal[1] = Field(description="version of the spec language")
     name: str = Field(description="the recipe's name, which is also the file's", max_length=40)
     summary: str = Field(description="one line: what this recipe is", min_length=1, max_length=100)
+    use: Use = Field(
+        default="weight", description="what is held in it: weights, or the state of optimizers, such as moments"
+    )
     shape: Shape = Field(default_factory=Shape, description="what the weight's sizes must be multiples of")
     formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")
     element: Element

@@ -45,7 +45,7 @@ def test_an_unknown_recipe_is_refused_where_it_is_named(tmp_path: Path) -> None:
     ]
     assert found[0].help == "write `activation: fp8_block_1d`"
     assert found[1].help is not None
-    assert found[1].help.startswith("name one of awq, e3m4_block, ")
+    assert found[1].help.startswith("name one of adam_m4, ")
     lines = path.read_text(encoding="utf-8").split("\n")
     for one, key in zip(found, ("activation", "gradient"), strict=True):
         assert one.primary is not None

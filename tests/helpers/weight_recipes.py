@@ -1,4 +1,4 @@
-"""The shipped recipes that weights can have; the others are for activations and gradients."""
+"""The shipped recipes that weights can have; the others are for activations and gradients, or for state."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_what_is_no_shape_is_a_usage_error(shape: str) -> None:
     ("args", "hint"),
     [
         (["nvfp5"], "Did you mean nvfp4?"),
-        (["qqq"], "It has awq"),
+        (["qqq"], "It has adam_m4"),
         (["nowhere.yaml"], "does not exist"),
         (["no/where"], "does not exist"),
         (["."], "is not a file"),

@@ -78,6 +78,8 @@ class Model:
             largest = np.max(np.abs(x), initial=F32(0)) if amax is None else np.asarray(amax, F32)
             amax = np.asarray(largest * growth(q.transform), F32)
             x = transformed(q.transform, x)
+        if q.root:
+            x = np.sqrt(np.where(x < 0, F32(0), x)) + F32(0)  # a zero has no sign
         names = self.scales(source, x, input_max, amax)
         with np.errstate(all="ignore"):
             divides = "divisor" in names
@@ -178,4 +180,5 @@ class Model:
                 elements = elements - zero
             values: Array = elements * spread(factor, bm, bk, m, k)
             values = values + zero if meaning == "value" else values - zero if meaning == "minimum" else values
+            values = values * values if q.root else values
         return values if q.transform is None else transformed(q.transform, values, inverse=True)

@@ -85,7 +85,9 @@ def cast_on_gather_(
     Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
     quantize the weight. See also `precompute_amaxes`. torchao's peer is enable_fsdp_float8_all_gather.
     """
-    casts: type[CastOnGather] = installed.find(recipe).CastTensor
+    package = installed.find(recipe)
+    package.LAYOUT.check_weights()
+    casts: type[CastOnGather] = package.CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
     return [use.name for use in _replace([model], casts.QUANTIZED, partial(_cast, casts), filters, "cast_on_gather_")]

@@ -74,6 +74,12 @@ def divide(a, b):
 
 
 @triton.jit
+def root(x):
+    """The square root of each value, rounded to nearest even; of numbers below 0, that of 0."""
+    return tl.sqrt_rn(maximum(x, 0.0)) + 0.0  # no negative zero
+
+
+@triton.jit
 def over(value, x):
     """value / x, for a number and a tensor, correctly rounded."""
     return divide(like(x, value), x)

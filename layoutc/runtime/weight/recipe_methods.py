@@ -4,8 +4,9 @@ reference, on plain planes."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from math import ceil
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,10 +39,18 @@ class RecipeMethods:
     LAYOUT: ClassVar[Layout]
     REFERENCE: ClassVar[ModuleType]
     KERNELS: ClassVar[str | None]  # the module, which needs Triton; None: the reference serves every device
-    _cut: ClassVar[Callable[[Planes, int, int, int, int], dict[str, Tensor]]]
-    """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
-    _join: ClassVar[Callable[[list[Planes]], dict[str, Tensor]]]
-    """Planes of pieces that follow one another along the rows."""
+
+    @classmethod
+    def _cut(cls, planes: Planes, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+        """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries. Here: of blocks of one row."""
+        per_k = {name: cls.LAYOUT.stored[name].columns_per_value or 1 for name in planes}
+        ends = {name: ceil(round(c1 / size, 6)) for name, size in per_k.items()}  # 4 codes of 6 bits take 3 bytes
+        return {name: plane[r0:r1, round(c0 / per_k[name]) : ends[name]] for name, plane in planes.items()}
+
+    @classmethod
+    def _join(cls, pieces: list[Planes]) -> dict[str, Tensor]:
+        """Planes of pieces that follow one another along the rows. Here: of planes that shards have parts of."""
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     @classmethod
     def _kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:

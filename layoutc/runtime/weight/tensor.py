@@ -394,5 +394,6 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     stored_form.register(cls)
     cls.KEY, cls.QUANTIZED = operators.register(cls), cls
     flattening.add_inner(cls, cls.LAYOUT.stored)
-    cls.fsdp_pre_all_gather = registry.PreHook(vars(cls)["fsdp_pre_all_gather"])  # type: ignore[attr-defined]
+    if (hook := vars(cls).get("fsdp_pre_all_gather")) is not None:
+        cls.fsdp_pre_all_gather = registry.PreHook(hook)  # type: ignore[attr-defined]
     return cls

@@ -11,7 +11,7 @@ from functools import cache
 from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
 from layoutc.spec import formats
 from layoutc.spec.formats import BUILTIN, Format
-from layoutc.spec.schema import FormatDef, Spec
+from layoutc.spec.schema import FormatDef, Spec, Use
 from layoutc.spec.source import Path, Source
 
 
@@ -47,8 +47,9 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
     fmt, label = sound_format(spec, spec.element.format), source.value(("element", "format"))
     if fmt is None:
         return
-    help = f"built-in formats for elements: {listed(name for name, one in BUILTIN.items() if not no_element(one))}"
-    if reason := no_element(fmt):
+    fitting = (name for name, one in BUILTIN.items() if not no_element(one, spec.use))
+    help = f"built-in formats for elements: {listed(fitting)}"
+    if reason := no_element(fmt, spec.use):
         yield source.find("LC307", f"{fmt.name} can't be an element format: {reason}", label, help=help)
     elif fmt.values and spec.element.round == "stochastic":
         label = source.value(("element", "round"), "rounds between magnitudes")
@@ -81,7 +82,7 @@ def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic
 def element_bits(spec: Spec, name: str) -> int | None:
     """The bits of an element in a format; None if the format is refused."""
     fmt = sound_format(spec, name)
-    return None if fmt is None or no_element(fmt) else fmt.bits
+    return None if fmt is None or no_element(fmt, spec.use) else fmt.bits
 
 
 def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
@@ -98,8 +99,12 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
     if len(set(rounded)) < len(rounded):
         twice = next(value for value in rounded if rounded.count(value) > 1)
         return "values", f"has {twice:g} twice", "list each value once; leave out codes that are not used at the end"
-    if min(rounded, default=0) >= 0 or max(rounded) <= 0:
-        return "values", "lacks a number above zero, or one below", "list numbers of both signs"
+    if max(rounded, default=0) <= 0:
+        return (
+            "values",
+            "lacks a number above zero",
+            "list one; one below zero as well, for weights",
+        )
     return None
 
 
@@ -181,12 +186,12 @@ def _torch_names(fmt: Format) -> set[str]:
     return {builtin.torch for builtin in BUILTIN.values() if builtin == fmt and builtin.torch}
 
 
-def no_element(fmt: Format) -> str:
-    """Why a format can't hold elements; "" if it can."""
+def no_element(fmt: Format, use: Use = "weight") -> str:
+    """Why a format can't hold elements; "" if it can. use: the spec's; what optimizers hold may lack a sign."""
     if fmt.bits > 8:
         return f"it has {fmt.bits} bits, an element at most 8"
-    if not fmt.sign:
-        return "it has no sign"
+    if not fmt.sign and not (fmt.values and use == "state"):
+        return "it has no sign" + (", which is for `use: state` alone" if fmt.values else "")
     if fmt.integer and fmt.lowest > 0:
         return "it has no zero"
     return "" if fmt.subnormals else "it has no zero"

@@ -159,7 +159,7 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         sound_format(spec, spec.element.format),
     )
     is_scale = fmt is not None and (holds_scales(fmt) or (spec.scale.super is not None and not fmt.is_wide))
-    if rule is None or fmt is None or element is None or not is_scale or no_element(element):
+    if rule is None or fmt is None or element is None or not is_scale or no_element(element, spec.use):
         return
     label = source.value(("scale", "format"))
     if fmt.is_wide and not fmt.is_f32 and spec.scale.round != "nearest":
@@ -232,7 +232,7 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight survives, in its code or in its block's scale; no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
-    if rule is None or element is None or no_element(element) or element.nan:
+    if rule is None or element is None or no_element(element, spec.use) or element.nan:
         return
     parameters = spec.scale.parameters
     if _replaces_nan(rule, parameters):

@@ -45,11 +45,11 @@ def _can_be(spec: Spec, part: str, name: str) -> bool:
     if fmt is None:
         return False
     if part == "element":
-        return not no_element(fmt)
+        return not no_element(fmt, spec.use)
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if spec.scale.super is not None:
         return level_format(fmt)
-    if rule is None or element is None or no_element(element):
+    if rule is None or element is None or no_element(element, spec.use):
         return holds_scales(fmt)
     return holds_scales(fmt) and misfit(rule, fmt, element, spec.scale.parameters) is None
 
@@ -62,7 +62,7 @@ def suggested_scale(scale: Format | None, element: Format | None) -> str:
     )
     for rule in RULES.values():
         parameters = {key: parameter.default for key, parameter in rule.parameters.items()}
-        if rule.makes_zero or no_element(element) or misfit(rule, scale, element, parameters) is not None:
+        if rule.makes_zero or no_element(element, "state") or misfit(rule, scale, element, parameters) is not None:
             continue
         hides = not element.nan and hides_nan(rule, parameters)
         switch = next((key for key in parameters if hides and not hides_nan(rule, parameters | {key: True})), None)
@@ -112,7 +112,7 @@ def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """If a rule's second candidate maps the amax to the second largest element, that element is not zero."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
-    if rule is None or element is None or no_element(element):
+    if rule is None or element is None or no_element(element, spec.use):
         return
     if any("element_step" in rules.names(value) for value in rule.candidates) and not element.magnitudes[-2]:
         wide = next(name for name, fmt in BUILTIN.items() if fmt.bits == 4 and not fmt.integer)
@@ -159,7 +159,7 @@ def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         sound_format(spec, spec.scale.format),
     )
     is_scale = scale is not None and (holds_scales(scale) or spec.scale.super is not None)
-    if rule is None or element is None or scale is None or no_element(element) or not is_scale:
+    if rule is None or element is None or scale is None or no_element(element, spec.use) or not is_scale:
         return
     parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
     if (name := beyond_fp32(rule, element, scale, parameters)) is None:

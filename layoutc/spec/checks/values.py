@@ -1,4 +1,4 @@
-"""Checks of what a spec does to values besides scaling them: rounding by random bits, and transforms."""
+"""Checks of what a spec does to values besides scaling them: rounding by random bits, transforms; and of state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from layoutc.diagnostics.diagnostic import Diagnostic, listed
 from layoutc.spec.rules import RULES
 from layoutc.spec.schema import Orientation, Spec, quantized_as
 from layoutc.spec.source import Path, Source
+
+_ROWS: Path = ("orientations", "rowwise")
+# What a recipe of state can't state, and why.
+_REFUSED: tuple[tuple[Path, str], ...] = (
+    (("gemm",), "no product reads state"),
+    (("files",), "files of other programs hold weights"),
+    (("tensor",), "each rank steps its own rows, so no scale may depend on those of others"),
+    (("scale", "history"), "a step reads what the step before it wrote, and nothing older"),
+    (("scale", "super"), "one launch reads gradients and writes codes, with the scales of their blocks"),
+    (("scale", "zero"), "moments of 0 are codes of 0"),
+    (("orientations", "columnwise"), "no product reads state, so it has one orientation"),
+    ((*_ROWS, "quantize"), "it has one orientation: write `element` and `scale` once"),
+    ((*_ROWS, "transform"), "no other operand undoes it"),
+    ((*_ROWS, "record"), "no product reads state"),
+)
 
 
 def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -102,6 +117,33 @@ def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic
         )
 
 
+def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """State has blocks of one row, whose scales follow from their values alone, rounded to nearest."""
+    if spec.use != "state":
+        return
+    use = source.value(("use",))
+    for where, why in _REFUSED:
+        if where in source.keys:
+            message = f"a recipe of state has no `{where[-1]}`"
+            yield source.find("LC338", message, source.key(where), use, why=why, help=f"delete `{where[-1]}`")
+    if spec.element.round != "nearest":
+        message = "elements of state are rounded to nearest"
+        yield source.find("LC338", message, source.value(("element", "round")), use, help="delete `round`")
+    if spec.orientations.rowwise.block.m != 1 or spec.orientations.rowwise.block.k == "all":
+        message = "blocks of state lie in one row, and have a size"
+        why = "ranks hold whole rows, so that no cut between them splits a block, and a launch holds whole blocks"
+        label = source.value((*_ROWS, "block"))
+        yield source.find("LC338", message, label, use, why=why, help="write `block: {m: 1, k: 256}`")
+
+
+def roots_are_of_state(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A square root keeps no sign, and weights have both."""
+    if spec.element.root and spec.use != "state":
+        message = "the square root of a weight keeps no sign"
+        help = "delete `root`, or add `use: state` for second moments"
+        yield source.find("LC338", message, source.value(("element", "root")), help=help)
+
+
 _SIZES = (2, 4, 8, 16, 32)
 
 
@@ -115,4 +157,11 @@ def _orientations(spec: Spec) -> Iterator[tuple[str, Orientation]]:
         yield "columnwise", spec.orientations.columnwise
 
 
-CHECKS = (candidates_round_to_nearest, transforms_are_sound, transforms_fit_blocks, transforms_have_one_scale)
+CHECKS = (
+    candidates_round_to_nearest,
+    transforms_are_sound,
+    transforms_fit_blocks,
+    transforms_have_one_scale,
+    state_is_plain,
+    roots_are_of_state,
+)
