@@ -21,7 +21,9 @@ ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> dynamic8_unsigned codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=ELEMENT_NAN)
+    return lt.to_codebook(
+        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=ELEMENT_NAN, DECADES=7, FIRST=2, ZERO=0
+    )
 
 
 @triton.jit

@@ -27,7 +27,14 @@ ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 def encode_of_scales(x, HARDWARE: tl.constexpr):
     """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x, STEPS=OF_SCALES_ELEMENT_STEPS, CODES=OF_SCALES_ELEMENT_CODES, COUNT=256, NAN=OF_SCALES_ELEMENT_NAN
+        x,
+        STEPS=OF_SCALES_ELEMENT_STEPS,
+        CODES=OF_SCALES_ELEMENT_CODES,
+        COUNT=256,
+        NAN=OF_SCALES_ELEMENT_NAN,
+        DECADES=7,
+        FIRST=1,
+        ZERO=127,
     )
 
 

@@ -5,11 +5,12 @@ Functions are those of `layoutc.runtime.triton`, and constants are their paramet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from layoutc.spec.formats import Format, codebook_order
+from layoutc.spec.formats import Format, codebook_order, codebook_thresholds
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
     """
     if fmt.values:
         tables: dict[str, Constant] = {"STEPS": Table("STEPS"), "CODES": Table("CODES")}
-        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode()}
+        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode(), **_dynamic(fmt)}
         return Codec(Conversion("to_codebook", tables))
     last = fmt.last
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
@@ -111,6 +112,21 @@ def encoding(fmt: Format, rounding: str) -> Codec:
         form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SUBNORMALS": fmt.subnormals, "SIGN_BIT": sign_bit}
         software = Conversion("to_codes", {**form, "LAST": last, "NAN": nan, "ROUNDING": rounding})
     return Codec(software, hardware, level)
+
+
+def _dynamic(fmt: Format) -> dict[str, Constant]:
+    """The constants of `steps_reached` for a dynamic map: decades up to 1, each with twice the steps of the one below.
+
+    None if a step does not lie between the line of its decade and one more, with room for what fp32 rounds."""
+    steps = codebook_thresholds(fmt) if is_long(fmt) else ()
+    zero = sum(step <= 0 for step in steps)
+    counted = [(step, count + 1 - zero if step > 0 else zero - count) for count, step in enumerate(steps)]
+    for first, decades in itertools.product((1, 2), range(1, 9)):
+        lines = [(first * 2**i * 10.0 ** (decades - 1 - i) / 0.9, first * 2**i * 8 / 9) for i in range(decades)]
+        at = [(min(a * abs(step) + b for a, b in lines) - (first - 1) - 0.21, count) for step, count in counted]
+        if at and all(count - 1 + 1e-3 <= value <= count - 1e-3 for value, count in at):
+            return {"DECADES": decades, "FIRST": first, "ZERO": zero}
+    return {}
 
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -81,13 +82,35 @@ def test_codes_that_count_up_need_no_table(count: int, first: int) -> None:
     """From the first on, and from 0 after the last of their bits: the order of values of two's complement."""
     size = 1 << (count - 1).bit_length()
     codes = tuple((first + place) % size for place in range(count))
-    assert lt.codes.in_order(codes)
+    assert lt.codebooks.in_order(codes)
     x = torch.arange(256, dtype=torch.float32)
     out = torch.empty(256, dtype=torch.int32)
     kernel: Any = encoded
     kernel[(1,)](x, out, tuple(float(place) for place in range(1, count)), codes, count, 256)
     assert out.tolist() == [codes[min(place, count - 1)] for place in range(256)]
     swapped = (codes[1], codes[0], *codes[2:])
-    assert not lt.codes.in_order(swapped)
+    assert not lt.codebooks.in_order(swapped)
     kernel[(1,)](x, out, tuple(float(place) for place in range(1, count)), swapped, count, 256)
     assert out.tolist() == [swapped[min(place, count - 1)] for place in range(256)]
+
+
+@triton.jit
+def as_the_recipe(x, out, ENCODE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, ENCODE(tl.load(x + at), 0))
+
+
+@pytest.mark.parametrize("name", ["adam_m8", "adam_v8"])
+def test_a_dynamic_map_is_looked_at_once(name: str) -> None:
+    """At each step, at the number before it and after it, at all values, and at bf16's numbers from -2 to 2."""
+    recipe = importlib.import_module(f"layoutc.recipes.{name}.kernels")
+    reference: Any = importlib.import_module(f"layoutc.recipes.{name}.reference")
+    steps, infinity = torch.tensor(reference.ELEMENT_STEPS), torch.tensor(float("inf"))
+    beside = [torch.nextafter(steps, -infinity), steps, torch.nextafter(steps, infinity)]
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = torch.cat([*beside, torch.tensor(reference.ELEMENT_VALUES), halves])
+    x = torch.cat([x, torch.zeros((1 << 17) - len(x))])
+    out = torch.empty(len(x), dtype=torch.int32)
+    kernel: Any = as_the_recipe
+    kernel[(1,)](x, out, recipe.encode, len(x))
+    assert torch.equal(out.to(torch.uint8), reference.encode(x))

@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.errors import PTXASError  # noqa: E402
 
 from layoutc.runtime.kernels import conversion_checks, direct, launch  # noqa: E402
-from layoutc.runtime.triton import comparisons as triton_comparisons  # noqa: E402
+from layoutc.runtime.triton import conversions as triton_comparisons  # noqa: E402
 from layoutc.runtime.triton.codes import to_codes, to_exponents, to_small_codes  # noqa: E402
 from layoutc.runtime.triton.tiles import pack  # noqa: E402
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import PTXASError
 
-from layoutc.runtime.triton.comparisons import COMPARISONS, count_kernel
+from layoutc.runtime.triton.conversions import COMPARISONS, count_kernel
 
 Comparison = tuple[str, Any, Any]  # name, the conversion, what must give the same codes
 TILE = (8, 512)  # rows and columns of a program

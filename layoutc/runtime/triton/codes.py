@@ -12,26 +12,12 @@ import triton.language as tl
 
 F32_MAX = tl.constexpr(3.4028234663852886e38)
 TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # in place of an offset
-COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by one; longer ones are searched by halves
 
 
 @triton.constexpr_function
 def power_above(size):
     """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
-
-
-@triton.constexpr_function
-def in_order(codes):
-    """Whether codes count up from the first, and go on at 0 after the last of their bits, as two's complement does."""
-    size = 1 << max(codes).bit_length()
-    return all(code == (codes[0] + place) % size for place, code in enumerate(codes))
-
-
-@triton.constexpr_function
-def last_of_bits(codes):
-    """The largest code that has the bits of the largest of these."""
-    return (1 << max(codes).bit_length()) - 1
 
 
 # ------------------------------------------------------------------------------------------------------ fp32 arithmetic
@@ -319,73 +305,3 @@ def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr, OFFSET
         return (codes - OFFSET).to(tl.float32) * (1.0 / (1 << FRACTION))
     HALF: tl.constexpr = 1 << (BITS - 1)
     return ((codes ^ HALF) - HALF).to(tl.float32) * (1.0 / (1 << FRACTION))
-
-
-@triton.jit
-def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr):
-    """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1."""
-    if COUNT > COMPARED:
-        reached = steps_reached(x, STEPS, COUNT)
-        if in_order(CODES):
-            codes = (reached + CODES[0]) & last_of_bits(CODES) if CODES[0] else reached
-        else:
-            codes = held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
-        return tl.where(isnan(x), NAN, codes)
-    codes = tl.full(x.shape, CODES[0], tl.int32)
-    for i in tl.static_range(COUNT - 1):
-        codes = tl.where(x >= STEPS[i], CODES[i + 1], codes)
-    return tl.where(isnan(x), NAN, codes)
-
-
-@triton.jit
-def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.constexpr):
-    """Codes -> fp32 values: VALUES[code]. codes: also what `looked_up` gives, which are values already.
-
-    HELD: the program holds the values in shared memory, unless it has fewer codes.
-    """
-    if codes.dtype == tl.float32:
-        return codes
-    if HELD and codes.numel > COUNT:
-        return held_at(codes, held(VALUES, COUNT, COUNT, 0, tl.float32))
-    values = tl.full(codes.shape, VALUES[0], tl.float32)
-    for i in tl.static_range(1, COUNT):
-        values = tl.where(codes == i, VALUES[i], values)
-    return values
-
-
-@triton.jit
-def steps_reached(x, STEPS: tl.constexpr, COUNT: tl.constexpr):
-    """How many of COUNT - 1 ascending STEPS are at most x, by halves: int32. A NaN reaches none."""
-    SIZE: tl.constexpr = power_above(COUNT)
-    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32)  # no x reaches those that fill the table up
-    reached = tl.zeros(x.shape, tl.int32)
-    for bit in tl.static_range(7, -1, -1):  # a code has at most 8
-        if 1 << bit < SIZE:
-            reached += tl.where(x >= held_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
-    return reached
-
-
-@triton.jit
-def held(VALUES: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
-    """A table that the program holds: the first COUNT of VALUES, then FILL, up to the power of two from ROOM on."""
-    SIZE: tl.constexpr = power_above(ROOM)
-    places = tl.arange(0, SIZE)
-    table = tl.full((SIZE,), FILL, DTYPE)
-    for i in tl.static_range(COUNT):
-        table = tl.where(places == i, VALUES[i], table)
-    return table
-
-
-@triton.jit
-def held_at(places, table):
-    """table[place] for each place, by way of shared memory."""
-    return tl.reshape(tl.gather(table, tl.reshape(places, (places.numel,)), 0), places.shape)
-
-
-@triton.jit
-def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The fp32 values of codes in the codebook that begins at FIRST, in memory, and has COUNT values, a power of two.
-
-    Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
-    """
-    return tl.load(codebooks + (FIRST + (codes & (COUNT - 1))))
