@@ -17,6 +17,8 @@ fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
 fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
 fp8_rowwise: E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1).
+grad_fp8: E4M3 gradients on the wire, rounded by random bits, under an FP32 scale for each 128.
+grad_int4: 4-bit gradients on the wire, mixed by a Hadamard matrix and rounded by random bits, in groups of 128.
 hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
 int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 int4_packed128: 4-bit integers in words, in groups of 128 under BF16 scales of amax / 7.5.
@@ -67,6 +69,8 @@ RECIPES = (
     "fp8_e5m2_current",
     "fp8_rowwise",
     "gptq",
+    "grad_fp8",
+    "grad_int4",
     "hybrid_fp8",
     "int4_group32",
     "int4_packed128",

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.cast.precompute import precompute_amaxes
-    from layoutc.runtime.fsdp2.exchange import exchange_gradients
+    from layoutc.runtime.fsdp2.exchange import exchange_gradients, explain_gradients
     from layoutc.runtime.product_mode import products
     from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.products.linear import products_without_kernel
@@ -32,6 +32,7 @@ _RUNTIME = {
     "check_ranks": "layoutc.runtime.train.check_ranks",
     "coverage": "layoutc.runtime.train.coverage",
     "exchange_gradients": "layoutc.runtime.fsdp2.exchange",
+    "explain_gradients": "layoutc.runtime.fsdp2.exchange",
     "explain_products": "layoutc.runtime.products.explain",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
@@ -55,6 +56,7 @@ __all__ = [
     "check_ranks",
     "coverage",
     "exchange_gradients",
+    "explain_gradients",
     "explain_products",
     "implicit_dequantizes",
     "inspect",

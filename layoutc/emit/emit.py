@@ -22,7 +22,7 @@ from layoutc.plan.kernels import NoKernels, plan_kernels
 from layoutc.plan.plan import Plan
 
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
-OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # which no rank gathers, and no product reads
+OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # and of gradients: nothing gathers them
 KERNELS = "kernels.py"  # of recipes that have kernels
 BINDINGS = "files.py"  # of recipes whose specs state files of other programs
 LINE_LENGTH = 120
@@ -60,7 +60,7 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     """A plan -> {file name: text}, not yet formatted. `sha256`: that of the spec file."""
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
-    state = plan.layout.use == "state"
+    state = plan.layout.use != "weight"
     files = {name: _render(f"{name}.j2", recipe) for name in (OF_STATE if state else FILES)}
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))

@@ -124,7 +124,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
     """The text of one recipe's files. `sha256`: that of the spec file."""
     layout, sizes = plan.layout, Sizes(plan.layout)
     planes = [_plane(plane, plan, sizes) for plane in layout.planes]
-    is_state = layout.use == "state"  # which nothing casts on gather
+    is_state = layout.use != "weight"  # which nothing casts on gather
     classes = [class_name(layout.name), cast_name(layout.name)][: 1 if is_state else 2]
     exported = sorted([*classes, *("Tensor", "CastTensor")[: len(classes)]])
     return RecipeText(

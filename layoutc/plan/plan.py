@@ -107,8 +107,9 @@ class Plan:
     @property
     def not_weights(self) -> str:
         """What the recipe is for, after "is", and why weights can't have it; "" if they can."""
-        if self.layout.use == "state":
-            return "for the state of optimizers, not for weights"
+        if self.layout.use != "weight":
+            what = "the state of optimizers" if self.layout.use == "state" else "gradients that ranks send"
+            return f"for {what}, not for weights"
         why = ""
         if self.layout.stochastic:
             why = "it rounds elements by random bits, so that a weight would be another one each time it is quantized"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Seed = int | Tensor
-_MASK = 0xFFFFFFFF
+_MASK, _WIDE = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _RAISE = 0x9E3779B9, 0xBB67AE85  # what is added to the key from one round to the next
 _ROUNDS = 10
@@ -35,6 +35,17 @@ def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit into 64 bits with a sign, and {seed} does not")
     return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed, of 64 bits with a sign, that follows from some numbers of 64 bits: by SplitMix64, one after another."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _WIDE
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WIDE
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WIDE
+        state ^= state >> 31
+    return state - (1 << 64) if state >> 63 else state
 
 
 def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:

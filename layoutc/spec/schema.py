@@ -20,7 +20,7 @@ Code = Annotated[int, Field(ge=0, le=255)]
 Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
 Value = float | int | bool | str
 RecordFields = Annotated[str, Field(max_length=200)]
-Use = Literal["weight", "state"]
+Use = Literal["weight", "state", "wire"]
 RecipeName = Annotated[str, Field(max_length=40)]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
 
@@ -274,7 +274,8 @@ class Spec(_Model):
     name: str = Field(description="the recipe's name, which is also the file's", max_length=40)
     summary: str = Field(description="one line: what this recipe is", min_length=1, max_length=100)
     use: Use = Field(
-        default="weight", description="what is held in it: weights, or the state of optimizers, such as moments"
+        default="weight",
+        description="what is held in it: weights, the state of optimizers (moments), or gradients that ranks send",
     )
     shape: Shape = Field(default_factory=Shape, description="what the weight's sizes must be multiples of")
     formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")

@@ -13,7 +13,9 @@ the last step and were not after the first; with --profile, where the card's tim
 trace of it for each variant.
 `layoutc:RECIPE` are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low`
 multiplies in low precision, `+by_layers` and `+on_gather` say who dequantizes (default: gathers, where that costs
-nothing), and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients).
+nothing), and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients), `+grad_fp8` and
+`+grad_int4` as codes of these recipes. Printed for each: bytes that a rank hands to collectives for gradients in a
+step, counted, and what layoutc.explain_gradients says of them.
 `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has
 that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture. With --turns N all variants are held at once and take N
@@ -32,8 +34,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
@@ -146,8 +148,9 @@ def build(
         layoutc.set_products_(model, "dequantize_on_gather")
     if "by_layers" in variant.split("+"):
         layoutc.set_products_(model, "dequantize")
-    if "exchange" in variant.split("+"):
-        layoutc.exchange_gradients(model)
+    for way in variant.split("+"):
+        if way == "exchange" or way.startswith("grad_"):
+            layoutc.exchange_gradients(model, None if way == "exchange" else way)
     adamw: dict[str, Any] = {"lr": 1e-4, "fused": True, "capturable": graph}
     if kind == "layoutc":
         optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
@@ -216,7 +219,14 @@ def prepared(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes
     if "low" in variant.split("+"):
         mode = partial(layoutc.products, "auto", saves=options.saves)
     trial = Trial(variant, batch, step, mode, torch.cuda.Stream() if options.graph else None)
-    trial.take(options.warm, device)
+    trial.take(options.warm - 1, device)
+    with counted_bytes() as sent:
+        trial.take(1, device)
+    said = sum(one.sends for one in layoutc.explain_gradients(model))
+    world = dist.get_world_size()
+    counted = sum(sent) * (world - 1) // world
+    if dist.get_rank() == 0:
+        print(f"{variant}: a rank sends {counted} bytes of gradients in a step, as explained: {said}", flush=True)
     trial.times, trial.held = [], []
     gc.collect()
     gc.freeze()  # what the variants before have left must not slow this one; torchtitan turns the collector off
@@ -227,6 +237,27 @@ def prepared(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes
         with trial.mode(), torch.cuda.stream(trial.stream):
             trial.step = captured(step, trial.stream)
     return trial
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """The bytes that a rank hands to each collective that sends gradients: parts of all ranks, its own among them."""
+    sent: list[int] = []
+
+    def counting(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = kwargs.get("input", args[1] if len(args) > 1 else None)
+        sent.append(values.nbytes)
+        return collective(*args, **kwargs)
+
+    names = ("all_to_all_single", "reduce_scatter_single", "reduce_scatter_tensor")
+    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    for name, collective in kept.items():
+        setattr(dist, name, partial(counting, collective))
+    try:
+        yield sent
+    finally:
+        for name, collective in kept.items():
+            setattr(dist, name, collective)
 
 
 def measured(trial: Trial, options: argparse.Namespace, device: torch.device) -> Run:

@@ -116,7 +116,7 @@ def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_pa
     (tmp_path / f"{other}.yaml").write_text(renamed, encoding="utf-8")
     result = pipeline.build([tmp_path / f"{other}.yaml"], tmp_path / "out", check=False)
     assert not result.diagnostics
-    for name in emit.OF_STATE if spec.use == "state" else emit.FILES:
+    for name in emit.OF_STATE if spec.use != "weight" else emit.FILES:
         ours = (ROOT / "generated" / path.stem / name).read_text(encoding="utf-8")
         theirs = (tmp_path / "out" / other / name).read_text(encoding="utf-8")
         back = theirs.replace(class_name(other), class_name(path.stem)).replace(other, path.stem)

@@ -4,6 +4,9 @@
 
 On two ranks a sum has one order, so gradients, losses and weights after steps are compared byte for byte: plain
 weights, quantized ones and ones that are cast on gather, eager, compiled, and captured in a CUDA graph.
+
+Gradients that travel as codes: kernels write the bytes of the recipes' references, and eager and captured
+steps give the same losses, gradients and weights, as random bits follow from counters.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
-from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
+from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, sum_in_order
 from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -45,13 +48,13 @@ class Block(nn.Module):
 def trained(
     use: str,
     way: str,
-    exchanges: bool,
+    exchanges: bool | str,
     device: torch.device,
     own: Mode | None = None,
     modes: Sequence[Mode] = (ON_GATHER,) * 6,
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses of six steps, the last gradients, and the bytes of weights. own: mode of each weight. modes: that of all
-    weights, in each step."""
+    """Losses of six steps, the last gradients, and the bytes of weights. exchanges: also the recipe of codes. own: mode
+    of each weight. modes: that of all weights, in each step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     kind, _, recipe = use.partition(":")
@@ -67,7 +70,7 @@ def trained(
         fully_shard(block, mp_policy=POLICY)
     fully_shard(model, mp_policy=POLICY)
     if exchanges:
-        layoutc.exchange_gradients(model)
+        layoutc.exchange_gradients(model, None if exchanges is True else exchanges)
     settings: dict[str, Any] = {"lr": 1e-3, "fused": True, "capturable": way == "captured"}
     optimizer: Any = (
         layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **settings)
@@ -125,12 +128,33 @@ def sums(device: torch.device) -> None:
                 assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0)), (ranks, numel, dtype)
 
 
+def codes(device: torch.device) -> None:
+    """Codes, scales, what they miss, and sums: of the kernels on a card, and of the reference on the host."""
+    for recipe in ("grad_fp8", "grad_int4"):
+        made = Codes(recipe)
+        for ranks, n in ((2, 4096), (3, 5000), (8, (1 << 18) + 7)):
+            for dtype in (torch.bfloat16, torch.float32):
+                values = (torch.randn(ranks, n, device=device) * torch.logspace(-42, 3, n, device=device)).to(dtype)
+                values[0, 1:4] = torch.tensor([float("inf"), float("nan"), -0.0], device=device)
+                rest = torch.randn(ranks, n, device=device) * 1e-3
+                found = []
+                for where in (device, torch.device("cpu")):
+                    seed, own = torch.tensor([2**62 + 77], device=where), rest.to(where, copy=True)
+                    rows, out = made.quantize(values.to(where), seed, own), torch.empty(n, device=where)
+                    made.add(rows, out, float(ranks), True, seed)
+                    assert int(seed) == 2**62 + 78
+                    planes = made.row(n).planes_in(rows).values()
+                    found.append([one.float().cpu().nan_to_num(7.0) for one in (*planes, own, out)])
+                assert all(map(torch.equal, *found)), (recipe, ranks, n, dtype)
+
+
 def main() -> None:
     """All forms; the first rank prints."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     sums(device)
+    codes(device)
     for use, way in FORMS:
         losses, held = trained(use, way, False, device)
         others, theirs = trained(use, way, True, device)
@@ -138,6 +162,14 @@ def main() -> None:
         assert all(map(torch.equal, held, theirs)), (use, way)
         if dist.get_rank() == 0:
             print(f"{use}, {way}: losses, gradients and weights equal, to {losses[-1]:.6f}", flush=True)
+    for recipe in ("grad_fp8", "grad_int4"):
+        for use in ("plain", "layoutc:nvfp4"):
+            eager = trained(use, "eager", recipe, device)
+            again = trained(use, "captured", recipe, device)
+            assert eager[0] == again[0], (use, recipe, eager[0], again[0])
+            assert all(map(torch.equal, eager[1], again[1])), (use, recipe)
+            if dist.get_rank() == 0:
+                print(f"{use}, {recipe}: eager and captured equal, to {eager[0][-1]:.6f}", flush=True)
     dist.destroy_process_group()
 
 

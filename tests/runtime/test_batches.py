@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
-SINGLE = ["nvfp4_gradient"]  # a seed for each matrix
+SINGLE = ["grad_fp8", "grad_int4", "nvfp4_gradient"]  # a seed for each matrix
 APART = ["fp8_channel_bf16"]  # a launch for each source
 GROUPED = [name for name in NAMES if name not in SINGLE]
 USABLE = launch.usable

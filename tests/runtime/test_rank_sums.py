@@ -16,7 +16,7 @@ from layoutc.runtime.fsdp2 import gradient_rows, steady_group
 from layoutc.runtime.fsdp2.gradient_rows import GradientRows
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.rank_chunks import rank_chunks
-from layoutc.runtime.kernels.rank_sums import rank_sum, scaling, sum_in_order
+from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling, sum_in_order
 from layoutc.runtime.triton.reductions import rank_sum_kernel
 
 
@@ -152,3 +152,52 @@ def padded_chunks(grad: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     parts = [part.flatten() for part in torch.chunk(grad, ranks)]
     parts += [grad.flatten()[:0]] * (ranks - len(parts))
     return [F.pad(part, (0, parts[0].numel() - part.numel())) for part in parts]
+
+
+def wide(ranks: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of all sizes, zeros and numbers below the least normal one among them; a NaN, and infinities."""
+    values = torch.randn(ranks, n, generator=torch.Generator().manual_seed(n)) * torch.logspace(-42, 4, n)
+    values[:, 1:4] = torch.tensor([float("inf"), float("nan"), -0.0])
+    values[:, -4:] = 0.0
+    return values.to(dtype)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit, but for the bits of NaN."""
+    return torch.equal(bits(one.nan_to_num(7.0)), bits(other.nan_to_num(7.0)))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("recipe", ["grad_fp8", "grad_int4"])
+@pytest.mark.parametrize(
+    ("ranks", "n", "dtype", "into", "keeps"),
+    [
+        (2, 4096, torch.bfloat16, torch.float32, False),
+        (3, 1000, torch.float32, torch.bfloat16, True),
+        (2, 130, torch.float16, torch.float32, True),
+    ],
+)
+def test_kernels_of_codes_are_the_reference(
+    recipe: str,
+    ranks: int,
+    n: int,
+    dtype: torch.dtype,
+    into: torch.dtype,
+    keeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes and scales for each rank, what codes miss, sums, and the seed after them."""
+    codes, values = Codes(recipe), wide(ranks, n, dtype)
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(launch, "usable", lambda *_, kernels=kernels: kernels)
+        seed, rest = torch.tensor([2**62 + 77]), torch.full((ranks, n), 1e-3) if keeps else None
+        rows, out = codes.quantize(values, seed, rest), torch.empty(n, dtype=into)
+        codes.add(rows, out, 3.0, True, seed)
+        assert seed.item() == 2**62 + 78
+        planes = [plane.float() for plane in codes.row(n).planes_in(rows).values()]
+        found.append([*planes, out.float(), *([] if rest is None else [rest])])
+    assert all(map(same, *found))
+    assert rest is None or rest.isfinite().all()
+    assert out[:128].isnan().all()
+    assert out[200:].isfinite().all()

@@ -1,15 +1,16 @@
-"""Gradients that FSDP2 reduces in fp32 travel in the dtype in which backward computed them, and are added up in fp32.
+"""Gradients that ranks send each other, to be added up in fp32 and in the order of ranks by the rank that keeps them.
 
 FSDP2 copies gradients in bf16 into a buffer in fp32 and reduce-scatters that. Here each rank sends every other one its
-part in bf16, half of the bytes, and the rank that keeps the sum adds up in fp32, in the order of ranks: the same
-numbers under the same arithmetic. It goes in by FSDP2's `set_custom_reduce_scatter`.
+part: as backward computed it, half of the bytes, for the same numbers under the same arithmetic; or as codes of a
+recipe, for a quarter or an eighth. It goes in by FSDP2's `set_custom_reduce_scatter`.
 """
 
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch, Turns, in_rows
-from layoutc.runtime.kernels.rank_sums import rank_sum
+from layoutc.runtime.installed import Recipe
+from layoutc.runtime.kernels.launch import FLOATS
+from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling
+from layoutc.runtime.random_bits import seed_of
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import without_torch_function
 
@@ -38,12 +42,12 @@ class _Kept:
     def __init__(self) -> None:
         self.grads: Sequence[Tensor] = ()
         self.dim = 0
-        self.values: Tensor | None = None  # in fp32, once something else was done with the buffer
+        self.values: Tensor | None = None  # in the buffer's dtype, once something else was done with it
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the gradients, which is one; fp32 once there are values in it."""
-        return self.grads[0].dtype if self.grads and self.values is None else torch.float32
+        """That of the gradients, which is one; of the values once there are some."""
+        return torch.float32 if not self.grads else self.grads[0].dtype if self.values is None else self.values.dtype
 
     def copied(self, ranks: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Each rank's chunks of the gradients in a row: (ranks, n / ranks)."""
@@ -53,18 +57,21 @@ class _Kept:
 
 
 class GradientBuffer(Tensor):
-    """The buffer in fp32 that FSDP2 asks for and copies gradients into; it keeps them in their own dtype.
+    """The buffer that FSDP2 asks for and copies gradients into; it keeps them in their own dtype.
 
-    (n,) or (ranks, n / ranks). Whatever else is done with it is done with values in fp32, which are kept from then on.
+    (n,) or (ranks, n / ranks). Whatever else is done with it is done with values in its dtype, which are kept from then
+    on.
     """
 
     kept: _Kept
     ranks: int
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], device: torch.device, ranks: int, kept: _Kept) -> GradientBuffer:
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, ranks: int, kept: _Kept
+    ) -> GradientBuffer:
         """kept: what views share."""
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.ranks, made.kept = ranks, kept
         return made
 
@@ -78,7 +85,7 @@ class GradientBuffer(Tensor):
             if func is Tensor.view and args[1:] == (args[0].ranks, -1):
                 buffer = args[0]
                 rows = buffer.ranks, buffer.numel() // buffer.ranks
-                return GradientBuffer(rows, buffer.device, buffer.ranks, buffer.kept)
+                return GradientBuffer(rows, buffer.dtype, buffer.device, buffer.ranks, buffer.kept)
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -89,18 +96,18 @@ class GradientBuffer(Tensor):
         if func is torch.ops.aten.view.default:
             buffer, shape = args
             viewed = torch.empty(buffer.shape, device="meta").view(shape)
-            return GradientBuffer(viewed.shape, buffer.device, buffer.ranks, buffer.kept)
-        args = [one.in_fp32() if isinstance(one, GradientBuffer) else one for one in args]
+            return GradientBuffer(viewed.shape, buffer.dtype, buffer.device, buffer.ranks, buffer.kept)
+        args = [one.in_values() if isinstance(one, GradientBuffer) else one for one in args]
         return func(*args, **(kwargs or {}))
 
     @staticmethod
     def _keep(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: GradientBuffer) -> None:
         out.kept.grads, out.kept.dim = tuple(grads), dim
 
-    def in_fp32(self) -> Tensor:
-        """The values, in fp32 from now on."""
+    def in_values(self) -> Tensor:
+        """The values, in the buffer's dtype from now on."""
         if self.kept.values is None:
-            self.kept.values = self.kept.copied(self.ranks, torch.float32, self)
+            self.kept.values = self.kept.copied(self.ranks, self.dtype, self)
         return self.kept.values.view(self.shape)
 
 
@@ -113,54 +120,156 @@ class Exchange:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer of a reduction, or its result."""
         (numel,) = size
-        if self._turns.is_result(int(numel)) or dtype is not torch.float32:
+        if self._turns.is_result(int(numel)) or not self.takes(dtype):
             return torch.empty(*size, dtype=dtype, device=device)
-        return GradientBuffer((int(numel),), device, self._ranks, _Kept())
+        return GradientBuffer((int(numel),), dtype, device, self._ranks, _Kept())
 
-    @staticmethod
-    def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether gradients whose sum has this dtype may travel otherwise than FSDP2 would send them."""
+        return dtype is torch.float32
+
+    def joined(self, grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The buffer of a reduction, (numel,), with gradients in it."""
-        if dtype is not torch.float32:
+        if not self.takes(dtype):
             return CopiesInOneLaunch.joined(grads, ranks, numel, dtype)
-        made = GradientBuffer((numel,), grads[0].device, ranks, _Kept())
+        made = GradientBuffer((numel,), dtype, grads[0].device, ranks, _Kept())
         made.kept.grads = tuple(grads)
         return made
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """The rank's part of the sum or the mean, on the current stream. Other operations, and gradients in fp32, are
-        reduce-scattered as FSDP2 would.
+        """The rank's part of the sum or the mean, on the current stream. Other operations, and what `exchanged` leaves,
+        are reduce-scattered as FSDP2 would.
         """
-        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self._ranks}.get(getattr(op, "op", op))
-        is_narrow = isinstance(input_tensor, GradientBuffer) and input_tensor.kept.dtype in NARROW
-        if not is_narrow or divisor is None or async_op:
-            plain = input_tensor.in_fp32() if isinstance(input_tensor, GradientBuffer) else input_tensor
-            work: dist.Work | None = _reduce_scatter(output_tensor, plain, group=group, op=op, async_op=async_op)
-            return work
-        kept = cast(GradientBuffer, input_tensor).kept
-        values = kept.copied(self._ranks, kept.dtype, input_tensor)
+        by = None if async_op or not isinstance(input_tensor, GradientBuffer) else _scaling(op, self._ranks)
+        if by is not None and self.exchanged(output_tensor, cast(GradientBuffer, input_tensor), group, by):
+            return None
+        self.leaves(input_tensor, op)
+        plain = input_tensor.in_values() if isinstance(input_tensor, GradientBuffer) else input_tensor
+        work: dist.Work | None = _reduce_scatter(output_tensor, plain, group=group, op=op, async_op=async_op)
+        return work
+
+    def leaves(self, given: Tensor, op: Any) -> None:
+        """Is told of what is reduced as FSDP2 would."""
+
+    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: _By) -> bool:
+        """Exchanges gradients as they are, and adds up what is received; False if they are in fp32."""
+        kept = buffer.kept
+        if kept.dtype not in NARROW or by.divisor is None:
+            return False
+        values = kept.copied(self._ranks, kept.dtype, buffer)
         received = torch.empty_like(values)
         dist.all_to_all_single(received, values, group=group)
-        rank_sum(received, output_tensor, divisor)
-        return None
+        rank_sum(received, out, by.divisor)
+        return True
 
 
-def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
-    """Makes FSDP2 send gradients in bf16 or fp16 as they are and add them up in fp32, in all modules of `model`.
+class ExchangeOfCodes(Exchange):
+    """As `Exchange`, of gradients that are quantized for the rank that keeps their sum."""
 
-    Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. It acts where the
-    policy's param_dtype is bf16 or fp16 and its reduce_dtype fp32. Half of the bytes travel. Gradients of two ranks are
-    those of FSDP2's own reduce-scatter to the bit; of more, sums are in the order of ranks. Gradients that were
-    accumulated without synchronization, in fp32, travel in fp32.
+    def __init__(self, ranks: int, codes: Codes, seed: int, error_feedback: bool, name: str) -> None:
+        """seed: of random bits of this rank and group. name: of the module, for a warning."""
+        super().__init__(ranks)
+        self.codes, self.feeds_back, self.left = codes, error_feedback, ""
+        self._name, self._seed, self._seeds = name, seed, dict[torch.device, Tensor]()
+        self._rest: Tensor | None = None
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Gradients in any dtype that kernels read."""
+        return dtype in FLOATS
+
+    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: _By) -> bool:
+        """Exchanges codes of gradients, and adds up what these stand for."""
+        kept = buffer.kept
+        if kept.dtype not in FLOATS:
+            return False
+        values = kept.values if kept.values is not None else kept.copied(self._ranks, kept.dtype, buffer)
+        values = values.view(self._ranks, -1)
+        seed = self._seed_on(out.device)
+        sent = self.codes.quantize(values, seed, self._rest_like(values) if self.feeds_back else None)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        self.codes.add(received, out, by.number, by.divides, seed)
+        return True
+
+    def leaves(self, given: Tensor, op: Any) -> None:
+        """Says once why gradients of this group are not exchanged: `left`, for `explain_gradients`."""
+        dtype = given.kept.dtype if isinstance(given, GradientBuffer) else given.dtype
+        kind = "PREMUL_SUM by a tensor" if _scaling(op, self._ranks) is None else "an asynchronous call"
+        reason = kind if dtype in FLOATS else f"gradients in {dtype}"
+        if not self.left:
+            name = f"of {self._name}" if self._name else "of the root"
+            warnings.warn(
+                f"exchange_gradients: gradients {name} are reduced by FSDP2's own reduce-scatter, not sent as "
+                f"{self.codes.layout.name}: {reason}",
+                stacklevel=2,
+            )
+        self.left = reason
+
+    def _seed_on(self, device: torch.device) -> Tensor:
+        if device not in self._seeds:
+            self._seeds[device] = torch.full((1,), self._seed, dtype=torch.int64, device=device)
+        return self._seeds[device]
+
+    def _rest_like(self, values: Tensor) -> Tensor:
+        """What codes have missed so far; zeros where other parameters had gradients in the step before."""
+        if self._rest is None or self._rest.shape != values.shape:
+            self._rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+        return self._rest
+
+
+class _By(NamedTuple):
+    """What a sum over ranks is divided or multiplied by. divisor: a whole number that it is divided by, if one is."""
+
+    number: float
+    divides: bool
+    divisor: int | None
+
+
+def _scaling(op: Any, ranks: int) -> _By | None:
+    """Of one of torch's operations; None if it is no sum, or of numbers that a tensor holds."""
+    kind = getattr(op, "op", op)
+    if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        divisor = 1 if kind == dist.ReduceOp.SUM else ranks
+        return _By(*scaling(divisor), divisor)
+    factor = op.__getstate__()[1] if kind == dist.ReduceOp.PREMUL_SUM else None
+    return _By(factor, False, None) if isinstance(factor, float) else None
+
+
+def exchange_gradients(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    across_hosts: bool = False,
+    seed: int = 0,
+    error_feedback: bool = False,
+) -> None:
+    """Makes ranks send each other gradients and add them up in fp32, in all modules of `model` that FSDP2 shards.
+
+    Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. Sums are in the
+    order of ranks, so that the same gradients give the same bytes on any host.
+
+    recipe: None: gradients in bf16 or fp16 are sent as they are, where the policy's param_dtype is one of these and its
+    reduce_dtype fp32. Half of the bytes travel. Gradients of two ranks are those of FSDP2's own reduce-scatter to the
+    bit. Gradients that were accumulated without synchronization, in fp32, travel in fp32. A recipe, as "grad_fp8" or
+    "grad_int4": gradients of any dtype are quantized for the rank that keeps their sum; an infinite or NaN gradient
+    makes its block of the sum NaN.
+
+    seed: which the random bits follow from that elements of some recipes are rounded by, with the rank, the group, the
+    number of reductions before and the place of the gradient. error_feedback: what codes miss is added to the next
+    gradients; it takes 4 bytes on each rank for each parameter of the model, not of the shard.
 
     across_hosts: every rank sends to every other one, so that a host of n ranks sends up to n / 2 times as much to
-    other hosts as a ring in fp32 would; False refuses that. Raises LayoutError there, on all ranks; for a model that
-    FSDP2 does not shard; and where no gradients are narrower than their sums.
+    other hosts as a ring in fp32 would, without a recipe; False refuses that. Raises LayoutError there, on all ranks;
+    for a model that FSDP2 does not shard; where no gradients are narrower than their sums, without a recipe; and for a
+    recipe whose scales do not follow from blocks of rows. Raises ValueError for what names no recipe.
     """
+    names = {module: name for name, module in model.named_modules()}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
+    codes = None if recipe is None else Codes(recipe)
     found = {module: registry.reductions(module) for module in modules}
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
@@ -171,12 +280,13 @@ def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
         module: one.over
         for module, reductions in found.items()
         for one in reductions
-        if one.into is torch.float32 and one.dtypes & {*NARROW}
+        if codes is not None or (one.into is torch.float32 and one.dtypes & {*NARROW})
     }
     if not acts:
         raise LayoutError(
             "exchange_gradients has nothing to do: FSDP2 sends this model's gradients in the dtype they have. Call "
-            "fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            "fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), "
+            "or name a recipe of gradients, whose spec has `use: wire`: layoutc.exchange_gradients(model, recipe)"
         )
     hosts = {} if across_hosts else {group: _hosts(group) for group in dict.fromkeys(acts.values())}
     if apart := [(group.size(), count) for group, count in hosts.items() if count > 1]:
@@ -185,9 +295,66 @@ def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
             "send to all others. Shard within hosts (a mesh of two dims, replicate and shard), or pass "
             "across_hosts=True where the hosts' links have room for it"
         )
-    for module, group in acts.items():
-        if group.size() > 1:
-            module.set_custom_reduce_scatter(cast(Any, Exchange(group.size())))
+    for number, (module, group) in enumerate(acts.items()):
+        ranks = group.size()
+        if ranks > 1 and codes is not None:
+            own = seed_of(seed, number, dist.get_rank())
+            made = ExchangeOfCodes(ranks, codes, own, error_feedback, names[module])
+            module.set_custom_reduce_scatter(cast(Any, made))
+        elif ranks > 1:
+            module.set_custom_reduce_scatter(cast(Any, Exchange(ranks)))
+
+
+class ExplainedReduction(NamedTuple):
+    """How the gradients of the parameters travel that FSDP2 gathers together.
+
+    name: of their module; "": the root. into: the dtype of sums. way: "reduce-scatter", FSDP2's own, with `reason`
+    where an exchange was asked for and is not possible; "exchange", of gradients as they are; or the recipe's name.
+    sends: bytes that a rank sends others in a step. keeps: bytes that error feedback takes on each rank.
+    """
+
+    name: str
+    ranks: int
+    into: torch.dtype | None
+    way: str
+    sends: int
+    keeps: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """A line for a reader."""
+        because = f": {self.reason}" if self.reason else ""
+        keeps = f", {self.keeps} bytes of error feedback" if self.keeps else ""
+        into = "" if self.into is None else f" into {self.into}"
+        return f"{self.name or 'root'}: {self.way}{into} over {self.ranks} ranks, {self.sends} bytes{keeps}{because}"
+
+
+def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
+    """How the gradients of each group of a model's parameters travel, as `exchange_gradients` has set; runs nothing.
+
+    Frozen parameters and groups of one rank are left out. Raises RuntimeError for an FSDP2 that is not known.
+    """
+    found = []
+    for name, module in model.named_modules():
+        for one in registry.reductions(module):
+            ranks = one.over.size()
+            if ranks == 1 or not one.numel:
+                continue
+            way, keeps, reason, each = "reduce-scatter", 0, "", (one.into or max(one.dtypes, key=_size)).itemsize
+            if isinstance(one.by, ExchangeOfCodes):
+                way, reason = one.by.codes.layout.name, one.by.left
+                keeps = 4 * ranks * one.numel if one.by.feeds_back else 0
+                way = "reduce-scatter" if reason else way
+            elif isinstance(one.by, Exchange):
+                way, each = "exchange", max(one.dtypes, key=_size).itemsize
+            coded = isinstance(one.by, ExchangeOfCodes) and not reason
+            nbytes = one.by.codes.row(one.numel).nbytes if coded else one.numel * each
+            found.append(ExplainedReduction(name, ranks, one.into, way, (ranks - 1) * nbytes, keeps, reason))
+    return found
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _hosts(group: Any) -> int:

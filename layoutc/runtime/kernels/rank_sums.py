@@ -1,13 +1,27 @@
-"""Sums over ranks of what each has sent, in fp32 and in the order of ranks."""
+"""Sums over ranks of what each has sent, in fp32 and in the order of ranks: of values, or of codes of a recipe.
+
+As codes, a rank's chunks of a group's gradients are one row of n values, as FSDP2 lays them; n is filled up with zeros
+to a multiple of the recipe's blocks. The row is quantized as one row of a matrix, and travels as its planes, one after
+the other. Whoever keeps the sum dequantizes what each rank sent, and adds that up.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+from importlib import import_module
+from itertools import accumulate
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime import installed
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch import Launches
 
@@ -15,6 +29,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.kernels.direct import Bound
 
 TILE, WARPS = 4096, 8
+CODES_TILE, CODES_WARPS = 2048, 4
 _bound: Launches[Bound] = Launches()
 
 
@@ -55,3 +70,165 @@ def _bind(parts: Tensor, out: Tensor, divisor: int) -> Bound:
 def scaling(divisor: int) -> tuple[float, bool]:
     """The kernel's number, and whether it divides by that: the inverse of a power of two is exact, and costs less."""
     return (float(divisor), True) if divisor & (divisor - 1) else (1 / divisor, False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- codes
+UNIT = 16  # planes begin at multiples of so many bytes of a row
+SIDE = "rowwise"  # the orientation that travels
+MOST_PLANES = 3  # that kernels write and read: codes, scales, zero points
+
+
+class Row(NamedTuple):
+    """What a rank is sent of n values, filled up to k: names, dtypes and entries of planes, and where they begin."""
+
+    k: int
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    entries: tuple[int, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Entries from a plane's row to the next one's."""
+        return tuple(self.nbytes // dtype.itemsize for dtype in self.dtypes)
+
+    def planes_in(self, rows: Tensor) -> dict[str, Tensor]:
+        """Views of (ranks, nbytes) uint8, as (ranks, entries) of each plane's dtype."""
+        found = {}
+        for name, dtype, entries, start in zip(self.names, self.dtypes, self.entries, self.starts, strict=True):
+            found[name] = rows[:, start : start + entries * dtype.itemsize].view(dtype)
+        return found
+
+
+class Codes:
+    """A recipe for gradients on the wire. Raises LayoutError for one whose planes don't follow from each row alone."""
+
+    def __init__(self, recipe: installed.Recipe) -> None:
+        self._module: ModuleType = installed.find(recipe)
+        self.layout: Layout = self._module.LAYOUT
+        if reason := self._refused():
+            raise LayoutError(
+                f"exchange_gradients: {self.layout.name} can't hold gradients on the wire: {reason}. Recipes that can "
+                "have `use: wire` in their specs"
+            )
+        self._launches: Launches[Any] = Launches()
+
+    def _refused(self) -> str:
+        layout = self.layout
+        if layout.takes_amax((SIDE,)) or layout.history:
+            return "its scales depend on an amax of the whole matrix, which ranks would have to agree on"
+        names = layout.sources.get(SIDE, ())
+        if not names or len(names) > MOST_PLANES:
+            return f"it has no {SIDE} orientation of {MOST_PLANES} planes at most"
+        if any(layout.stored[name].rows_per_value != 1 for name in names) or layout.multiple_m != 1:
+            return "its blocks cover several rows, and each rank is sent a row of its own"
+        return ""
+
+    @cached_property
+    def _kernels(self) -> Any:
+        """The recipe's kernels; None if the reference quantizes, or there is no Triton."""
+        found: Any = import_module(f"{self._module.__name__}.kernels").KERNELS
+        return None if found.quantize_tile is None or found.codebooks else found
+
+    def row(self, n: int) -> Row:
+        """What is sent of n values."""
+        return _row(self.layout, n)
+
+    # ---------------------------------------------------------------------------------------------------- what is sent
+    def quantize(self, values: Tensor, seed: Tensor, rest: Tensor | None = None) -> Tensor:
+        """(ranks, n) contiguous, in fp32, bf16 or fp16 -> (ranks, nbytes) uint8: a row for each rank, by one launch.
+
+        seed: (1,) int64, that random bits follow from. rest: (ranks, n) fp32: it is added before, and takes what codes
+        miss of the sum; 0 where that is not finite.
+        """
+        ranks, n = values.shape
+        row = self.row(n)
+        rows = torch.empty(ranks, row.nbytes, dtype=torch.uint8, device=values.device)
+        if launch.usable(values) and launch.usable(rows) and self._kernels is not None:
+            self._quantizing(values, seed, rest, rows, row)
+        else:
+            self._quantize_by_reference(values, seed, rest, rows, row)
+        return rows
+
+    def _quantize_by_reference(self, values: Tensor, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
+        n = values.shape[1]
+        whole = values if rest is None else values.to(torch.float32) + rest
+        seeded = {"seed": seed} if self.layout.stochastic else {}
+        made = self._module.quantize_reference(F.pad(whole, (0, row.k - n)), orientations=(SIDE,), **seeded)
+        for name, plane in row.planes_in(rows).items():
+            plane.copy_(made[name])
+        if rest is not None:
+            missed = whole - self._dequantized(rows, row)[:, :n]
+            rest.copy_(torch.where(missed.isfinite(), missed, 0.0))
+
+    def _dequantized(self, rows: Tensor, row: Row) -> Tensor:
+        planes = {name: plane.contiguous() for name, plane in row.planes_in(rows).items()}
+        values: Tensor = self._module.dequantize_reference(planes, rows.shape[0], row.k, SIDE)
+        return values
+
+    def _quantizing(self, values: Tensor, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
+        from layoutc.runtime.kernels import direct
+        from layoutc.runtime.triton.kernels import quantize_rows_kernel
+
+        p0, p1, p2 = _three(row.planes_in(rows).values())
+        tensors = [one for one in (values, rest, p0, p1, p2, seed) if one is not None]
+        key = "quantize", values.shape, values.dtype, values.device, rest is not None
+        if (bound := self._launches.get(key)) is None:
+            ranks, n = values.shape
+            kernels = self._kernels
+            input_max = torch.finfo(values.dtype).max if kernels.takes_input_max else None
+            gaps = _three([stride - entries for stride, entries in zip(row.strides, row.entries, strict=True)])
+            fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE
+            constants = direct.Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)))
+            args = values, rest, p0, p1, p2, seed, input_max, None, ranks, n, row.k, *gaps
+            grid = (ranks * cdiv(row.k, CODES_TILE),)
+            bound = direct.Bound(quantize_rows_kernel, grid, args, CODES_WARPS, None, constants)
+            self._launches[key] = bound
+        bound(*tensors)
+
+    # ------------------------------------------------------------------------------------------------ what was received
+    def add(self, rows: Tensor, out: Tensor, number: float, divides: bool, seed: Tensor | None = None) -> None:
+        """(ranks, nbytes) uint8 -> the sum over ranks into `out`, (n,), by one launch: in fp32, in their order.
+
+        number: what the sum is multiplied by, or divided by if it `divides`; `out` gets that, rounded once to its
+        dtype. seed: (1,) int64, which becomes the next one.
+        """
+        row = self.row(out.numel())
+        if launch.usable(rows) and launch.usable(out, out.dtype) and self._kernels is not None:
+            self._adding(rows, out, number, divides, seed, row)
+            return
+        total = sum_in_order(self._dequantized(rows, row)[:, : out.numel()])
+        by = torch.full((), number, dtype=torch.float32, device=out.device)  # a card multiplies by a number's inverse
+        out.copy_(total / by if divides else total * by)
+        if seed is not None:
+            seed += 1
+
+    def _adding(self, rows: Tensor, out: Tensor, number: float, divides: bool, seed: Tensor | None, row: Row) -> None:
+        from layoutc.runtime.kernels import direct
+        from layoutc.runtime.triton.kernels import sum_rows_kernel
+
+        p0, p1, p2 = _three(row.planes_in(rows).values())
+        key = "add", rows.shape, out.shape, out.dtype, out.device, number, divides, seed is None
+        if (bound := self._launches.get(key)) is None:
+            n = out.numel()
+            fixed = self._kernels.dequantize_tile, divides, CODES_TILE
+            constants = direct.Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(out.device)))
+            args = p0, p1, p2, out, seed, None, rows.shape[0], n, row.k, *_three(row.strides), number
+            bound = direct.Bound(sum_rows_kernel, (cdiv(row.k, CODES_TILE),), args, CODES_WARPS, None, constants)
+            self._launches[key] = bound
+        bound(*[one for one in (p0, p1, p2, out, seed) if one is not None])
+
+
+@lru_cache(maxsize=4096)
+def _row(layout: Layout, n: int) -> Row:
+    k = up(n, layout.multiple_k)
+    facts = layout.written(1, k, (SIDE,))
+    *starts, nbytes = accumulate([up(one.nbytes, UNIT) for one in facts.values()], initial=0)
+    dtypes, entries = zip(*[(one.dtype, one.shape[-1]) for one in facts.values()], strict=True)
+    return Row(k, tuple(facts), dtypes, entries, tuple(starts), nbytes)
+
+
+def _three(given: Iterable[Any]) -> tuple[Any, ...]:
+    """Filled up to the planes that kernels take."""
+    return (*given, None, None)[:MOST_PLANES]

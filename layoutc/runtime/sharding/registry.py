@@ -337,12 +337,14 @@ class Reduced:
     """How FSDP2 reduces gradients of parameters that it gathers together.
 
     over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
-    same.
+    same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter.
     """
 
     over: dist.ProcessGroup
     dtypes: frozenset[torch.dtype]
     into: torch.dtype | None
+    numel: int
+    by: Any
 
 
 def reductions(module: nn.Module) -> list[Reduced]:
@@ -351,12 +353,15 @@ def reductions(module: nn.Module) -> list[Reduced]:
     state = states[module]() if module in states else None
     found = []
     for group in _groups(state) if isinstance(state, state_class) else []:
-        _check(group, ("fsdp_params", "mp_policy"))
+        _check(group, ("fsdp_params", "mp_policy", "_reduce_scatter_comm"))
+        trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+        numel = sum(param.padded_sharded_param_size.numel() for param in trained)
         meshes: list[Any] = [param.mesh_info for param in group.fsdp_params[:1]]
         given = {param.sharded_param.dtype for param in group.fsdp_params}
         dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
         for mesh in compress(meshes, [isinstance(mesh, mesh_class) for mesh in meshes]):
-            found.append(Reduced(mesh.shard_process_group, dtypes, group.mp_policy.reduce_dtype))
+            sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm
+            found.append(Reduced(mesh.shard_process_group, dtypes, *sums))
     return found
 
 

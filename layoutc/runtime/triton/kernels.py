@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import largest_of
+from layoutc.runtime.triton.blocks import largest_of, to_float
 from layoutc.runtime.triton.reductions import measured_rows
 from layoutc.runtime.triton.tiles import load_runs, round_up, store, tile_of, to_dtype
 
@@ -238,3 +238,64 @@ def lay_out_kernel(
     buffers = (b0, b1, b2, b3, b4, b5)
     at = (row, column, m, k)
     LAY_OUT(planes, buffers, at, SWIZZLED, WORDS, TILE_M, TILE_K, HARDWARE)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,  # (ranks, n) in fp32, bf16 or fp16
+    rest,  # (ranks, n) fp32 that is added to x, and takes what codes miss of the sum; None: x alone
+    p0, p1, p2,  # (ranks, entries) to write: planes of (ranks, k), for n filled up with zeros to k
+    seed,  # (1,) int64, of random bits; None: elements are rounded to nearest
+    input_max,  # the largest value of x's dtype, if scales depend on it
+    none,  # None: Triton takes no literal one in tuples
+    ranks, n, k, gap0, gap1, gap2,  # gap: entries between the end of a plane's row and the next one's begin
+    QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
+    TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantizes what each rank is sent: a program reads TILE values of a row, and writes their codes and scales."""
+    row, column = tile_of(ranks, k, 1, TILE)
+    tile = load_runs(x, row, column, ranks, n, n, 1, 1, TILE, 1, EVEN)
+    if rest is not None:
+        tile = to_float(tile) + load_runs(rest, row, column, ranks, n, n, 1, 1, TILE, 1, EVEN)
+    p0 += row * gap0  # tile functions place a row as if nothing lay between rows
+    if p1 is not None:
+        p1 += row * gap1
+    if p2 is not None:
+        p2 += row * gap2
+    QUANTIZE(
+        tile, (x, n, 1), (none, input_max, seed, none, none), (p0, p1, p2, none, none, none),
+        (none, none, none, none, none, none), (row, column, ranks, k, 0, 0), True, False, False, EVEN, HARDWARE,
+    )  # fmt: skip
+    if rest is not None:
+        tl.debug_barrier()  # other threads have written what this one reads
+        planes = (p0, p1, p2, none, none, none, none)
+        missed = tile - DEQUANTIZE(planes, none, (row, column, ranks, k), True, False, 1, TILE, EVEN, HARDWARE)
+        store(rest, tl.where(tl.abs(missed) < float("inf"), missed, 0.0), row, column, ranks, n, EVEN)
+
+
+@triton.jit
+def sum_rows_kernel(
+    p0, p1, p2,  # planes of n values of each rank, as quantize_rows_kernel writes them
+    out,  # (n,) to write
+    seed,  # (1,) int64, which becomes the next; None: stays
+    none, ranks, n, k, stride0, stride1, stride2,  # entries from one rank's part of a plane to the next
+    number,  # that the sum is divided or multiplied by
+    DEQUANTIZE: tl.constexpr, DIVIDE: tl.constexpr,
+    TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """out[i] = what rank 0 sent + what rank 1 sent + ..., in fp32, divided or multiplied by number."""
+    row, column = tile_of(1, k, 1, TILE)
+    planes = (p0, p1, p2, none, none, none, none)
+    total = DEQUANTIZE(planes, none, (row, column, 1, k), True, False, 1, TILE, EVEN, HARDWARE)
+    for _ in range(1, ranks):
+        p0 += stride0
+        if p1 is not None:
+            p1 += stride1
+        if p2 is not None:
+            p2 += stride2
+        planes = (p0, p1, p2, none, none, none, none)
+        total += DEQUANTIZE(planes, none, (row, column, 1, k), True, False, 1, TILE, EVEN, HARDWARE)
+    total = tl.div_rn(total, tl.full((1, TILE), 0.0, tl.float32) + number) if DIVIDE else total * number
+    store(out, to_dtype(total, out.dtype.element_ty, HARDWARE), row, column, 1, n, EVEN)
+    if seed is not None:
+        tl.store(seed, tl.load(seed) + 1, mask=tl.program_id(0) == 0)

@@ -1,4 +1,5 @@
-"""Checks of what a spec does to values besides scaling them: rounding by random bits, transforms; and of state."""
+"""Checks of what a spec does to values besides scaling them: rounding by random bits, transforms; and of what is no
+weight."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from layoutc.spec.schema import Orientation, Spec, quantized_as
 from layoutc.spec.source import Path, Source
 
 _ROWS: Path = ("orientations", "rowwise")
-# What a recipe of state can't state, and why.
+# What a recipe of state, or of gradients on the wire, can't state, and why.
 _REFUSED: tuple[tuple[Path, str], ...] = (
-    (("gemm",), "no product reads state"),
+    (("gemm",), "no product reads it"),
     (("files",), "files of other programs hold weights"),
-    (("tensor",), "each rank steps its own rows, so no scale may depend on those of others"),
+    (("tensor",), "each rank quantizes its own rows, so no scale may depend on those of others"),
     (("scale", "history"), "a step reads what the step before it wrote, and nothing older"),
     (("scale", "super"), "one launch reads gradients and writes codes, with the scales of their blocks"),
-    (("scale", "zero"), "moments of 0 are codes of 0"),
-    (("orientations", "columnwise"), "no product reads state, so it has one orientation"),
+    (("scale", "zero"), "values of 0 are codes of 0"),
+    (("orientations", "columnwise"), "no product reads it, so it has one orientation"),
     ((*_ROWS, "quantize"), "it has one orientation: write `element` and `scale` once"),
     ((*_ROWS, "transform"), "no other operand undoes it"),
-    ((*_ROWS, "record"), "no product reads state"),
+    ((*_ROWS, "record"), "no product reads it"),
 )
 
 
@@ -118,19 +119,22 @@ def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic
 
 
 def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """State has blocks of one row, whose scales follow from their values alone, rounded to nearest."""
-    if spec.use != "state":
+    """State and gradients on the wire have blocks of one row, whose scales follow from their values alone. State is
+    rounded to nearest, as it is not sent; and no operand undoes a transform of it."""
+    if spec.use == "weight":
         return
+    is_state = spec.use == "state"
+    what = "state" if is_state else "gradients on the wire"
     use = source.value(("use",))
     for where, why in _REFUSED:
-        if where in source.keys:
-            message = f"a recipe of state has no `{where[-1]}`"
+        if where in source.keys and (is_state or where[-1] != "transform"):
+            message = f"a recipe of {what} has no `{where[-1]}`"
             yield source.find("LC338", message, source.key(where), use, why=why, help=f"delete `{where[-1]}`")
-    if spec.element.round != "nearest":
+    if is_state and spec.element.round != "nearest":
         message = "elements of state are rounded to nearest"
         yield source.find("LC338", message, source.value(("element", "round")), use, help="delete `round`")
     if spec.orientations.rowwise.block.m != 1 or spec.orientations.rowwise.block.k == "all":
-        message = "blocks of state lie in one row, and have a size"
+        message = f"blocks of {what} lie in one row, and have a size"
         why = "ranks hold whole rows, so that no cut between them splits a block, and a launch holds whole blocks"
         label = source.value((*_ROWS, "block"))
         yield source.find("LC338", message, label, use, why=why, help="write `block: {m: 1, k: 256}`")
