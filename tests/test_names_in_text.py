@@ -33,7 +33,7 @@ OTHERS = {  # torch's, transformers', accelerate's, Lightning's, torchtitan's, Y
     *("triton_op", "redistribute", "transformers", "Trainer", "null", "optimizer_cls_and_kwargs", "save_model"),
     *("from_pretrained", "configure_model", "llama3", "llama3_8b", "save_state", "load_state"),
     *("parameters_to_vector", "resize_token_embeddings", "cpu_offload", "init_empty_weights"),
-    *("load_checkpoint_and_dispatch", "DPOTrainer", "GRPOTrainer"),
+    *("load_checkpoint_and_dispatch", "DPOTrainer", "GRPOTrainer", "use_deterministic_algorithms"),
     *(
         "replicate",
         "_composable",
