@@ -62,7 +62,7 @@ RUNTIME = {
         "torch",
     ),
     "runtime.train": (
-        "runtime runtime.sharding runtime.weight runtime.quantize runtime.dispatch runtime.cast",
+        "runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.dispatch runtime.cast",
         "torch",
     ),
 }

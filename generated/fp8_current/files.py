@@ -18,6 +18,12 @@ FILES = {
         config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
         recognized=("quant_method", "weight_block_size"),
         plain="modules_to_not_convert",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
     "compressed_tensors": Binding(
         name="compressed_tensors",
@@ -48,6 +54,12 @@ FILES = {
         },
         recognized=("quant_method", "format", "config_groups.*.weights.strategy"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
     "modelopt": Binding(
         name="modelopt",
@@ -62,5 +74,11 @@ FILES = {
         config={"quant_method": "modelopt", "quant_algo": "FP8"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
 }

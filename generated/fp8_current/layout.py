@@ -42,7 +42,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_current",
     summary="E4M3 weights under one FP32 scale, taken from the weight's own amax",
-    spec_sha256="164056c35e6bc21aa750ee0b895fecca73b70a3192787a7ca1c97922abc50c84",
+    spec_sha256="da5ee804977e005fdbf4ff0d35ffc60acc6268112daa45ad74bc383ad84ab4bd",
     layout_id="d7ab66564343",
     language=1,
     shard_rows=1,

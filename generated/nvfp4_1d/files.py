@@ -43,6 +43,12 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
     "modelopt": Binding(
         name="modelopt",
@@ -64,5 +70,11 @@ FILES = {
         config={"quant_method": "modelopt", "quant_algo": "NVFP4"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
 }

@@ -50,7 +50,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_1d",
     summary="E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax",
-    spec_sha256="59d0c5c7176f0839f508aa6b19634f9bab0299fa719d7db4ae3793283ffa64af",
+    spec_sha256="8181b7c2ca19bc71dd4dcd0d88b8dd3e39c2a9c4823e77c39a1cb95d5ae08c39",
     layout_id="d267bb47f560",
     language=1,
     shard_rows=16,

@@ -43,5 +43,11 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
 }

@@ -43,7 +43,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_compressed_tensors",
     summary="E2M1 weights in 1x16 blocks under E4M3 scales and one number, as compressed-tensors has them",
-    spec_sha256="6f2995699fccfb22f4e4b4bafe4c2657b01c3dede8cc97f47d07b88cd72e7e1b",
+    spec_sha256="c2140e953f5ea8fa398d0e21c4abcb3b9e4f082ad4819299cac16b4029bc3ef7",
     layout_id="a439aaf65519",
     language=1,
     shard_rows=1,

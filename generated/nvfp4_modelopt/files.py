@@ -25,5 +25,11 @@ FILES = {
         config={"quant_method": "modelopt", "quant_algo": "NVFP4"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        fused=(
+            ("q_proj", "k_proj", "v_proj"),
+            ("q_a_proj", "kv_a_proj_with_mqa"),
+            ("gate_proj", "up_proj"),
+            ("w1", "w3"),
+        ),
     ),
 }

@@ -42,7 +42,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_modelopt",
     summary="E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them",
-    spec_sha256="3ef2cd1d620a54e44d5642007f2e071792d4e8dd2b702d3f2e337de0c0760e19",
+    spec_sha256="91fa045f7802c2af6165e89aac6f17d4b8df5d75667153fac7661258fd5fa9f7",
     layout_id="a9fb376bf278",
     language=1,
     shard_rows=1,

@@ -63,6 +63,7 @@ def _binding(binding: Binding) -> list[str]:
         f"    config={json.loads(binding.config)!r},",
         f"    recognized={_strings(binding.recognized)},",
         f'    plain="{binding.plain}",',
+        *([f"    fused={_tuple([_strings(group) for group in binding.fused])},"] if binding.fused else []),
         "),",
     ]
 

@@ -63,6 +63,7 @@ class Binding:
     config: str  # JSON
     recognized: tuple[str, ...]
     plain: str
+    fused: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def bindings(
             config=json.dumps(stated.config),
             recognized=stated.recognize,
             plain=stated.plain or "",
+            fused=stated.fused,
         )
         for name, stated in files.items()
         if stated.record is None

@@ -53,6 +53,7 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
         ("config.json has", _dotted(binding)),
         ("modules left plain under", binding.plain),
         ("left alone", ", ".join(binding.ignored)),
+        ("one scale for", "; ".join(" + ".join(group) for group in binding.fused)),
         *((f"{whole} is", ", ".join(parts)) for whole, parts in binding.parts),
     ]
     first = next(name for name, source in layout.source_of if source == layout.sources[0].name)

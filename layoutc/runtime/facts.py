@@ -16,6 +16,7 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.bindings.facts import Binding, RecordBinding
 
 PassName = Literal["forward", "backward", "both"]
+Group = tuple[int, str, int]  # of weights under one amax: the conversion that made it, its name, how many they are
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

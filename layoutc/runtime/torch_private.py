@@ -77,6 +77,9 @@ tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 #: Copies the second list's tensors into the first's, in few launches.
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
 
+#: The larger of each pair of two lists' entries, in few launches.
+foreach_maximum: Any = torch._foreach_maximum
+
 #: The operators that functional collectives, and so DTensor, run; group names are strings.
 c10d_functional: Any = torch.ops._c10d_functional
 

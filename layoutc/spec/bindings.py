@@ -97,6 +97,11 @@ class FileBinding(_Model):
         description="a parameter whose files hold it in parts: its rows in equal shares, one after another; "
         "`{expert}` in the name of a part counts the matrices of a weight of experts",
     )
+    fused: tuple[Annotated[tuple[Pattern, ...], Field(min_length=2, max_length=16)], ...] = Field(
+        default=(),
+        description="modules beside each other, by their own names, that engines join into one: their weights share "
+        "the scale that a whole weight has, such as `[gate_proj, up_proj]`",
+    )
     config: dict[str, Any] = Field(default={}, description="the `quantization_config` of config.json")
     recognize: tuple[Pattern, ...] = Field(
         default=(),

@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*are rounded to codes:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*the scales are written as F32"),
 ]
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # by vLLM
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "works-with.md"
 OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 HEADING = "## Files that other packages write"
@@ -57,9 +58,10 @@ def model_of(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------- compressed-tensors
-def compressed(model: Any, folder: Path, preset: str, kv: bool = False, **changed: Any) -> None:
+def compressed(model: Any, folder: Path, preset: str, kv: bool = False, joined: bool = False, **changed: Any) -> None:
     """As llm-compressor saves: a scheme applied, scales of the weights' extremes, compressed in place. kv: also scales
-    of keys and values. changed: arguments of the weights' scheme."""
+    of keys and values. joined: one global scale for weights that vLLM joins. changed: arguments of the weights' scheme.
+    """
     from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -81,7 +83,8 @@ def compressed(model: Any, folder: Path, preset: str, kv: bool = False, **change
             continue
         weight = module.weight.detach()
         parts = in_parts(weight, by)
-        level = [generate_gparam(weight.min(), weight.max())] if by.strategy == "tensor_group" else []
+        near = nn.utils.parameters_to_vector(beside_it(model, name) if joined else [weight]).detach()
+        level = [generate_gparam(near.min(), near.max())] if by.strategy == "tensor_group" else []
         scale, zero = calculate_qparams(parts.amin((1, 3)), parts.amax((1, 3)), by, *level)
         found = {"weight_scale": scale, "weight_zero_point": zero}
         found |= {"weight_global_scale": level[0]} if level else {}
@@ -93,6 +96,13 @@ def compressed(model: Any, folder: Path, preset: str, kv: bool = False, **change
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
+
+
+def beside_it(model: Any, name: str) -> list[Tensor]:
+    """The weights that vLLM joins with a module's."""
+    parent, _, own = name.rpartition(".")
+    group = next((group for group in JOINED if own in group), (own,))
+    return [model.get_submodule(f"{parent}.{one}").weight for one in group]
 
 
 def in_parts(weight: Tensor, by: Any) -> Tensor:

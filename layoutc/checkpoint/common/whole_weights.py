@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime.cast.precompute import precompute
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
@@ -102,11 +104,25 @@ def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int
     return whole
 
 
-def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor) -> dict[str, Tensor]:
-    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them."""
+def join_amaxes(values: Iterable[Tensor]) -> None:
+    """Finds the amaxes of weights that are cast on gather under one amax with others. Collective."""
+    local = (meshes.local_of(value) for value in values)
+    precompute([one for one in local if isinstance(one, CastOnGather) and one._agreed.fused is not None])
+
+
+def joint_amax(value: Tensor) -> Tensor | None:
+    """The amax that `join_amaxes` has found for a weight; None for one that has its own, or is quantized."""
+    local = meshes.local_of(value)
+    fused = isinstance(local, CastOnGather) and local._agreed.fused is not None
+    return local._agreed.current(local)[0] if isinstance(local, CastOnGather) and fused else None
+
+
+def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them. amax: that of
+    a weight that is quantized under one with others."""
     if not isinstance(whole, QuantizedTensor):
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))
-        whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
+        whole = weights.quantize(cls, whole.contiguous(), orientations=(first,), amax=amax)
     gathered_in_graphs.check_not_resharded(whole)
     return {plane: whole._entries(plane) for plane in whole.planes()}

@@ -14,7 +14,7 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, noted
 from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
-from layoutc.checkpoint.safetensors.load import check, rounds, say_rounded, write
+from layoutc.checkpoint.safetensors.load import check, joint_amaxes, rounds, say_rounded, write
 from layoutc.checkpoint.safetensors.planning import Rename
 
 
@@ -65,8 +65,9 @@ def load_gguf(
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
     (steps, _, loaded), mapped = made
+    amaxes = joint_amaxes(steps, mapped)
     for step in steps:
-        write(step, mapped)
+        write(step, mapped, amaxes.get(step.name))
         mapped.forget()
     say_rounded(file, rounded, process_group)
     return loaded._replace(missing=(*loaded.missing, *made_anew(model)))

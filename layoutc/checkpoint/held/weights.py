@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.held import narrower, places
+from layoutc.checkpoint.held import fused, narrower, places
 from layoutc.checkpoint.held.codes import Encoded, encode
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
@@ -21,7 +21,8 @@ class Held(NamedTuple):
     """A tensor that files hold for a weight: rows of a plane, or what follows from the weight's shape.
 
     part: the number of the weight's part in the files that it belongs to. codes: files have codes of the plane's
-    values; of: what of them the tensor is, "codes", "codebook" or "scale".
+    values; of: what of them the tensor is, "codes", "codebook" or "scale". joined: of the scale of a whole weight, what
+    `bindings.fused.joined` calls it; "" if engines join it with no other.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Held(NamedTuple):
     part: int = 0
     codes: Codes | None = None
     of: str = ""
+    joined: str = ""
 
     @property
     def may_be_shorter(self) -> bool:
@@ -53,6 +55,24 @@ def with_codes(one: Held, parameter: str, count: int) -> list[Held]:
     ]
 
 
+class Noted(NamedTuple):
+    """What is said once all weights are made: the errors of codes that stand for other values than weights have, and
+    the scales that engines join."""
+
+    errors: list[float]
+    scales: fused.Scales
+
+    @classmethod
+    def of_ranks(cls, every: Iterable[Noted]) -> Noted:
+        """What several ranks have noted, of different weights."""
+        errors, scales = list[float](), fused.Scales()
+        for one in every:
+            errors += one.errors
+            for group, found in one.scales.items():
+                scales.setdefault(group, {}).update(found)
+        return cls(errors, scales)
+
+
 class Kept(Protocol):
     """Files that a weight was read from, or an earlier state of it."""
 
@@ -67,20 +87,24 @@ def made(
     tensors: Iterable[Held],
     planes: Mapping[str, Tensor],
     kept: Kept | None = None,
-    errors: MutableSequence[float] | None = None,
+    noted: Noted | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each of a weight's tensors, in memory of their own, of its whole planes.
 
     Codes of values are those of `kept`, if they stand for these values to the bit; else they are made, and the error of
-    those that stand for others is added to `errors`. Raises LayoutError, with a name, for values that have no codes.
+    those that stand for others is added to `noted`, as are scales that engines join. Raises LayoutError, with a name,
+    for values that have no codes.
     """
     tensors = tuple(tensors)
     coded = {(one.part, one.plane): _encoded(one, planes, kept) for one in tensors if one.of == "codes"}
     for encoded in coded.values():
-        if errors is not None and encoded.error:
-            errors.append(encoded.error)
+        if noted is not None and encoded.error:
+            noted.errors.append(encoded.error)
     for one in tensors:
-        yield one.name, _made(one, planes, coded, kept)
+        tensor = _made(one, planes, coded, kept)
+        if noted is not None and one.joined:
+            fused.note(noted.scales, one.joined, one.name, tensor)
+        yield one.name, tensor
 
 
 def _made(

@@ -19,6 +19,7 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
 from layoutc.runtime.bindings.facts import BoundPlane
+from layoutc.runtime.bindings.fused import joined
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
 from layoutc.runtime.bindings.texts import sizes_in
 from layoutc.runtime.errors import LayoutError
@@ -148,7 +149,9 @@ def held(
             first = number * in_file.shape[0]
             rows = (first, first + in_file.shape[0])
             facts = Facts(place.shape, OF_OTHERS[dtype])
-            one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes)
+            whole = layout.stored[plane].rows_per_value is None
+            group = (joined(tensor, binding.fused) if whole else None) or ""
+            one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes, joined=group)
             tensors += with_codes(one, parameter, prod(in_file.shape))
         for follows in stated(binding, parameter, each, shape[-1]):
             facts = follows.facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -16,8 +16,9 @@ from torch import Tensor
 from layoutc.checkpoint.common.companions import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
+from layoutc.checkpoint.held.fused import warn_apart
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
-from layoutc.checkpoint.held.weights import Held, made
+from layoutc.checkpoint.held.weights import Held, Noted, made
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.beside import OF_ACTIVATIONS
 from layoutc.checkpoint.safetensors.bound import NO_TEXTS, Found, held, named_in, weights_in
@@ -37,11 +38,13 @@ from layoutc.checkpoint.safetensors.writing import (
 )
 from layoutc.runtime.bindings import source_configs
 from layoutc.runtime.bindings.configs import KEYS
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.bindings.source_configs import Modules
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
+from layoutc.runtime.weight import operators
 
 
 class Converted(NamedTuple):
@@ -72,6 +75,32 @@ class Job(NamedTuple):
         """Its bytes in a file."""
         return sum(one.facts.nbytes for one in self.tensors)
 
+    @property
+    def quantizes(self) -> bool:
+        """True if its values are quantized; false if they are plain, or codes are kept."""
+        ids = [one.cls.LAYOUT.layout_id for one in (getattr(self.source, "bound", None), self.into) if one is not None]
+        return self.into is not None and len({*ids}) == len(ids)
+
+
+class Amaxes:
+    """Those of weights that are quantized, and that engines join into one: of all of them, found at the first."""
+
+    def __init__(self, jobs: Sequence[Job], values: Callable[[Job], Tensor]) -> None:
+        self._values, self._found = values, dict[str, Tensor]()
+        own = {job.name: job for job in jobs if job.quantizes and job.into and job.into.cls.LAYOUT.shares_amax}
+        fused = next((job.into.binding.fused for job in own.values() if job.into), ())
+        groups = groups_of(own, fused).items()
+        self._groups = {name: (group, [own[one] for one in names]) for group, names in groups for name in names}
+
+    def of(self, job: Job) -> Tensor | None:
+        """The amax that a weight is quantized under; None if it is its own alone. Reads the others of its group."""
+        group, members = self._groups.get(job.name, ("", []))
+        for one in () if group in self._found else members:
+            assert one.into is not None
+            amax = operators.shared_amax(one.into.cls, self._values(one))
+            self._found[group] = amax if group not in self._found else torch.maximum(amax, self._found[group])
+        return self._found.get(group)
+
 
 @torch.no_grad()
 def convert_safetensors(
@@ -88,7 +117,8 @@ def convert_safetensors(
 
     files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
     quantized, as torch.bfloat16 or its name. Weights that the source holds in the same layout keep their bytes; others
-    are dequantized, and quantized in the recipe. match: patterns of names, as fnmatch reads them, of plain tensors of
+    are dequantized, and quantized in the recipe; those that engines join, by the binding's `fused`, under one amax.
+    match: patterns of names, as fnmatch reads them, of plain tensors of
     two dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default
     the one that its config.json tells of.
 
@@ -115,7 +145,7 @@ def convert_safetensors(
     contents, every = read_folder(path), recognize.installed()
     into = _one(recognize.chosen(files, every)) if files is not None else None
     found = _quantized(path, contents, every, source_files, into)
-    slices, errors = Slices(), list[float]()
+    slices, noted = Slices(), Noted([], {})
     _check_decoded(path, contents, found, every)
     if into is not None and not found and not match:
         raise LayoutError(
@@ -127,12 +157,13 @@ def convert_safetensors(
     goes_on = into is not None and _goes_on(into, before, found)
     with slices:
         jobs = _jobs(contents, found, into, to, match, slices, goes_on)
+    amaxes = Amaxes(jobs, lambda job: _values(job, slices, torch.float32))
     split = split_into_files(jobs, max_shard_bytes)
     partly, quantization = begin_folder(out), dict[str, Any]()
     try:
         with slices:
             for name, some in split.items():
-                tensors = (tensor for job in some for tensor in _made(job, slices, to, errors))
+                tensors = (tensor for job in some for tensor in _made(job, slices, to, amaxes, noted))
                 write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
         if into is not None:
             now = Modules(*(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, _is_quantized)))
@@ -144,7 +175,8 @@ def convert_safetensors(
         finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
-    warn_rounded(f"files {files!r}", errors)
+    warn_rounded(f"files {files!r}", noted.errors)
+    warn_apart(out, noted.scales)
     taken = {tensor.name for job in jobs for tensor in job.tensors}
     taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
     held = {tensor for weight in found.values() for tensor in weight.tensors} | _beside(contents, found)
@@ -322,33 +354,38 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
-def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
+def _made(
+    job: Job, slices: Slices, dtype: torch.dtype | None, amaxes: Amaxes, noted: Noted
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one weight."""
-    if isinstance(job.source, Stored):
-        if job.source.dtype not in OF_OTHERS:
-            yield job.name, bytes_of(job.source)
-            return
-        plain = slices.read(job.source, ())
-        if job.into is None:
-            yield job.name, plain
-            return
-        planes = _planes(job.into, plain)
+    if isinstance(job.source, Stored) and job.source.dtype not in OF_OTHERS:
+        yield job.name, bytes_of(job.source)
+    elif job.quantizes:
+        assert job.into is not None
+        amax = amaxes.of(job)
+        yield from made(job.held, _planes(job.into, _values(job, slices, torch.float32), amax), job.kept, noted)
+    elif job.into is not None:
+        assert isinstance(job.source, Found)
+        yield from made(job.held, _stored(job.source, slices), job.kept, noted)
     else:
-        fetch = slices.read
-        stored = {
-            name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in job.source.planes.items()
-        }
-        if job.into is not None and job.source.bound.cls.LAYOUT.layout_id == job.into.cls.LAYOUT.layout_id:
-            planes = stored
-        else:
-            values = job.source.values(stored, torch.float32 if dtype is None else dtype)
-            if job.into is None:
-                yield job.name, check_finite(job.name, values, partial(job.source.values, stored, torch.float32))
-                return
-            planes = _planes(job.into, values)
-    yield from made(job.held, planes, job.kept, errors)
+        values = _values(job, slices, dtype)
+        if isinstance(job.source, Found):
+            values = check_finite(job.name, values, partial(_values, job, slices, torch.float32))
+        yield job.name, values
 
 
-def _planes(into: Bound, values: Tensor) -> dict[str, Tensor]:
+def _values(job: Job, slices: Slices, dtype: torch.dtype | None) -> Tensor:
+    """A plain tensor as it is; or what codes stand for, in this dtype."""
+    if isinstance(job.source, Stored):
+        return slices.read(job.source, ())
+    assert dtype is not None
+    return job.source.values(_stored(job.source, slices), dtype)
+
+
+def _stored(source: Found, slices: Slices) -> dict[str, Tensor]:
+    return {name: one.read(tuple(slice(0, n) for n in one.shape), slices.read) for name, one in source.planes.items()}
+
+
+def _planes(into: Bound, values: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
     first = next(iter(into.cls.LAYOUT.sources))
-    return weights.quantize(into.cls, values.contiguous(), orientations=(first,)).planes()
+    return weights.quantize(into.cls, values.contiguous(), orientations=(first,), amax=amax).planes()

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
-from layoutc.checkpoint.common.whole_weights import gathered_whole, whole_planes
+from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
+from layoutc.checkpoint.held.fused import warn_apart
 from layoutc.checkpoint.held.stored import DTYPES, OF_OTHERS
 from layoutc.checkpoint.held.undecoded import check_values
-from layoutc.checkpoint.held.weights import Held
+from layoutc.checkpoint.held.weights import Held, Noted
 from layoutc.checkpoint.safetensors import beside, recognize
 from layoutc.checkpoint.safetensors.bound import held
 from layoutc.checkpoint.safetensors.files import OURS, Slices
@@ -113,7 +114,7 @@ def export_safetensors(
     LayoutError for scales without a finite mean, of which there are no codes.
     """
     folder, split, items = Path(folder), dict[str, list[Item]](), list[Item]()
-    problems, theirs, errors = list[Problem](), list[Bound](), list[float]()
+    problems, theirs, said = list[Problem](), list[Bound](), Noted([], {})
     first, slices, wide = rank_of(process_group) == 0, Slices(), list[str]()
     beside_it, quantization, lacking = list[Item](), dict[str, Any](), list[str]()
     began = Origin({}, slices, {})
@@ -134,13 +135,14 @@ def export_safetensors(
     described = repr([[(item.name, item.tensors) for item in file] for file in split.values()])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
+    join_amaxes(item.value for item in items if item.held)
     partly = from_first(lambda: begin_folder(folder), process_group)
     try:
         writers = [rank for rank, seen in enumerate(everywhere(partly.is_dir(), process_group)) if seen]
         with slices, Writing() as writing:
             for number, (name, file) in enumerate(split.items()):
                 writes = writers[number % len(writers)] == rank_of(process_group)
-                _gather_file(partly / name, file, dtype, writing if writes else None, problems, errors)
+                _gather_file(partly / name, file, dtype, writing if writes else None, problems, said)
                 agree(problems, process_group)
             with noted(problems):
                 writing.wait()
@@ -154,12 +156,13 @@ def export_safetensors(
                 finish_folder(partly, folder, planned)
         agree(problems, process_group)
         if theirs:
-            errors = [error for rank in everywhere(errors, process_group) for error in rank]
+            said = Noted.of_ranks(everywhere(said, process_group))
     finally:
         if first:
             shutil.rmtree(partly, ignore_errors=True)
     if first:
-        warn_rounded(f"files {files!r}", errors)
+        warn_rounded(f"files {files!r}", said.errors)
+        warn_apart(f"files {files!r}", said.scales)
         warn_wide(source, wide)
         beside.warn_not_written(source, lacking)
     return list(split)
@@ -315,7 +318,7 @@ def _gather_file(
     dtype: torch.dtype | None,
     writing: Writing | None,
     problems: list[Problem],
-    errors: list[float],
+    said: Noted,
 ) -> None:
     """Gathers a file's weights on all ranks; the one with `writing` writes each while the next is gathered.
 
@@ -330,7 +333,7 @@ def _gather_file(
         whole = gathered_whole(item.value)
         if writing and not problems:
             with noted(problems):
-                made = dict(_made(item, whole, dtype, errors))
+                made = dict(_made(item, whole, dtype, said))
                 if isinstance(whole, QuantizedTensor) and dtype is None and not item.held:
                     sums = {name: checksums.crc32(tensor) for name, tensor in made.items()}
                     described[item.name] = _description(item.name, whole, whole.shape, sums)
@@ -357,11 +360,12 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
     return len(json.dumps(_metadata(described)))
 
 
-def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
+def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
-        planes = {name: plane.cpu() for name, plane in whole_planes(class_of(item.value), whole).items()}
-        yield from held_weights.made(item.held, planes, item.kept, errors)
+        planes = whole_planes(class_of(item.value), whole, joint_amax(item.value))
+        planes = {name: plane.cpu() for name, plane in planes.items()}
+        yield from held_weights.made(item.held, planes, item.kept, said)
         return
     if not isinstance(whole, QuantizedTensor):
         tensors = {item.name: item.copied() if item.copied is not None else whole}

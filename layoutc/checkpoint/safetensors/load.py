@@ -17,6 +17,7 @@ from layoutc.checkpoint.common import narrowing
 from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
+from layoutc.checkpoint.held.fused import Scales, note, warn_apart
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
@@ -24,12 +25,15 @@ from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
+from layoutc.runtime.bindings.fused import joined
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize import completing, weights
+from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
-from layoutc.runtime.weight import gathered_in_graphs, stored_form
+from layoutc.runtime.weight import gathered_in_graphs, operators, stored_form
 from layoutc.runtime.weight.pending_writes import check_writable
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -74,7 +78,7 @@ def load_safetensors(
     problems: list[Problem] = []
     steps: list[Step] = []
     contents, loaded = Contents({}, {}, ""), Loaded((), ())
-    unread, rounded = list[str](), list[str]()
+    unread, rounded, scales = list[str](), list[str](), Scales()
     with Slices() as slices:
         with noted(problems):
             library()
@@ -86,17 +90,19 @@ def load_safetensors(
                     check(step, convert)
                     for source in planning.sources_of(step):
                         slices.open(source.path)
-                    _check_single_values(step, slices)
+                    _check_single_values(step, slices, scales)
                     rounded += rounds(step, slices)
         agree(problems, process_group, contents.digest, f"read different files in {folder}")
         with noted(problems):
             _verify(contents, process_group)
         agree(problems, process_group)
+        amaxes = joint_amaxes(steps, slices)
         for step in steps:
-            write(step, slices)
+            write(step, slices, amaxes.get(step.name))
     say_rounded(folder, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(folder), unread)
+        warn_apart(folder, scales)
     return loaded._replace(missing=(*loaded.missing, *made_anew(model)))
 
 
@@ -123,8 +129,7 @@ def check(step: Step, convert: bool) -> None:
         if local._transposed:
             raise LayoutError(f"{name} is transposed: load into the weight itself")
     if isinstance(source, Entry):
-        is_same = isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id
-        if is_same:
+        if _is_same(local, source):
             _check_bytes(name, local, source, rows_of(source.shape, box))  # type: ignore[arg-type]
             if not completing.lacking(local, source.planes):  # type: ignore[arg-type]
                 return
@@ -140,11 +145,14 @@ def check(step: Step, convert: bool) -> None:
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
-def _check_single_values(step: Step, slices: Reader) -> None:
+def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
     """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
-    what must follow from the weight's shape."""
+    what must follow from the weight's shape. scales: gets those that engines join."""
     for found in step.source.found if isinstance(step.source, Entry) else ():
         found.check_stated(slices.read)
+        for stored, _ in (part for plane in found.planes.values() if plane.shared for part in plane.parts):
+            if (group := joined(stored.name, found.bound.binding.fused)) is not None:
+                note(scales, group, stored.name, slices.read(stored, ()))
     if isinstance(step.source, Entry) and holds(step.param):
         planes = (plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values())
         for plane in planes:
@@ -256,32 +264,60 @@ def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dis
     return shards.amax_groups(local)[0], shards.row_sharding(local)
 
 
-def write(step: Step, slices: Reader) -> None:
-    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split."""
+def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
+    """The amax of each parameter that is quantized from values, under one with others. Collective over their shards."""
+    groups, found = dict[str, Group](), dict[Group, Tensor]()
+    for step in steps:
+        local = meshes.local_of(step.param)
+        group = local._fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
+        if group is None or not isinstance(local, QuantizedTensor) or _is_same(local, step.source):
+            continue
+        values = _plain_values(step, slices).to(local.device)
+        amax = operators.shared_amax(type(local), weights.as_matrix(values, (local._rows, local._matrix[1])))
+        amax = reduce_max(amax, _sharing(step.name, step.param, local)[0])
+        found[group] = torch.maximum(amax, found.get(group, amax).to(amax.device))
+        groups[step.name] = group
+    return {name: found[group] for name, group in groups.items()}
+
+
+def _is_same(local: Tensor, source: Stored | Entry) -> bool:
+    """True if the files have a weight quantized in the layout that the model has it in."""
+    if not (isinstance(source, Entry) and isinstance(local, QuantizedTensor)):
+        return False
+    return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id
+
+
+def _plain_values(step: Step, slices: Reader) -> Tensor:
+    """The values of this rank's part, in the local shape."""
+    _, param, source = step
+    local = meshes.local_of(param).detach()
+    if not isinstance(source, Entry):
+        return slices.read(source, box_of(param).slices)
+    dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
+    return dequantized(param, local, source, slices, dtype)
+
+
+def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
+    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: that of a weight that
+    is quantized under one with others."""
     name, param, source = step
     if not holds(param):
         return
     local = meshes.local_of(param).detach()
-    if isinstance(source, Entry):
-        if isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id:
-            _write_planes(param, local, source, slices)
-            if completing.lacking(local, source.planes):  # those that other programs' files don't have
-                groups, row_sharding = _sharing(name, param, local)
-                tag = shards.tag(local) if groups else None
-                completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
-            return
-        dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
-        values = dequantized(param, local, source, slices, dtype)
-    else:
-        values = slices.read(source, box_of(param).slices)
+    if isinstance(source, Entry) and isinstance(local, QuantizedTensor) and _is_same(local, source):
+        _write_planes(param, local, source, slices)
+        if completing.lacking(local, source.planes):  # those that other programs' files don't have
+            groups, row_sharding = _sharing(name, param, local)
+            tag = shards.tag(local) if groups else None
+            completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
+        return
+    values = _plain_values(step, slices)
     if isinstance(local, QuantizedTensor):
         # As copy_, but also for shards that were not made by fully_shard.
         groups, row_sharding = _sharing(name, param, local)
-        tag = shards.tag(local) if groups else None
+        shared = {"group": groups or None, "tag": shards.tag(local) if groups else None, "row_sharding": row_sharding}
         values = values.to(local.device).contiguous()
-        weights.quantize(
-            type(local), values, out=local, restart=True, group=groups or None, tag=tag, row_sharding=row_sharding
-        )
+        weights.quantize(type(local), values, out=local, restart=True, amax=amax, **shared)
     elif isinstance(local, CastOnGather):
         local.plain.copy_(values)
         local._agreed.forget()  # the history of amaxes is unrelated to these values

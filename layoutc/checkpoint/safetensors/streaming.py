@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.exportable import class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
-from layoutc.checkpoint.common.whole_weights import gathered_whole, whole_planes
-from layoutc.checkpoint.held.weights import made
+from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
+from layoutc.checkpoint.held.fused import warn_apart
+from layoutc.checkpoint.held.weights import Noted, made
 from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, settled
 from layoutc.checkpoint.safetensors.files import Slices
 from layoutc.checkpoint.safetensors.kept import origin, warn_rounded, warn_wide
@@ -42,7 +43,7 @@ def stream_export(
     end. What does not fit is found, and raised on all ranks, when the first tensor is asked for.
     """
     problems: list[Problem] = []
-    items, slices, errors, wide = list[Item](), Slices(), list[float](), list[str]()
+    items, slices, said, wide = list[Item](), Slices(), Noted([], {}), list[str]()
     with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, None)
@@ -52,20 +53,23 @@ def stream_export(
     described = repr([(item.name, item.tensors) for item in items])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
+    with torch.no_grad():
+        join_amaxes(item.value for item in items if item.held)
     with slices:
         for item in items:
-            yield from _tensors(item, errors)
+            yield from _tensors(item, said)
     if rank_of(process_group) == 0:
-        warn_rounded(f"files {files!r}", errors)
+        warn_rounded(f"files {files!r}", said.errors)
+        warn_apart(f"files {files!r}", said.scales)
         warn_wide(source, wide)
 
 
-def _tensors(item: Item, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(item: Item, said: Noted) -> Iterator[tuple[str, Tensor]]:
     """A weight's tensors. What a caller does between two of them runs in its own grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
-        planes = whole_planes(class_of(item.value), whole) if item.held else {}
+        planes = whole_planes(class_of(item.value), whole, joint_amax(item.value)) if item.held else {}
     if not item.held:
         yield item.name, whole
     del whole
-    yield from made(item.held, planes, item.kept, errors)
+    yield from made(item.held, planes, item.kept, said)

@@ -78,7 +78,9 @@ class Binding(NamedTuple):
     weight's sizes; and its keys that may have any value. ignored: names of tensors beside
     a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
     these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
-    tell these files from others; plain: its key for the modules that are not quantized, or "".
+    tell these files from others; plain: its key for the modules that are not quantized, or "". fused:
+    modules beside each other, by their own names, that engines join into one, so that their weights share the scale
+    that a whole weight has.
     """
 
     name: str
@@ -93,3 +95,4 @@ class Binding(NamedTuple):
     groups: tuple[str, str, int] | None = None
     codebook: tuple[str, str, tuple[float, ...]] | None = None
     text: tuple[str, Mapping[str, Any], tuple[str, ...]] | None = None
+    fused: Sequence[Sequence[str]] = ()

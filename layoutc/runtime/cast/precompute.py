@@ -3,12 +3,14 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast.shared_amax import measured
-from layoutc.runtime.cast.tensor import find_cast
+from layoutc.runtime.cast.tensor import CastOnGather, find_cast
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import gathered
 
@@ -29,6 +31,11 @@ def precompute_amaxes(model: nn.Module) -> None:
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
     sharing = [one for one in sharing if not capturing(one._plain.device)]
+    precompute(sharing)
+
+
+def precompute(sharing: Sequence[CastOnGather]) -> None:
+    """The same for weights of recipes that share an amax. Collective."""
     for tensor, amax, new in measured([(tensor, tensor.as_matrix()) for tensor in sharing]):
         tensor._agreed.advance(tensor, amax, new)
         tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.quantize.amax import reduce_max, shared_amaxes, with_history
+from layoutc.runtime.facts import Group
+from layoutc.runtime.quantize.amax import join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import operators
 
@@ -37,6 +38,7 @@ class Agreed:
     of: int | None = None  # `writes` when `amax` was found
     ahead: int | None = None  # `writes` when it was precomputed: gathers reduce nothing as long as they are equal
     owner: int | None = None  # the id of the planes that it was precomputed for
+    fused: Group | None = None  # of a weight that is quantized under one amax with others
 
     def decide(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
@@ -53,6 +55,12 @@ class Agreed:
             return self._traced(tensor, matrix)
         if self.is_ahead(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
             return self.current(tensor)
+        if self.fused is not None:  # those that it is gathered with may be of its group
+            sharding = registry.find(tensor)
+            near = [tensor] if sharding is None else sharding.locals_of_group()
+            joined = [one for one in near if isinstance(one, type(tensor)) and one._agreed.fused == self.fused]
+            decided = decide_all(joined, lambda at: joined[at]._plain.reshape(-1, tensor.shape[-1]))
+            return next(own for one, own in zip(joined, decided, strict=True) if one._agreed is self)
         groups, _ = shards.amax_groups(tensor)
         amax = operators.shared_amax(cls, matrix)
         if not layout.history:
@@ -126,6 +134,11 @@ class Agreed:
         return (one if one is None or one.device == device else one.to(device) for one in (self.amax, self.plane))
 
     def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if self.fused is not None:
+            raise UnsupportedOperator(
+                f"{tensor._label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
+                "does not see; shard them with fully_shard, whose gathers run outside of graphs"
+            )
         if tensor.LAYOUT.history:
             raise UnsupportedOperator(
                 f"{tensor._label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
@@ -133,16 +146,16 @@ class Agreed:
             )
         return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
 
-    def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool]:
+    def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
         """The state that a copy of all values takes along."""
         writes = self.count(tensor)
-        return self.amax, self.plane, self.of == writes, self.ahead == writes
+        return self.amax, self.plane, self.of == writes, self.ahead == writes, self.fused
 
     @classmethod
     def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
         """The inverse of `snapshot`, for the copy."""
-        amax, plane, of, ahead = snapshot
-        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
+        amax, plane, of, ahead, *fused = snapshot  # those of earlier versions have no group
+        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes), *fused)
         agreed.count(tensor)
         return agreed
 
@@ -168,6 +181,8 @@ def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
         groups[key] = own_groups
         batches[key, matrix.device.type].append((tensor, matrix))
     found: list[Found] = []
+    for members in batches.values():
+        _check_whole([tensor for tensor, _ in members])
     for (key, _), members in batches.items():
         amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, matrix) for tensor, matrix in members])
         with_history = [tensor for tensor, _ in members if tensor.LAYOUT.history]
@@ -176,10 +191,23 @@ def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
         sizes = [*map(prod, shapes), *[1] * len(with_history)]
         pieces = iter(torch.split(reduce_max(amaxes, groups[key]), sizes))
         own = [next(pieces) for _ in members]
+        join(own, [tensor._agreed.fused for tensor, _ in members])
         for (tensor, _), piece, shape in zip(members, own, shapes, strict=True):
             new = next(pieces) if tensor.LAYOUT.history else None
             found.append(Found(tensor, piece if len(shape) == 1 else piece.view(shape), new))
     return found
+
+
+def _check_whole(tensors: Sequence[CastOnGather]) -> None:
+    """Raises LayoutError for weights whose group is not all here: on all ranks, which measure the same ones."""
+    count = Counter(tensor._agreed.fused for tensor in tensors)
+    for tensor in tensors:
+        if (group := tensor._agreed.fused) is not None and count[group] < group[2]:
+            raise LayoutError(
+                f"{tensor._label()} is quantized under one amax with others, {group[1]}, which are not gathered with "
+                "it, or are sharded over other ranks: call fully_shard on the module that has all of them, or "
+                "layoutc.precompute_amaxes(model) after each step"
+            )
 
 
 def decide_all(
@@ -190,13 +218,13 @@ def decide_all(
     matrix_of: the values of a shard, (rows, k), by its position.
     """
     decided: list[tuple[Tensor | None, dict[str, Tensor]]] = [(None, {})] * len(tensors)
-    missing: list[int] = []
-    for at, tensor in enumerate(tensors):
-        if tensor.LAYOUT.shares_amax:
-            if tensor._agreed.is_ahead(tensor):
-                decided[at] = tensor._agreed.current(tensor)
-            else:
-                missing.append(at)
+    sharing = [at for at, tensor in enumerate(tensors) if tensor.LAYOUT.shares_amax]
+    missing = [at for at in sharing if not tensors[at]._agreed.is_ahead(tensors[at])]
+    fused = {group for at in missing if (group := tensors[at]._agreed.fused) is not None}
+    for at in sharing:
+        if at not in missing and tensors[at]._agreed.fused not in fused:
+            decided[at] = tensors[at]._agreed.current(tensors[at])
+    missing = [at for at in sharing if at in missing or tensors[at]._agreed.fused in fused]
     if missing:
         found = {id(one.tensor): one for one in measured([(tensors[at], matrix_of(at)) for at in missing])}
         for at in missing:

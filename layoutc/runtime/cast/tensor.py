@@ -134,6 +134,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         """Other values with the same metadata."""
         other = type(self)(values)
         other._name, other._detached, other._products = self._name, self.is_detached, self._products
+        other._agreed.fused = self._agreed.fused
         return other
 
     # ------------------------------------------------------------------------------------------------------- what it is

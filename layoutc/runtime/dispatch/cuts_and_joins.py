@@ -314,7 +314,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
     )
     new._name, new._padding = tensor._name, NEW
-    new._writes.trains, new._products = tensor._writes.trains, tensor._products
+    new._writes.trains, new._products, new._fused = tensor._writes.trains, tensor._products, tensor._fused
     return new
 
 

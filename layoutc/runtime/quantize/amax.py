@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import Layout
+from layoutc.runtime.facts import Group, Layout
 from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.torch_private import foreach_copy_, foreach_maximum
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -44,6 +45,25 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: in
     if tag is not None and packed[-2:].tolist() != [tag, -tag]:
         raise LayoutError("ranks quantize different weights at the same time: write sharded weights in the same order")
     return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
+
+
+def join(amaxes: Sequence[Tensor], groups: Sequence[Group | None]) -> None:
+    """Gives amaxes, fp32, of weights that are quantized under one the largest of their group, in place. NaN counts as
+    the largest. groups: of each weight; None for one by itself."""
+    together = defaultdict[Group, list[Tensor]](list)
+    for amax, group in zip(amaxes, groups, strict=True):
+        if group is not None:
+            together[group].append(amax.view(torch.int32))  # as reduce_max
+    if not (several := [members for members in together.values() if len(members) > 1]):
+        return
+    most = [members[0] for members in several]
+    for at in range(1, max(map(len, several))):
+        # A group that has no more members meets its last one again.
+        most = foreach_maximum(most, [members[min(at, len(members) - 1)] for members in several])
+    foreach_copy_(
+        [one for members in several for one in members],
+        [one for one, members in zip(most, several, strict=True) for _ in members],
+    )
 
 
 def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None:

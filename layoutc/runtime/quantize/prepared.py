@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize.amax import reduce_max
+from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.quantize.weights import as_matrix, check_out
 from layoutc.runtime.sharding.shards import RowSharding
@@ -48,6 +48,7 @@ class Requantization:
         self._amaxes: list[tuple[Launches, int]] = []
         self._kinds: list[Kind] = []
         self._sizes: list[int] = []
+        self._fused = [target._fused for target, _ in pairs if target.LAYOUT.shares_amax]
         self._stored: list[int] = []  # positions of amaxes that are planes too
         self._storing: list[int] = []  # the positions of their targets
 
@@ -67,6 +68,7 @@ class Requantization:
                 for bound, entries in launches:
                     bound(entries, packed)
             pieces = torch.split_with_sizes(reduce_max(packed.view(torch.float32), self._groups), self._sizes)
+            join(pieces, self._fused)
         for launches, first in self._kinds:
             for bound, entries in launches:
                 bound(entries) if first is None else bound(entries, pieces[first])

@@ -20,6 +20,7 @@ from layoutc.runtime.quantize.amax import (
     Groups,
     agree_on_amax,
     check_same,
+    join,
     reduce_max,
     shared_amaxes,
     with_histories,
@@ -133,6 +134,7 @@ def requantize_batch_(
         amaxes, shapes = shared_amaxes(matrices)
         amaxes = reduce_max(amaxes, groups)
         pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
+        join(pieces, [target._fused for target, _ in sharing])
         for (target, values), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = (piece if len(shape) == 1 else piece.view(shape)).to(values.device)
     requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)

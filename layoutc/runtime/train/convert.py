@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import installed
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.cast.plain_state_dicts import keep_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import keep_quantized
+from layoutc.runtime.facts import Group, Layout
 from layoutc.runtime.installed import Recipe
-from layoutc.runtime.quantize.weights import FLOATS, quantize
+from layoutc.runtime.quantize.amax import reduce_max
+from layoutc.runtime.quantize.weights import FLOATS, as_matrix, quantize
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, uses
-from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Fused = bool | Sequence[Sequence[str]]
+Make = Callable[[Tensor, str, Group | None, Tensor | None], Tensor]  # of values, a name, a group and its amax
+_conversions = count()
 
 
 class Filters(NamedTuple):
@@ -45,6 +53,7 @@ def quantize_(
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
+    fused: Fused = False,
 ) -> list[str]:
     """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
 
@@ -64,6 +73,11 @@ def quantize_(
     shard keeps its own. Without an optimizer they would stay forever: pass False for inference. Frozen weights keep
     none.
 
+    fused: quantizes weights that engines join under one amax, at each step too, for recipes whose scales follow the
+    amax of a whole weight: groups of modules beside each other by their own names, such as
+    [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]; or True, for those that the recipe's `files` state. What
+    is written into one of them by other means than `MasterWeights` and loads follows its own amax.
+
     Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
     take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
     ValueError for a pattern like no name, and if nothing is chosen that is plain; ShardAlignmentError or LayoutError
@@ -72,36 +86,44 @@ def quantize_(
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
-    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters)]
+    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters, fused)]
 
 
 def cast_on_gather_(
-    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, param_filter: ParamFilter | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    filter_fn: Filter | None = None,
+    param_filter: ParamFilter | None = None,
+    fused: Fused = False,
 ) -> list[str]:
     """Makes FSDP2 quantize `weight` of the chosen modules, or the chosen parameters, whenever it gathers them; returns
     their names.
 
     The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
     Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
-    quantize the weight. See also `precompute_amaxes`. torchao's peer is enable_fsdp_float8_all_gather.
+    quantize the weight. Fused weights that FSDP2 does not gather together
+    need `precompute_amaxes` after each step. torchao's peer is enable_fsdp_float8_all_gather.
     """
     package = installed.find(recipe)
     package.LAYOUT.check_weights()
     casts: type[CastOnGather] = package.CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
-    return [use.name for use in _replace([model], casts.QUANTIZED, partial(_cast, casts), filters, "cast_on_gather_")]
+    made = partial(_cast, casts)
+    return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, fused, "cast_on_gather_")]
 
 
 def _replace(
     roots: list[nn.Module],
     cls: type[QuantizedTensor],
-    make: Callable[[Tensor, str], Tensor],
+    make: Make,
     filters: Filters,
+    fused: Fused,
     caller: str = "quantize_",
     among: set[nn.Module] | None = None,
 ) -> list[Use]:
-    """Replaces the chosen parameters of all roots by make(parameter, name). among: the only modules to look at."""
+    """Replaces the chosen parameters of all roots by what `make` gives. among: the only modules to look at."""
     every = choose(roots, filters.filter_fn, filters.param_filter, among)
     chosen = [use for use in every if not _is_ours(use.param)]
     for use in chosen:
@@ -112,10 +134,14 @@ def _replace(
     tied: dict[int, list[Use]] = defaultdict(list)
     for use in chosen:
         tied[id(use.param)].append(use)
+    groups = _groups(roots, chosen, cls.LAYOUT, fused, caller)
+    amaxes = _amaxes(cls, groups) if caller != "cast_on_gather_" else {}
     had_some = {use.module for use in chosen if any(map(_is_ours, use.module.parameters(recurse=False)))}
     for same in tied.values():  # each weight is freed before the next one is quantized
         weight = same[0].param
-        made = nn.Parameter(make(weight, same[0].name), requires_grad=weight.requires_grad)
+        group = groups.get(same[0])
+        made = make(weight, same[0].name, group, amaxes.get(group) if group else None)
+        made = nn.Parameter(made, requires_grad=weight.requires_grad)
         for use in same:
             setattr(use.module, use.key, made)
         update_warnings.mark_replaced(weight, same[0].name, caller)
@@ -127,6 +153,45 @@ def _replace(
     replaced_parameters.note(roots)
     update_warnings.watch()
     return chosen
+
+
+def _groups(roots: list[nn.Module], chosen: list[Use], layout: Layout, fused: Fused, caller: str) -> dict[Use, Group]:
+    """The groups of weights that are quantized under one amax. Raises ValueError for recipes without one amax for a
+    weight, and if no weights are joined."""
+    if fused is False:
+        return {}
+    if not layout.shares_amax or layout.amax_columns is not None or layout.history:
+        raise ValueError(
+            f"{caller}: {layout.name} has no scale that follows the amax of a whole weight: leave fused= out"
+        )
+    joined = [group for files in layout.files.values() for group in files.fused] if fused is True else fused
+    found = dict[Use, Group]()
+    for root, number in zip(roots, _conversions, strict=False):
+        modules = set(root.modules())
+        own = {use.name: use for use in chosen if use.module in modules}
+        for name, members in groups_of(own, joined).items():
+            found |= {own[member]: (number, name, len(members)) for member in members}
+    if not found:
+        names = ", ".join(f"[{', '.join(group)}]" for group in dict.fromkeys(map(tuple, joined)))
+        raise ValueError(
+            f"{caller}: fused= joins none of the chosen weights: "
+            + (f"none are beside each other as in {names}" if names else f"{layout.name} states no files with groups")
+            + '; pass groups of names, such as fused=[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]'
+        )
+    return found
+
+
+def _amaxes(cls: type[QuantizedTensor], groups: dict[Use, Group]) -> dict[Group, Tensor]:
+    """The amax of each group, over all shards. Collective if tensor parallelism has sharded weights."""
+    found = dict[Group, Tensor]()
+    for use, group in groups.items():
+        local = meshes.local_of(use.param.detach())
+        if local.is_meta:
+            continue
+        matrix = as_matrix(local, cls.LAYOUT.check_shape(tuple(local.shape), use.name))
+        amax = reduce_max(operators.shared_amax(cls, matrix), meshes.amax_groups(cls.LAYOUT, use.param, use.name))
+        found[group] = torch.maximum(amax, found.get(group, amax).to(amax.device))
+    return found
 
 
 def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller: str) -> str:
@@ -168,6 +233,7 @@ def quantized_init(
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
+    fused: Fused = False,
 ) -> Iterator[None]:
     """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
 
@@ -192,7 +258,8 @@ def quantized_init(
         nn.Module.__init__ = original  # type: ignore[method-assign]
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
-    _replace(roots, cls, partial(_quantized, cls, keep_values), Filters(filter_fn, param_filter), among=set(built))
+    filters, made = Filters(filter_fn, param_filter), partial(_quantized, cls, keep_values)
+    _replace(roots, cls, made, filters, fused, among=set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
@@ -200,7 +267,9 @@ def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
     return installed.find(recipe).Tensor  # type: ignore[no-any-return]
 
 
-def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:
+def _quantized(
+    cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str, group: Group | None, amax: Tensor | None
+) -> Tensor:
     """Quantizes a weight; of a DTensor, this rank's shard, to the bytes that the whole weight would have there."""
     local = meshes.local_of(weight.detach())
     groups = meshes.amax_groups(cls.LAYOUT, weight, name)
@@ -209,8 +278,9 @@ def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, na
         planes = {plane: torch.empty(f.shape, dtype=f.dtype, device="meta") for plane, f in facts.items()}
         tensor = cls(planes, local.shape, local.dtype)
     else:
-        tensor = quantize(cls, local, group=groups or None)
-    tensor._name, tensor._writes.trains = name, keep_values and weight.requires_grad
+        amax = amax if amax is None else amax.to(local.device)
+        tensor = quantize(cls, local, group=groups or None, amax=amax)
+    tensor._name, tensor._writes.trains, tensor._fused = name, keep_values and weight.requires_grad, group
     initial_values.store(tensor, local)
     if not isinstance(weight, DTensor):
         return tensor
@@ -219,7 +289,9 @@ def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, na
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
-def _cast(casts: type[CastOnGather], weight: Tensor, name: str) -> CastOnGather:
+def _cast(
+    casts: type[CastOnGather], weight: Tensor, name: str, group: Group | None, amax: Tensor | None
+) -> CastOnGather:
     tensor = casts(weight.detach())
-    tensor._name = name
+    tensor._name, tensor._agreed.fused = name, group
     return tensor

@@ -389,10 +389,10 @@ class MasterWeights(torch.optim.Optimizer):
             update_warnings.warn_of_coarse(*self._recipes[coarse[0]], len(coarse))
             self._coarse.clear()
         if self._rewriting is None or not self._rewriting.holds(moved):
-            self._rewriting = WriteBack(moved)
+            self._rewriting = WriteBack(moved, self._entries())
         self._rewriting()
         own = []
-        for entry in moved:
+        for entry in self._rewriting.rewritten:
             if entry.trains:
                 entry.stamp = stamp(entry.param)
             elif entry.steps_shard:

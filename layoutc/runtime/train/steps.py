@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize import prepared, weights
 from layoutc.runtime.quantize.prepared import Requantization
 from layoutc.runtime.sharding import meshes, shards
@@ -228,11 +230,18 @@ class Batch:
 class WriteBack:
     """How parameters that a step has moved are rewritten from their masters."""
 
-    def __init__(self, moved: list[Entry]) -> None:
+    def __init__(self, moved: list[Entry], every: Iterable[Entry] = ()) -> None:
+        """every: those that are quantized under one amax with some that moved are rewritten with these. Raises
+        LayoutError if they are on other devices, or sharded over other ranks, than these."""
         self._moved = moved
+        fused = {group for entry in moved if (group := getattr(entry.local, "_fused", None)) is not None}
+        there = {id(entry) for entry in moved}
+        with_them = [entry for entry in (every if fused else ()) if getattr(entry.local, "_fused", None) in fused]
+        self.rewritten = [*moved, *(entry for entry in with_them if id(entry) not in there)]
         self._rounded: list[Entry] = []
         batches: dict[Any, Batch] = {}
-        for entry in moved:
+        batch_of: dict[Group, Any] = {}
+        for entry in self.rewritten:
             local = entry.local
             if not entry.trains:
                 continue
@@ -242,6 +251,11 @@ class WriteBack:
             groups = meshes.amax_groups(local.LAYOUT, entry.param)
             # Ranks have equally many batches for collectives; without those, one process may have several cards.
             key = tuple(map(id, groups)) or local.device
+            if local._fused is not None and batch_of.setdefault(local._fused, key) != key:
+                raise LayoutError(
+                    f"{local._fused[1]} are quantized under one amax, but {local._name} is on another device, or "
+                    "sharded over other ranks, than others of them: shard them alike, or leave fused= out"
+                )
             batch = batches.setdefault(key, Batch(groups))
             batch.entries.append(entry)
             batch.row_shardings.append(shards.row_sharding_of(entry.param, local))

@@ -19,7 +19,7 @@ from torch import Tensor
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, MissingOrientation, made_of_one_tensor
-from layoutc.runtime.facts import Layout, contiguous_strides
+from layoutc.runtime.facts import Group, Layout, contiguous_strides
 from layoutc.runtime.product_mode import Mode, read_as
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import no_torch_function, without_torch_function
@@ -67,6 +67,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
     _sent: QuantizedTensor | None  # the whole weight, if that was broadcast as values, and this is it or a part of it
     _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
+    _fused: Group | None  # of a weight that is quantized under one amax with others
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
     _packed: Any  # of a shard: `fsdp2.packed.Packed`, its place among those that it travels with
@@ -116,7 +117,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         self._writes, self._part = Writes(planes=planes), None
         self._common, self._peers, self._products, self._packed = frozenset(), None, None, None
         self._halo, self._padding, self._sent, self._steady, self._readings = halo, NOT_PADDED, None, None, {}
-        self._flat = None
+        self._flat = self._fused = None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -139,7 +140,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         )
         other._name, other._home, other._writes, other._part = self._name, self._home, self._writes, self._part
         other._common, other._peers, other._padding, other._sent = self._common, self._peers, self._padding, self._sent
-        other._products = self._products
+        other._products, other._fused = self._products, self._fused
         return other
 
     def _with_planes(
@@ -163,7 +164,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         )
         other._name, other._padding, other._sent = self._name, self._padding.of_copy(), self._sent
         other._peers = () if self._common else self._peers  # a copy of a part shares its amax with unknown shards
-        other._writes.trains, other._products = self._writes.trains, self._products
+        other._writes.trains, other._products, other._fused = self._writes.trains, self._products, self._fused
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

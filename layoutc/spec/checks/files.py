@@ -73,35 +73,6 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC361", f"the recipe has no {kind}", label, why=why, help=f"delete `{kind}`")
 
 
-def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A container's type is the records of the rowwise orientation, and says all: no tensors or config beside."""
-    types: dict[tuple[str, int], str] = {}
-    for name, binding in spec.files.items():
-        where: Path = ("files", name, "record")
-        if binding.record is None:
-            continue
-        if spec.orientations.rowwise.record is None:
-            label = source.key(where)
-            help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
-            yield source.find("LC367", "the rowwise orientation has no records", label, help=help)
-        if spec.tensor is not None:
-            label, used = (
-                source.key(where),
-                source.key(("tensor",), "the weight's amax, which is in no record"),
-            )
-            help = "delete `record`, and name tensors: `tensors: {data: ..., scale: ..., amax: ...}`"
-            yield source.find("LC367", "records do not hold a whole weight", label, used, help=help)
-        for key in ("tensors", "ignore", "parts", "config", "recognize", "plain"):
-            if getattr(binding, key):
-                label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
-                yield source.find("LC367", f"`{key}` beside `record`", label, used, help=f"delete `{key}`, or `record`")
-        kind = (binding.record.container, binding.record.number)
-        if kind in types:
-            message = f"`{name}` and `{types[kind]}` are the same type of {kind[0]}"
-            yield source.find("LC367", message, source.value((*where, "number")), help=f"delete `{name}`")
-        types.setdefault(kind, name)
-
-
 def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A tensor's name follows from its parameter's, and no two tensors of a weight have the same."""
     for name, binding in spec.files.items():
@@ -135,6 +106,16 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                     help = 'for instance `"{module}.{expert}.up_proj.weight"`'
                     label = source.value(("files", name, "parts", whole, i))
                     yield source.find("LC362", f"the name of a part {wrong}", label, help=help)
+
+
+def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What modules share that engines join is the scale of a whole weight."""
+    block = spec.orientations.rowwise.block
+    if spec.tensor is not None or block.m == block.k == "all":
+        return
+    for name in (name for name, binding in spec.files.items() if binding.fused):
+        label, why = source.key(("files", name, "fused")), f"its scales are those of blocks of {block.m}x{block.k}"
+        yield source.find("LC361", "no scale covers a whole weight", label, why=why, help="delete `fused`")
 
 
 def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -311,7 +292,7 @@ def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 CHECKS = (
     files_are_named,
     planes_have_tensors,
-    containers_hold_records,
+    joined_modules_share_a_scale,
     names_are_patterns,
     layouts_of_files_are_readable,
     dtypes_hold_values,

@@ -20,6 +20,35 @@ _WIDEST = 32  # bits of a bundle's word
 Values = dict[Part, tuple[int, int]]  # (values in a record, bits of each)
 
 
+def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A container's type is the records of the rowwise orientation, and says all: no tensors or config beside."""
+    types: dict[tuple[str, int], str] = {}
+    for name, binding in spec.files.items():
+        where: Path = ("files", name, "record")
+        if binding.record is None:
+            continue
+        if spec.orientations.rowwise.record is None:
+            label = source.key(where)
+            help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
+            yield source.find("LC367", "the rowwise orientation has no records", label, help=help)
+        if spec.tensor is not None:
+            label, used = (
+                source.key(where),
+                source.key(("tensor",), "the weight's amax, which is in no record"),
+            )
+            help = "delete `record`, and name tensors: `tensors: {data: ..., scale: ..., amax: ...}`"
+            yield source.find("LC367", "records do not hold a whole weight", label, used, help=help)
+        for key in ("tensors", "ignore", "parts", "fused", "config", "recognize", "plain"):
+            if getattr(binding, key):
+                label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
+                yield source.find("LC367", f"`{key}` beside `record`", label, used, help=f"delete `{key}`, or `record`")
+        kind = (binding.record.container, binding.record.number)
+        if kind in types:
+            message = f"`{name}` and `{types[kind]}` are the same type of {kind[0]}"
+            yield source.find("LC367", message, source.value((*where, "number")), help=f"delete `{name}`")
+        types.setdefault(kind, name)
+
+
 def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A record is a run of whole blocks and super-blocks along the contracted axis, of one step of the other axis."""
     for name, orientation in orientations(spec):
@@ -198,4 +227,4 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-CHECKS = (records_hold_blocks, record_fields_are_whole, records_are_of_types)
+CHECKS = (containers_hold_records, records_hold_blocks, record_fields_are_whole, records_are_of_types)
