@@ -132,7 +132,7 @@ class Group:
         """Bytes of memory that the optimizer's step moves, and quantizing masters anew."""
         every = [one.piece for one in self.members]
         state, codes = self.dtypes.state, [one for one in every if one.is_codes and one.trains]
-        moved = sum(state.moved(one.placed.shard, prod(one.placed.shape) * one.placed.parts) for one in self.trained)
+        moved = sum(state.moved(one.placed.shard, one.placed.whole, one.placed.columns) for one in self.trained)
         if codes:
             moved += FP32 * sum(one.placed.shard for one in self.trained)
         return moved + sum(gathered(one, "both", self.dtypes).sent for one in codes)

@@ -85,6 +85,16 @@ class Placed:
         return self.per_rank * prod(self.shape) // self.shape[self.dim]
 
     @property
+    def whole(self) -> int:
+        """Elements of the whole weight."""
+        return prod(self.shape) * self.parts
+
+    @property
+    def columns(self) -> int:
+        """Of a row of a shard; 0 of a weight of one dim."""
+        return 0 if len(self.shape) < 2 else self.per_rank if self.dim == len(self.shape) - 1 else self.shape[-1]
+
+    @property
     def even(self) -> bool:
         """True if all shards are as long."""
         return self.shape[self.dim] % self.ranks == 0

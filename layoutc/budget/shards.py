@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd, lcm, prod
+from math import gcd, lcm
 from operator import add
 
 from layoutc.budget.mesh import Placed
@@ -108,11 +108,13 @@ def resident(piece: Piece, rank: int, dtypes: Dtypes) -> Resident:
     left = _left(piece)
     if not piece.trains:
         return Resident(weights, left=left)
-    has_master, whole = piece.is_codes or dtypes.stored != FP32, prod(piece.placed.shape) * piece.placed.parts
+    whole, columns = piece.placed.whole, piece.placed.columns
+    master = dtypes.state.master(whole, columns)
+    has_master = piece.is_codes or (dtypes.stored != FP32 and master.bits != 8 * dtypes.stored)
     return Resident(
         weights,
-        dtypes.state.master_bytes(rows, whole) if has_master else 0,
-        dtypes.state.moment_bytes(rows, whole) + dtypes.state.counter,
+        master.nbytes(rows) if has_master else 0,
+        dtypes.state.moment_bytes(rows, whole, columns) + dtypes.state.counter,
         piece.placed.shard * dtypes.stored,
         left,
     )

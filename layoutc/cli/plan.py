@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,11 @@ from layoutc.cli.shared import (
     words_of,
     worlds_of,
 )
+from layoutc.estimate.state import ADAMW, LEAST, MASTERS, STATES, State, Stored
 
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.totals import Setting
-    from layoutc.estimate.state import State
     from layoutc.estimate.work import Use
     from layoutc.models.weights import Model
 
@@ -105,6 +106,20 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
     show_default=True,
     metavar="BYTES",
     help="Of the optimizer, an element, beside the master; AdamW's by default.",
+)
+@click.option(
+    "--state",
+    type=click.Choice(list(STATES)),
+    default="fp32",
+    show_default=True,
+    help="Of the optimizer's moments, as layoutc.AdamW holds them; weights of one dim, and small ones, keep fp32.",
+)
+@click.option(
+    "--masters",
+    type=click.Choice(list(MASTERS)),
+    default="fp32",
+    show_default=True,
+    help="Of weights that are not stored in fp32 themselves.",
 )
 @_count("sequence", "Tokens of a sequence.", 8192)
 @_count("batch", "Sequences of a rank in a step.")
@@ -302,7 +317,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
         check_patterns(model, picks)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked["moments"]))
+    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked))
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"], asked["per_host"], None, asked["rule"])
     check_host(asked["graph"], host=asked["host"])
@@ -311,12 +326,15 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     return Setting(picks, dtypes, load, link, machine, runs, asked["together"])
 
 
-def _state(moments: int) -> State:
-    """AdamW's, or one with so many bytes of moments an element."""
-    from layoutc.estimate.state import ADAMW, State, Stored
-
-    stated = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
-    return ADAMW if moments == sum(one.nbytes(1) for one in ADAMW.moments) else stated
+def _state(asked: dict[str, Any]) -> State:
+    """What the optimizer holds; in fp32, or with so many bytes of moments an element."""
+    moments, state = asked["moments"], STATES[asked["state"]]
+    if moments != sum(one.nbytes(1) for one in ADAMW.moments):
+        if state is not ADAMW:
+            raise click.UsageError(f"--state {asked['state']} says what moments take; leave out --moments")
+        state = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
+    masters = MASTERS[asked["masters"]]
+    return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1)
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

@@ -20,9 +20,11 @@ class Stored:
     block: int = 0
     scale: int = 0
 
-    def nbytes(self, elements: int) -> int:
-        """Of so many elements."""
-        return cdiv(elements * self.bits, 8) + (cdiv(elements, self.block) * self.scale if self.block else 0)
+    def nbytes(self, elements: int, columns: int = 0) -> int:
+        """Of so many elements. columns: of a row, in which blocks begin anew; 0: blocks are of all elements."""
+        blocks = elements // columns * cdiv(columns, self.block) if columns and self.block else 0
+        blocks = blocks or (cdiv(elements, self.block) if self.block else 0)
+        return cdiv(elements * self.bits, 8) + blocks * self.scale
 
 
 FP32, BF16 = Stored(32), Stored(16)
@@ -31,29 +33,37 @@ FP32, BF16 = Stored(32), Stored(16)
 @dataclass(frozen=True)
 class State:
     """What an optimizer holds beside weights. masters: of weights that are not stored in fp32 themselves. moments: all
-    of them. counter: bytes beside, of each parameter. small: weights of at most so many elements keep fp32."""
+    of them. counter: bytes beside, of each parameter. small: weights of at most so many elements keep fp32, as do those
+    of one dim, whose `columns` are 0."""
 
     masters: Stored = FP32
     moments: tuple[Stored, ...] = (FP32, FP32)
     counter: int = 4
     small: int = 0
 
-    def master_bytes(self, elements: int, whole: int) -> int:
-        """Of a shard's master. whole: elements of the whole weight."""
-        return (FP32 if whole <= self.small else self.masters).nbytes(elements)
+    def master(self, whole: int, columns: int) -> Stored:
+        """How a weight's master is held. whole: elements of the whole weight."""
+        return self.masters if columns and whole > self.small else FP32
 
-    def moment_bytes(self, elements: int, whole: int) -> int:
+    def moment_bytes(self, elements: int, whole: int, columns: int) -> int:
         """Of a shard's moments, without the counter."""
-        return sum((FP32 if whole <= self.small else one).nbytes(elements) for one in self.moments)
+        moments = self.moments if columns and whole > self.small else tuple(FP32 for _ in self.moments)
+        return sum(one.nbytes(elements, columns) for one in moments)
 
-    def moved(self, elements: int, whole: int) -> int:
+    def moved(self, elements: int, whole: int, columns: int) -> int:
         """Bytes of memory that a step moves: gradients in fp32 are read, masters and moments read and written."""
-        held = self.master_bytes(elements, whole) + self.moment_bytes(elements, whole)
+        held = self.master(whole, columns).nbytes(elements) + self.moment_bytes(elements, whole, columns)
         return FP32.nbytes(elements) + 2 * held
 
 
 ADAMW = State()
-STATES: Mapping[str, State] = {"fp32": ADAMW}
+LEAST = 4096  # elements of a weight whose state AdamW holds in a recipe
+# Of AdamW, by the names that layoutc.AdamW has for them; by recipes' blocks.
+STATES: Mapping[str, State] = {"fp32": ADAMW} | {
+    name: State(moments=(Stored(bits, block, 4),) * 2, small=LEAST - 1)
+    for name, bits, block in (("8bit", 8, 256), ("fp8", 8, 128), ("4bit", 4, 128))
+}
+MASTERS: Mapping[str, Stored] = {"fp32": FP32, "bf16": BF16}
 
 
 @dataclass(frozen=True)

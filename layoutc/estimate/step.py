@@ -113,7 +113,7 @@ def estimate(
     group = Work(
         sent=(Sent(world, own["forward"], own["backward"], rows, *gradients, packed(use, block.weights, world)),),
         products=tuple(Product(m, k) for m, k in block.weights),
-        optimizer=ADAMW.moved(rows, rows) + quantizing,
+        optimizer=ADAMW.moved(rows, rows, 1) + quantizing,
         quantized=block.elements if use.plan else 0,
         weights=len(block.weights),
         values=bool(use.on_gather),
@@ -124,7 +124,7 @@ def estimate(
     around = Work(
         sent=(Sent(world, root, 0, root // BF16, root // BF16 * (BF16 if exchanged else FP32), exchanged),),
         products=tuple(Product(m, k, quantized=False) for m, k in model.root[1:]),
-        optimizer=ADAMW.moved(root // BF16, root // BF16),
+        optimizer=ADAMW.moved(root // BF16, root // BF16, 1),
     )
     parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, runs, together)
     return StepEstimate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import shlex
 import subprocess
@@ -311,6 +312,52 @@ def test_the_table_of_the_page_is_what_its_commands_say(monkeypatch: pytest.Monk
     assert rows[1:] == expected
 
 
+@pytest.mark.checkout
+def test_the_memory_of_training_is_what_its_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/pages/memory.md: a row for bf16 and one for the recipe, of each command above the table, in order."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "pages" / "memory.md").read_text(encoding="utf-8")
+    page = page.partition("## A 70B")[2].partition("\n## ")[0]
+    commands = [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("layoutc plan tests/")]
+    cards = [int(size) for size in page.partition("card, of ")[2].partition(" GB")[0].replace(" and", ",").split(",")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    expected = []
+    for command in commands:
+        budgets = data_of(*command[1:])["budgets"]
+        stated = dict(itertools.pairwise(command))
+        for recipe in ("bf16", "nvfp4"):
+            of = {one["mesh"]["world"]: one for one in budgets if one["recipe"] == recipe}
+            held, memory = of[64]["resident"], {world: one["memory"] / 1e9 for world, one in of.items()}
+            expected.append(
+                [
+                    *(recipe, stated.get("--masters", "fp32"), stated.get("--state", "fp32")),
+                    *(f"{held[key] / 1e9:.2f}" for key in ("weights", "masters", "moments", "gradients")),
+                    *(f"{memory[64]:.1f}", f"{min(size for size in cards if 0.8 * size >= memory[64])} GB"),
+                    *(f"{memory[world]:.1f}" for world in (16, 8)),
+                ]
+            )
+    assert len(commands) == 4
+    assert rows[1:] == expected
+
+
+def test_state_and_masters_are_those_of_adamw() -> None:
+    """Of a weight, a small one, and one of a single dim: to the byte, by hand; and an option that contradicts."""
+    shapes = ("--shapes", "up=256x1024,small=16x16,norm=8192", "--world", 8, "--recipe", "mxfp8", "--only", "up")
+    rest = 2 * 16 + 8192 // 8  # elements of a rank that keep fp32
+    plain, quantized = data_of(*shapes, "--state", "8bit", "--masters", "bf16")["budgets"]
+    for one, masters in ((plain, 0), (quantized, 2 * 32 * 1024)):  # plain weights in fp32 are masters themselves
+        assert one["resident"]["moments"] == 2 * (32 * 1024 + 32 * 4 * 4) + 2 * 4 * rest + 3 * 4
+        assert one["resident"]["masters"] == masters
+    plain, quantized = data_of(*shapes, "--stored", "bf16", "--masters", "bf16")["budgets"]
+    assert plain["resident"]["masters"] == 4 * rest
+    assert quantized["resident"]["masters"] == 4 * rest + 2 * 32 * 1024
+    result = run(*shapes, "--state", "8bit", "--moments", 4)
+    assert result.exit_code == 2
+    assert "--state 8bit says what moments take; leave out --moments" in result.stderr
+
+
 def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without options their stated defaults, and with each another value."""
     from layoutc.budget import totals
@@ -318,7 +365,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.shards import Dtypes
     from layoutc.estimate.machine import H200, link_of
-    from layoutc.estimate.state import State, Stored
+    from layoutc.estimate.state import BF16, State, Stored
     from layoutc.estimate.work import Load
 
     asked: list[tuple[Any, Mesh, totals.Setting]] = []
@@ -335,7 +382,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(setting == usual for _, _, setting in asked)
     asked.clear()
     only = ("--only", "*.up", "--only", "*.experts", "--leave", "layers.0.up", "--experts")
-    sizes = ("--stored", "bf16", "--gathered", "fp32", "--reduced", "fp16", "--moments", 3)
+    sizes = ("--stored", "bf16", "--gathered", "fp32", "--reduced", "fp16", "--moments", 3, "--masters", "bf16")
     mesh = ("--world", "16,32", "--replicas", 2, "--ep", 4, "--experts-dim", 1)
     rest = ("--sequence", 64, "--batch", 3, "--link", 25, "--per-host", 4, "--rule", "tree", "--low", "--graph")
     data = data_of(*shapes, "--recipe", "mxfp8,nvfp4", "--use", "both", *only, *sizes, *mesh, *rest)
@@ -346,7 +393,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mesh for _, mesh, _ in asked] == [Mesh(world, 2, 1, 4, 1) for world in (16, 32) for _ in range(5)]
     other = totals.Setting(
         Picks(("*.up", "*.experts"), ("layers.0.up",), True),
-        Dtypes(2, 4, 2, State(moments=(Stored(24),))),
+        Dtypes(2, 4, 2, State(masters=BF16, moments=(Stored(24),), small=4095)),
         Load(192, 64),
         link_of(25e9, 4, None, "tree"),
         H200,
@@ -357,7 +404,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["setting"]["runs"] == "graph"
     stated = data["setting"]["bytes"]
     assert (stated["stored"], stated["gathered"], stated["reduced"]) == (2, 4, 2)
-    assert [one["bits"] for one in (stated["state"]["masters"], *stated["state"]["moments"])] == [32, 24]
+    assert [one["bits"] for one in (stated["state"]["masters"], *stated["state"]["moments"])] == [16, 24]
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)
     assert [(use.name, use.cast) for use, _, _ in asked] == [("bf16", False), ("mxfp8", True)]

@@ -110,3 +110,16 @@ def test_state_is_not_for_weights(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is for the state of optimizers, not for weights"):
         layoutc.cast_on_gather_(model, name)
     assert not hasattr(package(name).Tensor, "fsdp_pre_all_gather")
+
+
+def test_plans_count_the_bytes_of_recipes() -> None:
+    """What plan and estimate take of each form of state is what its recipes store, partial blocks included."""
+    from layoutc.estimate.state import STATES
+
+    recipes = {"8bit": ("adam_m8", "adam_v8"), "fp8": ("moment_fp8", "moment_fp8_sqrt"), "4bit": ("adam_m4", "adam_v4")}
+    assert set(recipes) == set(STATES) - {"fp32"}
+    for form, names in recipes.items():
+        for stored, name in zip(STATES[form].moments, names, strict=True):
+            for m, k in ((1, 256), (24, 1000), (7, 2880), (3, 2)):
+                planes = package(name).LAYOUT.planes(m, k).values()
+                assert stored.nbytes(m * k, k) == sum(plane.nbytes for plane in planes)
