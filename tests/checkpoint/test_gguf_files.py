@@ -640,6 +640,37 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(unstated: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
+@needs_gguf
+def test_what_a_file_has_beside_a_model_is_named_left_and_copied(tmp_path: Path) -> None:
+    """Layers that predict more tokens, whose number the file's keys say, encoders, and scales of activations. What else
+    a model lacks is refused."""
+    import numpy as np
+
+    extra = {
+        "blk.1.nextn.eh_proj.weight": np.ones((8, 4), np.float32),
+        "blk.0.attn_q.input_scale": np.ones(1, np.float32),
+        "mm.0.weight": np.ones((4, 4), np.float32),
+    }
+    path = gguf_files.write(tmp_path / "more.gguf", 2, beside=extra, nextn_predict_layers=1)
+    model = gguf_files.skeleton()
+    quantized = checkpoint.quantize_as_stored(model, path)
+    named = r"blk\.0\.attn_q\.input_scale, blk\.1\.attn_k\.weight and 10 more are for other"
+    with pytest.warns(UserWarning, match=named):
+        done = checkpoint.load_gguf(model, path)
+    assert done.unexpected == ()
+    assert len(quantized) == 8
+    checkpoint.export_gguf(model, tmp_path / "same.gguf", source=path)
+    assert (tmp_path / "same.gguf").read_bytes() == path.read_bytes()
+    converted = checkpoint.convert_gguf(path, tmp_path / "plain", dtype="bfloat16")
+    assert {*extra, "blk.1.attn_q.weight"} <= {*converted.left}
+    assert len(converted.left) == 12
+    plain = gguf_files.write(tmp_path / "two.gguf", 2)
+    with pytest.raises(LayoutError, match=r"blk\.1\.attn_k\.weight is in the file, but not in the model"):
+        checkpoint.load_gguf(model, plain)
+    with pytest.raises(LayoutError, match=r"blk\.1\.attn_k\.weight is in .*two\.gguf, but not in the model"):
+        checkpoint.export_gguf(model, tmp_path / "out.gguf", source=plain)
+
+
 def test_names_are_translated_where_a_model_has_its_own(file: Path, tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"llama": gguf_files.skeleton()})
 

@@ -138,10 +138,11 @@ def write(
     experts: bool = False,
     architecture: str = "llama",
     split: int = 0,
+    beside: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Path:
     """A file of a tiny Llama, or Mixtral, with a small vocabulary; the first of several, of at most `split` tensors
-    each. more: sizes of the config that it has otherwise."""
+    each. beside: plain tensors that it has too. more: sizes of the config that it has otherwise."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
@@ -167,6 +168,8 @@ def write(
         getattr(writer, f"add_{key}")(value)
     for name, (kind, values) in tensors(layers, kinds, experts=experts).items():
         writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[kind] if kind != "F32" else None)
+    for name, values in (beside or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,7 +16,7 @@ from torch import Tensor
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
-from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, source_of
+from layoutc.checkpoint.gguf.planning import beside, config_of, entry, has, names_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.held import undecoded
@@ -64,7 +64,8 @@ def convert_gguf(
     process, without a model.
 
     dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are plain in the file are copied. Tensors
-    that follow from the config are left out, and named in the result. config.json is made of the file's keys, for
+    that follow from the config, and layers that predict more tokens, are left out, and named in the result.
+    config.json is made of the file's keys, for
     AutoConfig of transformers; the result says why if that can't be. Raises FileExistsError if the folder is not empty,
     and what `load_gguf` raises, before anything is written.
     """
@@ -78,8 +79,9 @@ def convert_gguf(
     undecoded.refuse(
         str(header.path), undecoded.undecoded(plain, records), "llama.cpp's converter can write it in another type"
     )
+    may_lack = beside(header, names).union(names.architecture.ignored)
     for tensor in header.tensors:
-        if tensor in names.architecture.ignored:
+        if tensor in may_lack:
             left.append(tensor)
             continue
         if (name := names.parameter(tensor)) is None:

@@ -20,7 +20,7 @@ from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.gguf.architectures import Names, Place
 from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
-from layoutc.checkpoint.gguf.planning import entry, has, names_of, rotation_of, source_of
+from layoutc.checkpoint.gguf.planning import beside, entry, has, names_of, rotation_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
@@ -65,7 +65,8 @@ def export_gguf(
     on gather, are written as the type that their recipe states. A plain tensor whose values are those that the source's
     tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more.
     Tensors that the model has as one weight, as gate and up of experts, are kept together or not at all. So a model
-    that was loaded and not trained gives the source's file. quantize: plain tensors too are quantized to the types that
+    that was loaded and not trained gives the source's file. Tensors that `load_gguf` leaves out are copied.
+    quantize: plain tensors too are quantized to the types that
     the source has them in, where recipes state these. rename: a name of the state dict -> the one in transformers'
     model. Of tied weights only the first is written.
 
@@ -86,7 +87,7 @@ def export_gguf(
         mapped = Mapped(header, {})
         every = installed()
         into = {kind.binding.number: kind for kind in every} if quantize else {}
-        items = _items(state_of(model_or_state_dict), header, mapped, into, rename, problems)
+        items = _items(model_or_state_dict, header, mapped, into, rename, problems)
         if first:
             check_new(path)
         facts = repr([(item.planned, item.value is None) for item in items]) + header.digest
@@ -127,7 +128,7 @@ def export_gguf(
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 def _items(
-    state: Mapping[str, Tensor],
+    model: nn.Module | Mapping[str, Any],
     header: Header,
     mapped: Mapped,
     into: Mapping[int, Kind],
@@ -138,7 +139,7 @@ def _items(
 
     into: the types that plain weights are quantized to where the source has them, by number.
     """
-    names, found, expected = names_of(header), dict[str, Item](), set[str]()
+    names, found, expected, state = names_of(header), dict[str, Item](), set[str](), state_of(model)
     kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
     for name, value in state.items():
         with noted(problems):
@@ -159,8 +160,9 @@ def _items(
                 kind = into.get(held.number) if own is None and held is not None and value.dim() > 1 else own
                 planned = Planned(tensor, _number(name, value, kind), shape)
                 found[tensor] = Item(planned, value, kind, order, in_file.tensors[0], False)
+    may_lack = beside(header, names, model).union(names.architecture.ignored) - expected
     for tensor, held in header.tensors.items():
-        if tensor in names.architecture.ignored:
+        if tensor in may_lack:
             found[tensor] = Item(Planned(tensor, held.number, held.shape), None, None, None, tensor, True)
         elif tensor not in expected:
             text = f"{tensor} is in {header.path}, but not in the model"

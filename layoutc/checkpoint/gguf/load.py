@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from layoutc.checkpoint.common.buffers import made_anew
-from layoutc.checkpoint.common.verdicts import Problem, agree, noted
+from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.load import check, joint_amaxes, rounds, say_rounded, write
 from layoutc.checkpoint.safetensors.planning import Rename
 
@@ -40,7 +41,9 @@ def load_gguf(
 
     Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
     state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected
-    there. Buffers that no state dict has are made anew, or named, as by `load_safetensors`.
+    there. Layers that predict more tokens, encoders, scales of activations, and what a model of transformers says it
+    ignores are not loaded; a warning on the first rank names them. Buffers that no state dict has are made anew, or
+    named, as by `load_safetensors`.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -64,10 +67,12 @@ def load_gguf(
                 made[1].forget()
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
-    (steps, _, loaded), mapped = made
+    (steps, _, loaded, unread), mapped = made
     amaxes = joint_amaxes(steps, mapped)
     for step in steps:
         write(step, mapped, amaxes.get(step.name))
         mapped.forget()
     say_rounded(file, rounded, process_group)
+    if rank_of(process_group) == 0:
+        warn_left(Path(file), unread, "export_gguf(..., source=file)")
     return loaded._replace(missing=(*loaded.missing, *made_anew(model)))

@@ -16,6 +16,7 @@ from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.held.undecoded import Described
+from layoutc.checkpoint.safetensors.beside import OF_ACTIVATIONS, left_out_by
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name, refuse_beside
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.gguf_types import PLAIN
@@ -25,6 +26,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ARCHITECTURE = "general.architecture"
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_OF_OTHER_PARTS = re.compile(r"(v|a|mm)\.|blk\.\d+\.nextn\.")  # encoders of images and sound, and more tokens at once
 
 
 class LoadedGguf(NamedTuple):
@@ -37,11 +39,13 @@ class LoadedGguf(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps in the order of the model's state dict, and those of them that dequantize into plain parameters."""
+    """Steps in the order of the model's state dict, those of them that dequantize into plain parameters, and the
+    tensors that the model may lack."""
 
     steps: list[Step]
     dequantized: frozenset[str]
     loaded: LoadedGguf
+    unread: list[str]
 
 
 def names_of(header: Header) -> Names:
@@ -51,6 +55,23 @@ def names_of(header: Header) -> Names:
         known = ", ".join(ARCHITECTURES)
         raise LayoutError(f"{header.path} is of architecture {short(found)}; names are known of {known}")
     return Names(ARCHITECTURES[found])
+
+
+def beside(header: Header, names: Names, model: object = None) -> set[str]:
+    """The tensors of a file that a model may lack, since its own values don't follow from them: of layers that predict
+    more tokens, as the file's keys count them, of encoders, scales of activations, and what the model's class leaves
+    out, by its names."""
+    keys = (f"{header.values[ARCHITECTURE]}.{key}" for key in ("block_count", "nextn_predict_layers"))
+    count, more = (header.values.get(key) for key in keys)
+    first = count - more if isinstance(count, int) and isinstance(more, int) else None
+    left_out = left_out_by(model) if isinstance(model, nn.Module) else OF_ACTIVATIONS
+    found = set[str]()
+    for tensor in header.tensors:
+        layer = _LAYER.match(tensor)
+        predicts = layer is not None and first is not None and int(layer[1]) >= first
+        if predicts or _OF_OTHER_PARTS.match(tensor) or left_out.search(names.parameter(tensor) or tensor):
+            found.add(tensor)
+    return found
 
 
 def source_of(place: Place, names: Names, header: Header) -> Source:
@@ -231,14 +252,15 @@ def plan(
                 missing.append(tied[0])
     with noted(problems):
         refuse_beside({name: Described(held.type, held.shape) for name, held in header.tensors.items()}, expected)
-    unexpected = sorted(header.tensors.keys() - expected - {*names.architecture.ignored})
+    unread = sorted((header.tensors.keys() & beside(header, names, model)) - expected)
+    unexpected = sorted(header.tensors.keys() - expected - {*names.architecture.ignored, *unread})
     if strict:
         problems += [_absent(name, names, rename) for name in missing]
         problems += [Problem("LayoutError", f"{name} is in the file, but not in the model") for name in unexpected]
     dequantized = [step.name for step in steps if not sources[_tensor(step)].plain]
     plain = [step.name for step in steps if not isinstance(meshes.local_of(step.param), QuantizedTensor)]
     done = tuple(name for name in dequantized if name in {*plain})
-    return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done)), file
+    return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done), unread), file
 
 
 def _tensor(step: Step) -> str:

@@ -127,12 +127,12 @@ def warn_not_written(source: object, names: Sequence[str]) -> None:
         )
 
 
-def warn_left(folder: Path, names: Sequence[str]) -> None:
+def warn_left(path: Path, names: Sequence[str], export: str = "export_safetensors(..., source=folder)") -> None:
     """Says once that a load left such tensors alone, and what to do about it."""
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         warnings.warn(
-            f"{folder}: {printable(', '.join(names[:2]))}{more} are for other programs alone, and not loaded. "
-            "An export has them too if it is told the folder: export_safetensors(..., source=folder)",
+            f"{path}: {printable(', '.join(names[:2]))}{more} are for other programs alone, and not loaded. "
+            f"An export has them too if it is told of these files: {export}",
             stacklevel=4,
         )
