@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
-from tiers import spread
+from tiers import chosen
 
 pytestmark = pytest.mark.checkout
 TESTS = Path(__file__).parent
@@ -74,8 +75,15 @@ def test_what_is_skipped_without_a_package_runs_with_it() -> None:
     assert asked - here - nowhere <= set(found[1].split("|"))
 
 
-@pytest.mark.parametrize(
-    ("cases", "count", "kept"), [(5, 1, {0}), (5, 2, {0, 2}), (4, 4, {0, 1, 2, 3}), (2, 9, {0, 1})]
-)
-def test_a_sample_is_spread_evenly(cases: int, count: int, kept: set[int]) -> None:
-    assert spread(cases, count) == kept
+def test_a_sample_has_as_many_pairs_of_values_as_it_can() -> None:
+    grid = [{"recipe": recipe, "use": use, "keeps": keeps} for recipe in "abc" for use in "xy" for keeps in (0, 1)]
+    six = [grid[at] for at in sorted(chosen(grid, 6))]
+    for first, second in combinations(("recipe", "use", "keeps"), 2):
+        assert len({(one[first], one[second]) for one in six}) == len({(one[first], one[second]) for one in grid})
+    assert chosen(grid, 1) == {0}
+    assert chosen(grid, 99) == set(range(12))
+
+
+def test_a_sample_of_one_value_each_is_spread() -> None:
+    assert chosen([{"size": size} for size in range(9)], 3) == {0, 4, 8}
+    assert chosen([{"options": {}}, {"options": {"a": 1}}, {"options": {}}], 2) == {0, 1}

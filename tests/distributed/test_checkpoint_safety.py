@@ -307,6 +307,7 @@ def same_on_all(results: list[tuple[str, str]]) -> tuple[str, str]:
     return results[0]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_and_nothing_changes(two: Ranks, sound: Path, tmp_path: Path, damage: str) -> None:
     folder = a_copy(sound, tmp_path)

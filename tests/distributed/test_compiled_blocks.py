@@ -215,6 +215,7 @@ def handed_over(recipe: str, modes: tuple[str, ...]) -> None:
         assert train(recipe, partial(make, True), mode)[0] == expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [

@@ -64,7 +64,7 @@ def converts(recipe: str, use: str, how: str) -> None:
     assert isinstance(late.head.weight._local_tensor, recipe_module(recipe).Tensor if use == "quantized" else object)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 @pytest.mark.parametrize("how", CONVERSIONS)

@@ -147,7 +147,7 @@ def at_all_cuts(recipe: str, worlds: tuple[int, ...]) -> None:
         dist.barrier()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
     """Of two, three and four ranks two for recipes that differ in their cuts, one for those that have the cuts of one
@@ -172,7 +172,7 @@ def on_other_dims(recipe: str) -> None:
         are_whole(recipe, 2, given, Shard(0), copies)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
     four.run(on_other_dims, recipe)
@@ -191,6 +191,7 @@ def exports(recipe: str, where: str) -> None:
         assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(exports, recipe, str(tmp_path))
@@ -279,6 +280,7 @@ def is_initialized(recipe: str) -> None:
         assert torch.equal(found["cast"], found["plain"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_current"])
 def test_shards_that_cut_blocks_are_initialized_as_plain_ones(four: Ranks, recipe: str) -> None:
     four.run(is_initialized, recipe)

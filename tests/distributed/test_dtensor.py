@@ -81,6 +81,7 @@ def redistributes(recipe: str) -> None:
                 assert_same(moved.detach().to("cpu").clone().full_tensor(), whole)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(redistributes, recipe)
@@ -339,13 +340,14 @@ def assert_whole(model: nn.Module, reference: nn.Module) -> None:
             assert torch.equal(param.full_tensor(), whole), name
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
 def test_tensor_parallel_training_equals_one_process(two: Ranks, recipe: str, order: str) -> None:
     two.run(trains_in_two_dims, recipe, order, False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
 def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, recipe: str, order: str) -> None:
@@ -499,6 +501,7 @@ def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     assert_equal_on_all_ranks(shared_bytes(model))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(trains_as_simple_fsdp, recipe, False)

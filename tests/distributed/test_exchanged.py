@@ -70,6 +70,7 @@ def cast(recipe: str) -> None:
         dist.barrier()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", KINDS)
 def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
     four.run(cast, recipe)
@@ -85,6 +86,7 @@ def train(recipe: str) -> None:
     trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", KINDS)
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> None:
     two.run(train, recipe)
@@ -96,6 +98,7 @@ def resume(recipes: tuple[str, ...], folder: str) -> None:
     resumes(recipes, awkward, folder, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipes", [KINDS], ids="-".join)
 def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
     four.run(resume, recipes, str(tmp_path))

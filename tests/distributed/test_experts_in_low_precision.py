@@ -114,7 +114,7 @@ def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> No
             assert torch.equal(train_step(model, optimizers[1], step, my_share()), expected), f"step {step}"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "use", "mode", "keeps", "compiled"),
     [

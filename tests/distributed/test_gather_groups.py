@@ -149,6 +149,7 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
     assert all(one is not None for plan in group_of(model).plans.values() for one in plan.examples)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", BATCHED)
 @pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
 def test_a_group_is_quantized_in_one_launch(two: Ranks, recipe: str, precomputed: bool, keeps: bool) -> None:
@@ -279,6 +280,7 @@ def written_between_hooks(recipe: str, write: str, at: int) -> None:
             layoutc.precompute_amaxes(model)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_weight_that_is_written_between_hooks_sends_its_new_values(two: Ranks, recipe: str, write: str) -> None:
@@ -300,6 +302,7 @@ def written_between_gathers(recipe: str, write: str) -> None:
         assert_gathers(model, recipe)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_that_are_written_between_gathers_send_new_values(two: Ranks, recipe: str, write: str) -> None:

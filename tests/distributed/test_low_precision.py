@@ -28,6 +28,7 @@ def trains(recipe: str, keeps: bool, mode: Mode) -> None:
         trains_as_one_process(recipe, keeps, True, None, None)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "mode"),
     [
@@ -68,6 +69,7 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
             assert losses[0] == losses[1], f"step {step}: {losses}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
     [("fp8_current", True), ("fp8_block", False), ("mxfp8", False), ("mxfp8", True), ("nvfp4", False)],

@@ -61,6 +61,7 @@ def frees_what_it_gathers(recipe: str, form: str, width: int) -> None:
     assert bool(joined) == (form == "columns" or cuts_blocks), joined
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("form", "recipe"), [*(("quantized", recipe) for recipe in RECIPES), ("cast", "fp8_delayed"), ("cast", "mxfp8")]
 )

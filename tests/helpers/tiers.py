@@ -10,7 +10,9 @@ A test that is named by its node id runs in whichever tier it is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -24,15 +26,36 @@ def mark(items: Iterable[pytest.Item]) -> None:
     for of_one in cases.values():
         found = of_one[0].get_closest_marker("sample")
         assert found is not None
-        kept = spread(len(of_one), *found.args)
+        kept = chosen([one.callspec.params for one in of_one], *found.args)  # type: ignore[attr-defined]
         for number, item in enumerate(of_one):
             if number not in kept:
                 item.add_marker("thorough")
 
 
-def spread(cases: int, count: int) -> set[int]:
-    """Which of a number of cases are a sample: `count` of them, the first one among them, evenly apart."""
-    return {number * cases // count for number in range(count)}
+def chosen(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
+    """Which of a test's cases are a sample: `count` of them, the first one among them.
+
+    Each next one has the most values, and pairs of values, that none before it has; among equals, the one that stands
+    farthest from these.
+    """
+    values = [{(name, type(value), _comparable(value)) for name, value in case.items()} for case in cases]
+    has = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in values]
+    left, kept = set(range(1, len(cases))), [0]
+    seen = set(has[0])
+    while left and len(kept) < count:
+        best = max(left, key=lambda at: (len(has[at] - seen), min(abs(at - one) for one in kept), -at))
+        left.remove(best)
+        kept.append(best)
+        seen |= has[best]
+    return set(kept)
+
+
+def _comparable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def parted(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

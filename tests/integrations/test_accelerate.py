@@ -74,6 +74,7 @@ def trains(recipe: str, use: str, sharded: bool) -> list[float]:
     return losses[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 @pytest.mark.parametrize("sharded", [True, False])

@@ -94,6 +94,7 @@ def trains(kind: str, recipe: str) -> None:
     assert losses(model) == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_covered_travel_as_planned_and_train_as_one_process(two: Ranks, kind: str, recipe: str) -> None:

@@ -421,6 +421,7 @@ def same_files(a: Path, b: Path, but: tuple[str, ...] = ()) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_values_are_those_that_others_read_and_files_come_back(
     folder: str, written: Callable[[str], Path], tmp_path: Path
@@ -621,6 +622,7 @@ def alone() -> Any:
     return groups[dist.get_rank()]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_ranks_load_their_slices_and_write_the_same_files(
     folder: str, two: Ranks, three: Ranks, written: Callable[[str], Path], tmp_path: Path

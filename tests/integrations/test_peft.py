@@ -149,6 +149,7 @@ def trains_as_one_process(recipe: str, how: str, on_gather: bool = False) -> flo
     return nbytes / sum(weight.numel() for weight in weights)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["peft", "by hand"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_train_as_in_one_process_and_the_base_takes_its_codes_alone(two: Ranks, recipe: str, how: str) -> None:

@@ -78,6 +78,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_warnings, "_warned", set())
 
 
+@pytest.mark.sample(20)
 @pytest.mark.filterwarnings("ignore:peft.tuners")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_base_comes_back_byte_for_byte(recipe: str) -> None:

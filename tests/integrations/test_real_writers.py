@@ -286,7 +286,7 @@ def check_values(model: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(values, expected[name]), name
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_what_a_package_writes_is_loaded_trained_and_read_by_it_again(row: Row, tmp_path: Path) -> None:
     path, binding = tmp_path / "in", row.files.rpartition("/")[2]

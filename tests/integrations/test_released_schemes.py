@@ -610,6 +610,7 @@ def writes(name: str, path: str, out: str) -> None:
     export_safetensors(model, out, files=SCHEMES[name].files, source=path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:.* are for other programs alone")
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks_write_the_same_bytes(name: str, three: Ranks, released: Callable[[str], Path], tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def low_bit(name: str) -> Any:
     return getattr(import_module("torchao.optim"), name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "name"), [("nvfp4", "AdamW8bit"), ("mxfp8", "AdamW4bit"), ("fp8_current", "AdamWFp8")]
 )

@@ -112,6 +112,7 @@ def trained(
     return losses, [values(param).flatten().tolist() for param in model.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str) -> None:

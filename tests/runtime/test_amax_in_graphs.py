@@ -117,6 +117,7 @@ def test_kernels_read_an_amax_of_another_dtype(name: str) -> None:
         assert all(same_bits(made[one], expected[one]) for one in made)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("shape", [(1, 64), (32, 64), (48, 16), (300, 132)])
 @pytest.mark.parametrize("value", [1.0, 0.0, float("inf"), float("nan"), -float("nan")])
 def test_kernels_take_the_largest_amax_of_rows(shape: tuple[int, int], value: float) -> None:

@@ -71,6 +71,7 @@ def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, 
             assert same_bits(entries, found[buffer]), (name, shape, buffer)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_gives_the_bytes_of_the_reference(name: str) -> None:

@@ -75,6 +75,7 @@ def compare(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
             assert torch.equal(bits(stored), bits(out[plane])), (index, tuple(x.shape), plane)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in GROUPED for dtype in (DTYPES if name in ("mxfp8", "nvfp4") else [torch.bfloat16])],

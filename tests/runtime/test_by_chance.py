@@ -176,6 +176,7 @@ def encoded(fmt: Format, x: Tensor, bits: Tensor) -> Tensor:
     return numerics.to_codes_by_chance(x, bits, fmt.magnitudes, fmt.bits - 1, nan)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FORMATS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
@@ -220,6 +221,7 @@ def test_as_many_bits_round_away_as_the_distance_says() -> None:
 OFFSETS = {"u4": {"integer": 4, "offset": 0}, "i8_offset": {"integer": 8, "offset": 131}}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", [*FORMATS, *OFFSETS])
 def test_tiles_of_kernels_have_the_codes_of_the_rule(name: str) -> None:
     """Each Triton function, by the interpreter: every code's value and those between, both signs, and NaN."""

@@ -237,6 +237,7 @@ def check_conversions(found: list[dict[str, Any]], expected: dict[str, set[str]]
             assert converts == {INSTRUCTIONS[conversion] for conversion in expected[recipe]}, (recipe, name)
 
 
+@pytest.mark.thorough
 def test_the_newest_cards_convert_by_themselves() -> None:
     """Their instructions are those of sm_100, for which everything is compiled."""
     expected = {name: CONVERSIONS[name] for name in ("mxfp4", "nvfp4")}

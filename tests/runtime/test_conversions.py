@@ -128,6 +128,7 @@ def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
     assert conversion_checks.differing(CPU, [("e2m1", right, triton_comparisons._e2m1)]) == []
 
 
+@pytest.mark.sample(5)
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("one_tile")

@@ -379,6 +379,7 @@ def apply(x: Tensor, step: tuple[str, int, int], unit: int) -> Tensor:
     return calls[kind](x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(shape=st.sampled_from([(256, 128), (4, 128, 128), (2, 2, 64, 128)]), steps=st.lists(STEPS, max_size=6))

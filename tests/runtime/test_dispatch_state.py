@@ -60,6 +60,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.sample(73)
 @pytest.mark.parametrize("trip", ROUND_TRIPS)
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_round_trip_is_byte_exact_and_compact(recipe: str, name: str, trip: str) -> None:

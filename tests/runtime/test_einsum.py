@@ -67,6 +67,7 @@ def results_without_gradients(name: str, weight: Any) -> Tensor:
     return torch.einsum(equation, *((shown, x) if is_first else (x, shown)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "use"),
     [

@@ -197,7 +197,7 @@ def test_posits_by_their_definition() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", unshipped.exchanged())
 def test_kernels_equal_the_reference(name: str) -> None:
@@ -234,6 +234,7 @@ orientations:
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [16, 17, 40, 200, 256])
 def test_long_codebooks_have_kernels(count: int) -> None:
     """Codes of 5, 6 and 8 bits, packed and not, of two orientations, whose values stand in no order."""

@@ -117,6 +117,7 @@ def random_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- products
+@pytest.mark.sample(28)
 @each_groups
 @pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
@@ -167,6 +168,7 @@ def repeats(recipe: str) -> bool:
     return same_bits(gradient.quantize(g).dequantize(), gradient.quantize(g).dequantize())
 
 
+@pytest.mark.sample(20)
 @each_groups
 @pytest.mark.parametrize("recipe", [name for name in WITH_PRODUCTS if repeats(name)])
 def test_low_precision_multiplies_values_that_are_quantized_by_group(recipe: str, sizes: tuple[int, ...]) -> None:
@@ -468,7 +470,7 @@ def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], ser
 COMPILED = ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(  # every pair of the three
     ("recipe", "use", "batched"),
     [

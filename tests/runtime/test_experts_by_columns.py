@@ -59,6 +59,7 @@ def run(
     return [out.detach(), x.grad, layer.gate_up_proj.grad.transpose(1, 2)]
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
 @pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
@@ -105,6 +106,7 @@ def test_batches_are_exact_where_nothing_rounds(recipe: str, how: Any) -> None:
     assert all(same_bits(a.reshape(b.shape), b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_compiled_equals_eager(recipe: str, use: str) -> None:

@@ -78,6 +78,7 @@ def rowwise(x: Array, bm: int, bound: float, squared: bool) -> tuple[Array, Arra
     return codes, np.where(wider, scale4, scale6), wider
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("block", ["16x16", "1x16"])
 @pytest.mark.parametrize("bound", [256, 448])
 @pytest.mark.parametrize("squared", [False, True])

@@ -98,7 +98,7 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
         assert torch.equal(bits(values_.to(x.dtype)), bits(found)), (orientation, x.dtype)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("name", "dtype"), READ, ids=str)
 def test_quantize_and_dequantize_equal_the_reference(name: str, dtype: torch.dtype) -> None:

@@ -64,6 +64,7 @@ def inputs(recipe: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, g
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
 @pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
@@ -270,6 +271,7 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
     assert same_bits(cast.grad, x.grad.float())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "use", "compiled"),
     [

@@ -208,6 +208,7 @@ def test_zeros_stay_zeros_where_the_inverse_of_a_scale_overflows(scales: str) ->
     assert torch.equal(values, x)
 
 
+@pytest.mark.thorough
 @example(read_spec(NAN_SCALES, "made_up.yaml")[0], 0, np.nan)
 @given(specs(), st.integers(0, 2**16), st.sampled_from([None, None, 0.0, np.nan, np.inf, 2.0**-149, 1e30]))
 @settings(max_examples=50, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))

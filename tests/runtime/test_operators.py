@@ -89,7 +89,7 @@ def test_nothing_of_quantize_is_left_for_inductor_to_divide(name: str) -> None:
 
 
 # Formulas of sizes with each kind of call; fixed sizes, each compiled for anew, with one recipe of each kind of block.
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [(name, True) for name in KINDS] + [(name, False) for name in ("fp8_block", "fp8_delayed", "mxfp6_e2m3", "nvfp4")],
@@ -287,6 +287,7 @@ def test_a_recipe_that_is_not_there() -> None:
         OPERATORS.quantize(torch.zeros(32, 32), None, "nowhere 123", ["rowwise"])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp8_2d", "nvfp4"])
 def test_buffers_are_compiled_in_one_graph(name: str, count: int) -> None:

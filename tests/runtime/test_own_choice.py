@@ -66,6 +66,7 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], dtype: torch.d
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_a_mix_is_each_layer_in_its_own_mode(recipe: str, use: str) -> None:

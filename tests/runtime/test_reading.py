@@ -67,7 +67,7 @@ def in_parts(name: str, planes: Mapping[str, Tensor], rows: int, ranks: int) -> 
     return first, Parts(ranks, rows, start)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
 def test_values_are_those_of_the_reference(name: str, tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:

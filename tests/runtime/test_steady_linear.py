@@ -153,6 +153,7 @@ def test_weights_whose_passes_gather_other_planes() -> None:
     assert all(map(same_bits, found, gradients))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("recipe", "needs_input", "trains"),
