@@ -42,7 +42,7 @@ COMPILER = {
     "report": ("ints diagnostics spec layout plan estimate checkpoint checkpoint.common", "rich"),
     "explorer": ("ints spec layout plan report", ""),
     "charts": ("", "matplotlib"),
-    "report.budgets": ("models budget report charts", "matplotlib"),
+    "report.budgets": ("models budget report charts", "matplotlib yaml"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {

@@ -17,6 +17,7 @@ REASONS: Mapping[str, str] = {
     "norm": "a norm",
     "bias": "a bias",
     "router": "a router",
+    "adapter": "an adapter",
     "other": "no nn.Linear",
 }
 DIMS = (2, 3)

@@ -198,18 +198,21 @@ def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes:
     )
 
 
-def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
-    """What a layer's groups do in a step, for the estimate of its time."""
+def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) -> Work:
+    """What a layer's groups do in a step, for the estimate of its time, on hosts of so many ranks."""
+    replicas = mesh.ring(mesh.replicas, mesh.shards * mesh.tensor, per_host)
     quantized = [member for group in groups for member in group.members if member.piece.plan is not None]
     return Work(
         sent=tuple(
             Sent(
-                group.ranks,
+                mesh.ring(group.ranks, mesh.shards * mesh.tensor // group.ranks, per_host),
                 group.gather("forward").sent,
                 group.gather("backward").sent,
                 sum(piece.placed.shard for piece in group.trained),
                 group.sent_gradients,
                 group.exchanges,
+                group.reduced if mesh.replicas > 1 else 0,
+                replicas,
                 group.packed if group.at_once else 0,
             )
             for group in groups
@@ -232,4 +235,4 @@ def product(member: Member, mesh: Mesh) -> Product:
     *lead, m, k = weight.shape if len(weight.shape) > 1 else (*weight.shape, 1)
     count = lead[0] if lead else 1
     tensor = mesh.tensor if weight.cut != "none" else 1
-    return Product(m, k, weight.share * count / tensor, member.piece.plan is not None)
+    return Product(m, k, weight.share * count / tensor, member.piece.plan is not None, weight.trains)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from layoutc.estimate.links import Ring
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
 from layoutc.models.weights import Weight
@@ -43,6 +44,12 @@ class Mesh:
         """Whether ranks of several hosts shard together: where there are several, and hosts hold no whole replicas."""
         sharded = max(self.shards, self.expert_shards) > 1
         return sharded and self.world > per_host and per_host % (self.shards * self.tensor) != 0
+
+    def ring(self, ranks: int, apart: int, per_host: int) -> Ring:
+        """So many ranks, from each of which the next one is so many away, on hosts of `per_host`."""
+        if self.world <= per_host or per_host % (ranks * apart) == 0:
+            return Ring(ranks, ranks)
+        return Ring(ranks, max(1, min(per_host // apart, ranks - 1)))
 
     def problem(self) -> str:
         """Why there is no such mesh; "" if there is."""

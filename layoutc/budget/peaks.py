@@ -4,26 +4,31 @@ Looked at where it is highest: while a collective runs, once a gather has been c
 group are dequantized on gather, between its codes and its values: of steps after the first, in which FSDP2 also copies
 the codes of those that travel in one tensor. FSDP2 of torch 2.11 to 2.14 keeps the buffer of one gather until the next
 one of forward has been issued, gathers the next group of backward while this one computes, and keeps the input of one
-reduce-scatter: in place of that, an exchange keeps the gradients themselves. Activations are not in it.
+reduce-scatter: in place of that, an exchange keeps the gradients themselves.
+
+With activations the highest point is another one, as those of later layers are gone when gradients are most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layoutc.budget.activations import Activations
 from layoutc.budget.groups import Group, Groups
 
 
 @dataclass(frozen=True)
 class Peaks:
     """Bytes beside weights, masters and moments. root: what stays gathered until backward is done. layer: the most that
-    any other group holds while it computes. forward, backward: the most at any time; sharded gradients count in
-    backward."""
+    any other group holds while it computes. forward, backward: the most at any time, without activations; sharded
+    gradients count in backward. whole: the most with activations, of which there are `activations` then."""
 
     root: int
     layer: int
     forward: int
     backward: int
+    whole: int = 0
+    activations: int = 0
 
     @property
     def most(self) -> int:
@@ -31,11 +36,27 @@ class Peaks:
         return max(self.forward, self.backward)
 
 
-def peaks(groups: Groups) -> Peaks:
+@dataclass
+class _Highest:
+    """The most bytes of all that were seen, and what of it is activations."""
+
+    most: int = 0
+    activations: int = 0
+
+    def see(self, activations: int, *others: int) -> None:
+        """Some moments, of the same activations."""
+        if (most := activations + max(others)) > self.most:
+            self.most, self.activations = most, activations
+
+
+def peaks(groups: Groups, kept: Activations) -> Peaks:
     """Of a step whose layers compute one after another, each with all of its groups gathered."""
+    none = Activations((0,) * len(groups.layers), (0,) * len(groups.layers), 0)
     root = sum(group.gather("forward").held for group in groups.root)
     layer = max((sum(_most_held(group) for group in one) for one in groups.layers), default=0)
-    return Peaks(root, layer, _forward(groups), _backward(groups, root))
+    plain = [_forward(groups, none), _backward(groups, root, none)]
+    whole = max(_forward(groups, kept), _backward(groups, root, kept), key=lambda one: one.most)
+    return Peaks(root, layer, plain[0].most, plain[1].most, whole.most, whole.activations)
 
 
 def _most_held(group: Group) -> int:
@@ -47,22 +68,22 @@ def _buffer(group: Group, which: str) -> int:
     return group.gather(which).sent * group.ranks if group.ranks > 1 else 0
 
 
-def _forward(groups: Groups) -> int:
-    most = kept = held = 0
-    for layer in (groups.root, *groups.layers):
-        inside = 0
+def _forward(groups: Groups, activations: Activations) -> _Highest:
+    seen, kept, held, before = _Highest(), 0, 0, 0
+    for layer, own in zip((groups.root, *groups.layers), (0, *activations.kept), strict=True):
+        inside, before = 0, before + own
         for group in layer:
             buffer = _buffer(group, "forward")
             inside += group.gather("forward").held
             # The last buffer is let go of when this one is copied out, and codes when values have been made of them.
-            most = max(most, held + inside + kept + buffer + group.gather("forward").arrived)
+            seen.see(before, held + inside + kept + buffer + group.gather("forward").arrived)
             kept = buffer
         if layer is groups.root:
             held = inside
-    return most
+    return seen
 
 
-def _backward(groups: Groups, root: int) -> int:
+def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
     """Layers from last to first, each with its gradients; the root's are there from the start, and are reduced last.
     A layer stays gathered while the experts in it are, which are a group of their own where they have other ranks."""
     early = sum(
@@ -72,28 +93,31 @@ def _backward(groups: Groups, root: int) -> int:
         if member.weight.kind != "embedding" or member.weight.tied
     )
     order = [group for layer in reversed(groups.layers) for group in layer]
-    most = sharded = kept = 0
+    seen, sharded, kept, before = _Highest(), 0, 0, sum(activations.kept)
+    seen.see(activations.total, root)
     following = iter([*((_buffer(group, "backward"), group.copied) for group in order[1:]), (0, 0)])
-    for layer in reversed(groups.layers):
-        open_, coming = 0, 0
+    for at, layer in reversed([*enumerate(groups.layers)]):
+        open_, coming, here = 0, 0, before + activations.computing[at]
         for group in layer:  # each is gathered, and the next one called for
             base, own = root + early + sharded + kept, group.gather("backward")
-            most = max(most, base + open_ + _buffer(group, "backward") + own.held + own.arrived)
+            seen.see(before, base + open_ + _buffer(group, "backward") + own.held + own.arrived)
             open_, (coming, packed) = open_ + own.held, next(following)
-            most = max(most, base + open_ + coming + packed)
+            seen.see(here, base + open_ + coming + packed)
         for group in reversed(layer):  # those inside have their gradients first, and are let go of
             base = root + early + sharded + coming
             computing = open_ + group.gradients + kept
             open_ -= group.gather("backward").held
             kept = _input(group)
-            most = max(most, base + computing, base + open_ + kept + _reducing(group))
+            seen.see(here, base + computing)
+            before -= activations.kept[at] if group is layer[0] else 0
+            seen.see(before, base + open_ + kept + _reducing(group))
             sharded += _kept_gradients(group)
     for group in groups.root:
         computing = root + group.gradients + _whole_embeddings(group) + kept
         kept = _input(group)
-        most = max(most, sharded + computing, sharded + kept + _reducing(group))
+        seen.see(0, sharded + computing, sharded + kept + _reducing(group))
         sharded += _kept_gradients(group)
-    return most
+    return seen
 
 
 def _kept_gradients(group: Group) -> int:

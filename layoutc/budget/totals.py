@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from layoutc.budget.activations import POLICIES, Policy, activations, again
 from layoutc.budget.choice import Picks
 from layoutc.budget.groups import Group, Groups, Member, groups_of, work_of
 from layoutc.budget.mesh import Mesh
 from layoutc.budget.peaks import Peaks, peaks
 from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, indices, largest, resident
-from layoutc.estimate.links import Link
+from layoutc.estimate.links import Links
 from layoutc.estimate.machine import Machine
-from layoutc.estimate.work import Load, Parts, Runs, Use, Work, step
+from layoutc.estimate.work import Load, Parts, Runs, Use, Work, is_low, step
 from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv
 from layoutc.models.weights import Model
@@ -66,7 +67,9 @@ class WeightLine:
 @dataclass(frozen=True)
 class Budget:
     """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing.
-    exchange: gradients of some group are exchanged. on_gather: gathers of some weight leave values."""
+    exchange: gradients of some group are exchanged. on_gather: gathers of some weight leave values. low: products on
+    codes. policy: which layers are computed again in backward. room: bytes that a card has for all of that. tokens:
+    of a rank, a second."""
 
     recipe: str
     how: str
@@ -82,24 +85,34 @@ class Budget:
     cuts: tuple[CutWeight, ...]
     step: Parts
     weights: tuple[WeightLine, ...]
+    low: bool
+    policy: Policy
+    room: int
+    tokens: float
 
     @property
     def memory(self) -> int:
-        """Bytes of the largest rank at the highest point of a step, without activations."""
-        return self.resident.kept + max(self.peaks.most, self.resident.gradients)
+        """Bytes of the largest rank at the highest point of a step."""
+        return self.resident.kept + max(self.peaks.whole, self.resident.gradients)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What budgets of one plan have in common. runs: how steps run. together: how many follow one another."""
+    """What budgets of one plan have in common. runs: how steps run. together: how many follow one another. policy:
+    which layers are computed again in backward; None: as few as fit."""
 
     picks: Picks
     dtypes: Dtypes
     load: Load
-    link: Link
+    links: Links
     machine: Machine
     runs: Runs = "compiled"
     together: int = 1
+    policy: Policy | None = None
+
+    def on(self, machine: Machine) -> Setting:
+        """The same on another machine."""
+        return replace(self, machine=machine)
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
@@ -114,15 +127,13 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
     for pieces in by_ranks.values():
         held += largest(tuple(pieces), at.dtypes)
     held += Resident(left=indices(groups.pieces) + sum(group.kept_gradients for group in groups.every))
-    works: dict[object, Work] = {}
-    ordered = []
-    for layer, own in zip(model.layers, groups.layers, strict=True):
-        key = own, layer.attention, layer.width
-        if key not in works:
-            works[key] = work_of(layer, own, mesh)
-        ordered.append(works[key])
-    root = work_of(model.root, groups.root, mesh)
-    parts = step(use, ordered, root, at.load, at.link, at.machine, at.runs, at.together)
+    policies = POLICIES if at.policy is None else (at.policy,)
+    for policy in policies:
+        most = peaks(groups, activations(model, mesh, at.load, at.runs, policy))
+        if held.kept + max(most.whole, held.gradients) <= at.machine.room:
+            break
+    works = works_of(model, groups, mesh, at.links.per_host, policy)
+    parts = step(use, works[1:], works[0], at.load, at.links, at.machine, at.runs, at.together)
     alike = _alike(model, groups)
     members = [member for group in groups.every for member in group.members]
     taken = sum(member.weight.elements for member in members if member.piece.plan is not None)
@@ -136,12 +147,35 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         plain=model.elements - taken,
         resident=held,
         padding=_padding(groups.pieces, mesh, at.dtypes),
-        peaks=peaks(groups),
+        peaks=most,
         traffic=_traffic(groups, mesh),
         cuts=tuple(_cuts(alike)),
         step=parts,
         weights=tuple(_lines(alike, at.dtypes)),
+        low=is_low(use, at.machine),
+        policy=policy,
+        room=at.machine.room,
+        tokens=at.load.tokens / parts.total,
     )
+
+
+def estimated(model: Model, use: Use, mesh: Mesh, at: Setting) -> Parts:
+    """The step alone, without what it takes of memory."""
+    root, *works = works_of(model, groups_of(model, use, at.picks, mesh, at.dtypes), mesh, at.links.per_host)
+    return step(use, works, root, at.load, at.links, at.machine, at.runs, at.together)  # nothing is computed again
+
+
+def works_of(model: Model, groups: Groups, mesh: Mesh, per_host: int, policy: Policy = "none") -> list[Work]:
+    """What each layer does in a step, the root first."""
+    made: dict[object, Work] = {}
+    found = []
+    twice = [False, *again(len(model.layers), policy)]
+    for layer, own, recomputed in zip(model.all_layers, (groups.root, *groups.layers), twice, strict=True):
+        key = id(own), layer.attention, layer.width, recomputed
+        if key not in made:
+            made[key] = replace(work_of(layer, own, mesh, per_host), again=recomputed)
+        found.append(made[key])
+    return found
 
 
 def _padding(pieces: list[Piece], mesh: Mesh, dtypes: Dtypes) -> int:

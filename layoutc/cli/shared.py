@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -16,25 +16,6 @@ from layoutc.build.lookup import Command, completed, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
 from layoutc.report.tables import shown
-
-if TYPE_CHECKING:
-    from layoutc.estimate.work import Runs
-
-card_option = click.option(
-    "--card",
-    type=click.Choice(["h200", "h100"]),
-    default="h200",
-    show_default=True,
-    help="Whose memory, products and links times are of.",
-)
-
-eager_option = click.option("--eager", is_flag=True, help="Not compiled: recipes take more of the host's time.")
-on_gather_option = click.option(
-    "--on-gather/--by-layers",
-    default=None,
-    help="Who dequantizes, as by set_products_.  [default: gathers, where that costs nothing]",
-)
-graph_option = click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 
 
 class FiniteRange(click.FloatRange):
@@ -48,62 +29,7 @@ class FiniteRange(click.FloatRange):
         return found
 
 
-host_option = click.option(
-    "--host",
-    type=FiniteRange(0.1, 3),
-    metavar="FACTOR",
-    help="The host's time, times that of the hosts that were measured.  [default: 1]",
-)
-
-
-together_option = click.option(
-    "--together",
-    type=click.IntRange(1, 100),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Steps in a row: trainers read losses every N, and the host works ahead between.",
-)
-
-
-LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
-
-
-LINKS_HELP = f"or the name of one that was measured: {', '.join(LINKS)}."
-
-
-def link_of_word(ctx: click.Context, param: click.Parameter, word: str) -> float | str:
-    """Bytes a second of `50`, which is GB/s; the name of a link that was measured."""
-    if word in LINKS:
-        return word
-    try:
-        found = float(word)
-    except ValueError:
-        found = -1.0
-    if not (isfinite(found) and 1e-3 <= found <= 1e5):
-        message = f"'{word}' is no link; write GB/s of a rank, 0.001 to 100000, as in --link 50, or {', '.join(LINKS)}."
-        raise click.BadParameter(message, ctx, param)
-    return found * 1e9
-
-
-def check_host(graph: bool, **given: object) -> None:
-    """Raises UsageError for options about the host's time beside --graph."""
-    for option, value in given.items():
-        if graph and value is not None:
-            option = option.replace("_", "-")
-            raise click.UsageError(
-                f"--graph leaves out the host's time, which --{option} is about; leave out one of the two"
-            )
-
-
-def runs_of(eager: bool, graph: bool) -> Runs:
-    """How steps run. Raises UsageError for both."""
-    if eager and graph:
-        raise click.UsageError("--graph leaves out the host's time, which --eager adds to; leave out one of the two")
-    return "eager" if eager else "graph" if graph else "compiled"
-
-
-WORLDS, MOST_RANKS = "8,64,512,4096,16384", 2**20
+MOST_RANKS = 2**20
 
 
 def reporting(command: Command) -> Command:
@@ -187,3 +113,24 @@ def safe(text: str) -> str:
 def refuse(message: str) -> NoReturn:
     """Ends the command with a usage error: exit code 2, in click's form."""
     raise click.UsageError(message)
+
+
+def grouped(groups: Mapping[str, Sequence[str]]) -> type[click.Command]:
+    """A class of commands whose help has these groups: titles, and the names of parameters in order. What no group
+    names stands first."""
+
+    class Grouped(click.Command):
+        """As click's, but for the options of its help."""
+
+        def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+            """Writes each group."""
+            records = {one.name: one.get_help_record(ctx) for one in self.get_params(ctx)}
+            named = {name for names in groups.values() for name in names}
+            rest = {"Options": [name for name in records if name not in named]}
+            for title, names in {**rest, **groups}.items():
+                rows = [record for name in names if (record := records.get(name)) is not None]
+                if rows:
+                    with formatter.section(title):
+                        formatter.write_dl(rows)
+
+    return Grouped

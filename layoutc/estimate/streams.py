@@ -1,21 +1,24 @@
-"""Two streams of a card, compute and link, that run a step's work in FSDP2's order: what overlaps, and when it ends.
+"""Streams of a card, compute and links, that run a step's work in FSDP2's order: what overlaps, and when it ends.
 
 A task starts when its stream is free, what it waits for has been, and the host has issued it. FSDP2 of torch 2.11 to
 2.14 (its FSDPParamGroup) gathers the next group beside the compute of this one, and reduces the gradients of this group
 beside the backward of the next, with one reduce-scatter in flight; gathers and reduce-scatters share one communicator,
-which runs them one after another in the order in which they are issued.
+which runs them one after another in the order in which they are issued. All-reduces among replicas have a stream and a
+communicator of their own, and nothing but the optimizer waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Literal
 
+from layoutc.ints.sizes import cdiv
+
 Edge = Literal["start", "end"]
-Stream = Literal["compute", "link"]
-STREAMS: tuple[Stream, Stream] = ("compute", "link")
+Stream = Literal["compute", "link", "replicas"]
+STREAMS: tuple[Stream, ...] = ("compute", "link", "replicas")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class GroupTimes:
     gather_backward: float
     backward: float
     reduce: float
+    all_reduce: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
     memory_forward: float = 0.0
@@ -53,18 +57,31 @@ class GroupTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """When a run ended, how long both streams were busy, and each task's start and end."""
+    """When a run ended, how long compute and a link were busy at once, and each task's start and end."""
 
     total: float
     overlapped: float
     spans: Mapping[str, tuple[float, float]]
 
 
+MOST = 512  # groups that are run one by one
+
+
+def together_if_many(groups: Sequence[GroupTimes]) -> Sequence[GroupTimes]:
+    """At most so many groups: of more, neighbours are taken together, with the same sums."""
+    each = cdiv(len(groups), MOST)
+    if each == 1:
+        return groups
+    parts = [groups[at : at + each] for at in range(0, len(groups), each)]
+    names = [one.name for one in fields(GroupTimes)]
+    return [GroupTimes(**{name: sum(getattr(one, name) for one in some) for name in names}) for some in parts]
+
+
 def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0) -> Times:
     """Runs the tasks of each stream in order.
 
-    interference: while both streams are busy with work that slows the other, each gets 1 / (1 + interference) of its
-    speed. disturbed: how much of that the link takes, from 0 to 1. Raises ValueError where tasks wait for one another.
+    interference: while compute and a link are busy with work that slows the other, each gets 1 / (1 + interference) of
+    its speed. disturbed: how much of that links take, from 0 to 1. Raises ValueError where tasks wait for one another.
     """
     queues = {stream: [task for task in tasks if task.stream == stream] for stream in STREAMS}
     at = dict.fromkeys(STREAMS, 0)
@@ -87,12 +104,12 @@ def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0
                         waiting.append(task.issued)
         if not active and not waiting:
             raise ValueError(f"tasks wait for one another: {[q[at[s]].name for s, q in queues.items() if q[at[s] :]]}")
-        slowed = prod(task.slowed for task, _ in active.values())
-        slower = interference * slowed if len(active) == 2 else 0.0
-        pace = {"compute": 1 / (1 + slower), "link": 1 / (1 + slower * disturbed)}
+        both = "compute" in active and len(active) > 1
+        slower = interference * prod(task.slowed for task, _ in active.values()) if both else 0.0
+        pace = {one: 1 / (1 + slower * (1 if one == "compute" else disturbed)) for one in STREAMS}
         steps = [left / pace[stream] for stream, (_, left) in active.items()] + [issued - now for issued in waiting]
         step = min(steps)
-        overlapped += step if len(active) == 2 else 0.0
+        overlapped += step if both else 0.0
         now += step
         for stream, (task, left) in list(active.items()):
             if left / pace[stream] <= step:
@@ -128,7 +145,10 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
             gather = groups[i - 1].gather_backward
             tasks.append(Task(f"gather again {i - 1}", "link", gather, ((f"backward {i}", "start"),), host))
         tasks.append(Task(f"reduce {i}", "link", groups[i].reduce, ((f"backward {i}", "end"),), host))
-    tasks.append(Task("optimizer", "compute", optimizer, (("reduce 0", "end"),), host))
+        if groups[i].all_reduce:
+            tasks.append(Task(f"all-reduce {i}", "replicas", groups[i].all_reduce, ((f"reduce {i}", "end"),), host))
+    added: tuple[tuple[str, Edge], ...] = (("all-reduce 0", "end"),) if groups[0].all_reduce else ()
+    tasks.append(Task("optimizer", "compute", optimizer, (("reduce 0", "end"), *added), host))
     return tasks
 
 
@@ -138,6 +158,8 @@ def in_a_row(tasks: Sequence[Task], steps: int, host: float) -> list[Task]:
     host: seconds of it in a step; it goes on to the next one at once. Weights are gathered once the optimizer has
     stepped them.
     """
+    if steps == 1:
+        return list(tasks)
     made: list[Task] = []
     for step in range(steps):
         for task in tasks:

@@ -5,19 +5,21 @@ Whoever knows a model says what its groups are; what a card and a link make of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from layoutc.estimate.links import Link
+from layoutc.estimate.links import Links, Ring
 from layoutc.estimate.machine import Machine
 from layoutc.estimate.state import Wire
-from layoutc.estimate.streams import GroupTimes, in_a_row, run, tasks_of
+from layoutc.estimate.streams import GroupTimes, in_a_row, run, tasks_of, together_if_many
 from layoutc.plan.plan import Plan
 from layoutc.plan.products import OPERANDS, ProductName, operand
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
+ALONE = Ring(1, 1)
 Runs = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
 BF16, FP32 = 2, 4  # bytes
 PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
@@ -60,36 +62,46 @@ class Use:
 
 @dataclass(frozen=True)
 class Product:
-    """A weight of (m, k) that multiplies `times` as many tokens as a rank has. quantized: it is in the recipe."""
+    """A weight of (m, k) that multiplies `times` as many tokens as a rank has. quantized: it is in the recipe. trains:
+    it has a gradient."""
 
     m: int
     k: int
     times: float = 1.0
     quantized: bool = True
+    trains: bool = True
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a group over `ranks`: bytes that a rank sends in each pass; rows: elements of shards that train.
+    """A collective of a group over a ring: bytes that a rank sends in each pass; rows: elements of shards that train.
 
-    reduced: bytes that a rank has left of gradients; if they are exchanged, that it sends to each rank. packed: bytes
-    of a gather from which values are made where they have arrived, so that nothing copies them out.
+    reduced: bytes that a rank has left of gradients; if they are exchanged, that it sends to each rank. replicated:
+    that it adds up over the ring of its `replicas`. packed: bytes of a gather from which values are made where they
+    have arrived, so that nothing copies them out.
     """
 
-    ranks: int
+    ring: Ring
     forward: int
     backward: int
     rows: int
     reduced: int = 0
     exchanged: bool = False
+    replicated: int = 0
+    replicas: Ring = ALONE
     packed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Of the ring."""
+        return self.ring.ranks
 
 
 @dataclass(frozen=True)
 class Work:
     """A group. products: on this rank. optimizer: bytes of memory that its step moves; quantized: elements of the whole
     weights in the recipe, of which there are `weights`. values: gathers leave them. attention: columns; width: of
-    elementwise work."""
+    elementwise work. again: backward computes forward again."""
 
     sent: tuple[Sent, ...]
     products: tuple[Product, ...]
@@ -99,6 +111,7 @@ class Work:
     values: bool = False
     attention: float = 0.0
     width: float = 0.0
+    again: bool = False
 
     @property
     def rows(self) -> int:
@@ -119,8 +132,10 @@ class Parts:
     """Seconds of a rank in a step, by part, each as if it ran alone; `total` is with what overlaps.
 
     undisturbed: the total if streams did not slow one another; how much they do, the machine's `interference`, follows
-    from two links alone. overlapped: while both streams are busy. exposed: the total without forward, backward and the
-    optimizer. reduce_scatter: also of gradients that are exchanged, with the copies and sums of that.
+    from two links alone. overlapped: while compute and a link are busy. exposed: the total without forward, backward
+    and the optimizer. reduce_scatter: also of gradients that are exchanged, with the copies and sums of that.
+    all_reduce: among replicas. within, across: of all collectives, by whether their ranks lie in one host. memory: of
+    forward, backward and the optimizer, what memory decides.
     """
 
     forward: float
@@ -128,7 +143,11 @@ class Parts:
     gather_forward: float
     gather_backward: float
     reduce_scatter: float
+    all_reduce: float
+    within: float
+    across: float
     optimizer: float
+    memory: float
     host: float
     overlapped: float
     exposed: float
@@ -141,7 +160,7 @@ def step(
     groups: Sequence[Work],
     root: Work,
     load: Load,
-    link: Link,
+    links: Links,
     machine: Machine,
     runs: Runs = "compiled",
     together: int = 1,
@@ -156,24 +175,34 @@ def step(
     times: dict[Work, GroupTimes] = {}
     for work in groups:
         if work not in times:
-            times[work] = _times(use, work, load, link, machine, runs)
+            times[work] = _times(use, work, load, links, machine, runs)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
-    gather, reduce = (_gathered(root, link, "forward"), _reduced(root, link, machine)) if root.rows else (0.0, 0.0)
-    made = list(_with_root([times[work] for work in groups], gather, reduce, head))
-    optimizer = sum(work.optimizer for work in (*groups, root))
+    whole = _with_root([times[work] for work in groups], _times(use, root, load, links, machine, "graph"), head)
+    made = together_if_many(whole)
+    every = Counter([*groups, root])
+    optimizer = sum(count * work.optimizer for work, count in every.items())
     host = sum(one.host_forward + one.host_backward for one in made)
     tasks = in_a_row(tasks_of(made, optimizer / machine.memory), together, host)
-    ran = run(tasks, machine.interference, link.disturbed)
+    ran = run(tasks, machine.interference, links.within.disturbed)
     total = ran.total / together
     forward, backward = sum(one.forward for one in made), sum(one.backward for one in made)
+    moved = sum(one.memory_forward + one.memory_backward for one in made)
+    near, far = (
+        sum(count * _in_collectives(work, links, machine, crosses) for work, count in every.items())
+        for crosses in (False, True)
+    )
     return Parts(
         forward=forward,
         backward=backward,
         gather_forward=sum(one.gather_forward for one in made),
         gather_backward=sum(one.gather_backward for one in made),
         reduce_scatter=sum(one.reduce for one in made),
+        all_reduce=sum(one.all_reduce for one in made),
+        within=near,
+        across=far,
         optimizer=optimizer / machine.memory,
+        memory=moved + optimizer / machine.memory,
         host=host,
         overlapped=ran.overlapped / together,
         exposed=total - forward - backward - optimizer / machine.memory,
@@ -182,53 +211,66 @@ def step(
     )
 
 
-def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, runs: Runs) -> GroupTimes:
+def _times(use: Use, work: Work, load: Load, links: Links, machine: Machine, runs: Runs) -> GroupTimes:
     forward, memory_forward = _compute(use, work, load, machine, "forward")
     backward, memory_backward = _compute(use, work, load, machine, "backward")
+    if work.again:
+        backward, memory_backward = backward + forward, memory_backward + memory_forward
     return GroupTimes(
-        gather_forward=_gathered(work, link, "forward"),
+        gather_forward=_gathered(work, links, "forward"),
         forward=forward,
-        gather_backward=_gathered(work, link, "backward"),
+        gather_backward=_gathered(work, links, "backward"),
         backward=backward,
         memory_forward=memory_forward,
         memory_backward=memory_backward,
-        reduce=_reduced(work, link, machine),
+        reduce=sum(_reduced(one, links, machine) for one in work.sent),
+        all_reduce=sum(links.all_reduce(one.replicated, one.replicas) for one in work.sent),
         host_forward=_host(use, work, machine, "forward", runs),
         host_backward=_host(use, work, machine, "backward", runs),
     )
 
 
-def _gathered(work: Work, link: Link, which: Pass) -> float:
+def _gathered(work: Work, links: Links, which: Pass) -> float:
     """Seconds of a group's gathers in a pass; not every one has one in each."""
-    return sum(link.gather(nbytes, one.ranks) for one in work.sent if (nbytes := getattr(one, which)))
+    return sum(links.gather(nbytes, one.ring) for one in work.sent if (nbytes := getattr(one, which)))
 
 
-def _reduced(work: Work, link: Link, machine: Machine) -> float:
-    """Seconds in which a group's gradients are added up over ranks, on the stream that sends them.
+def _reduced(one: Sent, links: Links, machine: Machine) -> float:
+    """Seconds in which gradients are added up over ranks, on the stream that sends them; 0 if none are trained.
 
     Exchanged ones are written into a buffer there, and what arrives is read and added up in fp32.
     """
-    seconds = 0.0
+    if not one.rows:
+        return 0.0
+    if not one.exchanged:
+        return links.reduce_scatter(one.reduced, one.ring)
+    moved = (BF16 * one.rows + 2 * one.reduced) * one.ranks + FP32 * one.rows
+    return links.exchange(one.reduced, one.ring) + moved / machine.memory
+
+
+def _in_collectives(work: Work, links: Links, machine: Machine, crosses: bool) -> float:
+    """Seconds of a group's collectives in a step among ranks of one host, or of several."""
+    found = 0.0
     for one in work.sent:
-        if not one.exchanged:
-            seconds += link.reduce_scatter(one.reduced, one.ranks)
-            continue
-        moved = (BF16 * one.rows + 2 * one.reduced) * one.ranks + FP32 * one.rows
-        seconds += link.exchange(one.reduced, one.ranks) + moved / machine.memory
-    return seconds
+        if one.ring.crosses == crosses:
+            found += sum(links.gather(nbytes, one.ring) for nbytes in (one.forward, one.backward) if nbytes)
+            found += _reduced(one, links, machine)
+        if one.replicas.crosses == crosses:
+            found += links.all_reduce(one.replicated, one.replicas)
+    return found
 
 
-def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head: float) -> Iterable[GroupTimes]:
+def _with_root(groups: list[GroupTimes], root: GroupTimes, head: float) -> list[GroupTimes]:
     """The groups of a step. The root is gathered before the first, kept until backward, and reduced after the first."""
-    for i, group in enumerate(groups):
-        first, last = i == 0, i == len(groups) - 1
-        yield replace(
-            group,
-            gather_forward=group.gather_forward + (gather if first else 0),
-            forward=group.forward + (head if last else 0),
-            backward=group.backward + (2 * head if last else 0),
-            reduce=group.reduce + (reduce if first else 0),
-        )
+    first = groups[0]
+    groups[0] = replace(
+        first,
+        gather_forward=first.gather_forward + root.gather_forward,
+        reduce=first.reduce + root.reduce,
+        all_reduce=first.all_reduce + root.all_reduce,
+    )
+    groups[-1] = replace(groups[-1], forward=groups[-1].forward + head, backward=groups[-1].backward + 2 * head)
+    return groups
 
 
 def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> float:
@@ -242,7 +284,7 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
-        if runs == "compiled" and not _is_low(use, machine):
+        if runs == "compiled" and not is_low(use, machine):
             own -= machine.graph_host
         if work.values:  # products are those of plain weights, and casting is left
             own = machine.cast_host - machine.weight_host if use.cast else 0.0
@@ -260,10 +302,10 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
 
 def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
     """Of a weight's products in low precision in a step of an eager model."""
-    return machine.low_host if runs == "eager" and _is_low(use, machine) else 0.0
+    return machine.low_host if runs == "eager" and is_low(use, machine) else 0.0
 
 
-def _is_low(use: Use, machine: Machine) -> bool:
+def is_low(use: Use, machine: Machine) -> bool:
     """Whether any product of a weight is in low precision."""
     products = use.plan.products if use.plan else None
     return products is not None and any(_low_rate(use, machine, one.name) for one in products.products)
@@ -308,7 +350,8 @@ def copied_bytes(use: Use, world: int, own: int, rows: int) -> float:
 
 
 def _product(use: Use, one: Product, tokens: int, machine: Machine, which: Pass) -> float:
-    rates = ((one.quantized and _low_rate(use, machine, name)) or machine.products[""] for name in PRODUCTS_OF[which])
+    names = [name for name in PRODUCTS_OF[which] if one.trains or name != "grad_weight"]
+    rates = ((one.quantized and _low_rate(use, machine, name)) or machine.products[""] for name in names)
     return sum(2 * tokens * one.times * one.m * one.k / (rate * machine.in_step) for rate in rates)
 
 

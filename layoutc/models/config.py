@@ -10,18 +10,27 @@ from typing import Any
 import yaml
 
 from layoutc.models.expressions import evaluate
-from layoutc.models.weights import MOST_LAYERS, MOST_SIZE, Layer, Model, ModelError, Weight, check
+from layoutc.models.weights import MOST_LAYERS, MOST_SIZE, Layer, Model, ModelError, Saved, Weight, check
 
-TABLE = Path(__file__).with_name("architectures.yaml")
+TABLE, KNOWN = (Path(__file__).with_name(f"{name}.yaml") for name in ("architectures", "known"))
 OTHER_WAYS = "give its safetensors index, or module:factory for a function that builds it"
 
 
 @cache
+def _said(path: Path) -> Mapping[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found: Mapping[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return found
+
+
 def table() -> Mapping[str, Any]:
     """What `architectures.yaml` says."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: Mapping[str, Any] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
-    return found
+    return _said(TABLE)
+
+
+def named() -> Mapping[str, Mapping[str, Any]]:
+    """Configs of the models that have a name."""
+    return _said(KNOWN)
 
 
 def known() -> list[str]:
@@ -43,6 +52,7 @@ def read(config: Mapping[str, Any], source: str) -> Model:
         )
     sizes = _Sizes(config, entry, source)
     count = sizes.whole("num_hidden_layers", MOST_LAYERS)
+    sizes.check_heads()
     attention, width = sizes.number(entry["attention"]), int(sizes.number(entry["width"]))
     made: dict[tuple[str, ...], tuple[Weight, ...]] = {}
     layers = []
@@ -50,11 +60,13 @@ def read(config: Mapping[str, Any], source: str) -> Model:
         parts = tuple(sizes.parts(entry["layer"], i))
         if parts not in made:
             made[parts] = sizes.weights(parts)
-        layers.append(Layer(f"model.layers.{i}", made[parts], attention, width))
+        layers.append(Layer(f"model.layers.{i}", made[parts], attention, width, sizes.saved(parts)))
     root = sizes.weights(("ends",))
     if sizes.value("tie_word_embeddings"):
         root = tuple(_tied(weight) for weight in root)
-    model = Model(str(kind), source, tuple(layers), Layer("", root), tuple(entry.get("notes", ())))
+    model = Model(
+        str(kind), source, tuple(layers), Layer("", root, saved=sizes.saved(("ends",))), tuple(entry.get("notes", ()))
+    )
     check(model)
     return model
 
@@ -71,6 +83,8 @@ class _Sizes:
 
     def __init__(self, config: Mapping[str, Any], entry: Mapping[str, Any], source: str) -> None:
         self.source, self.fields = source, dict(config)
+        self.derived_heads = "head_dim" in entry["defaults"] and config.get("head_dim") is None
+        self.derived_heads &= "hidden_size" in str(entry["defaults"].get("head_dim"))
         nullable = entry.get("nullable", ())
         for field, default in entry["defaults"].items():
             if field not in config or (config[field] is None and field not in nullable):
@@ -98,6 +112,23 @@ class _Sizes:
         if not isinstance(value, int | float) or not 0 <= value <= MOST_SIZE:
             raise ModelError(f"{self.source}: {text} is {value!r}, and must be a number from 0 to {MOST_SIZE:,}")
         return float(value)
+
+    def check_heads(self) -> None:
+        """Raises ModelError for heads that share columns, or keys and values, unequally."""
+        heads, others = (self.fields.get(f"num_{what}_heads") for what in ("attention", "key_value"))
+        if self.derived_heads and self.whole("hidden_size") % self.whole("num_attention_heads"):
+            raise ModelError(
+                f"{self.source}: {self.fields['hidden_size']} columns can't be divided among {heads} heads"
+            )
+        if others is not None and self.whole("num_attention_heads") % self.whole("num_key_value_heads"):
+            raise ModelError(f"{self.source}: {heads} heads can't share {others} heads of keys and values equally")
+
+    def saved(self, parts: Sequence[str]) -> Saved | None:
+        """What the parts keep for backward, of each token; None if one of them is not known."""
+        kept = [table()["saved"][part] for part in parts if part in table()["saved"]]
+        if any(part in table()["unsaved"] for part in parts):
+            return None
+        return Saved(*(sum(self.number(one[at]) for one in kept) for at in (0, 1)))
 
     def parts(self, listed: Sequence[Any], i: int) -> list[str]:
         """The parts that layer `i` has."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,24 @@ from layoutc.models.weights import Model, ModelError
 
 CONFIG = "config.json"
 FORMS = (
-    "a config.json or a folder with one, a safetensors index or a folder of .safetensors files, "
-    "or module:factory for a function that builds the model"
+    "a known name, a config.json or a folder with one, a safetensors index or a folder of .safetensors "
+    "files, or module:factory for a function that builds the model"
 )
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
-def read(model: str) -> Model:
+def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
     """The model that an argument names. Raises ModelError for what is none, with the forms that there are.
 
-    A folder's config.json wins over its files, if its architecture is known.
+    A folder's config.json wins over its files, if its architecture is known. sizes: fields of the config, in place of
+    those of a model that has a name.
     """
-    path = Path(model)
+    path, known = Path(model), config.named()
+    if model in known and not path.exists():
+        found = config.read({**known[model], **(sizes or {})}, model)
+        return replace(found, name=f"{model} with other sizes" if sizes else model)
+    if sizes:
+        raise ModelError(f"sizes can be given of the models that have a name: {', '.join(known)}")
     if path.is_dir():
         return _folder(path)
     if path.is_file():
@@ -34,7 +42,9 @@ def read(model: str) -> Model:
         return headers.read_index(path) if "weight_map" in content else _named(config.read(content, str(path)), path)
     if _FACTORY.fullmatch(model):
         return factory.read(model)
-    raise ModelError(f"{model} does not exist; name {FORMS}")
+    close = get_close_matches(model, known, 1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ModelError(f"{model} does not exist; {meant}name {FORMS}; known are {', '.join(known)}")
 
 
 def written(model: str, key: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal, get_args
 
-Kind = Literal["linear", "experts", "embedding", "norm", "bias", "router", "other"]
+Kind = Literal["linear", "experts", "embedding", "norm", "bias", "router", "adapter", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["rows", "columns", "none"]  # by tensor parallelism
 MOST_LAYERS = 10_000  # of a model
@@ -55,17 +55,27 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """Bytes that forward leaves for backward, of each token: of modules as called, and compiled."""
+
+    eager: float
+    compiled: float
+
+
+@dataclass(frozen=True)
 class Layer:
     """The parameters that FSDP2 gathers together. name: of the module; "" for the root, which has all that is left.
 
     attention: columns of queries and values, together, over 2: an attention layer multiplies 4 times as many by each
-    pair of tokens. width: columns of activations that elementwise work goes through. Both 0 where unknown.
+    pair of tokens. width: columns of activations that elementwise work goes through. Both 0 where unknown. saved: of
+    activations in bf16; None where unknown.
     """
 
     name: str
     weights: tuple[Weight, ...]
     attention: float = 0.0
     width: int = 0
+    saved: Saved | None = None
 
     @property
     def elements(self) -> int:

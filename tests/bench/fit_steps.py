@@ -17,16 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import recorded_steps as recorded
+from blocks import Blocks, estimate, llama, sent
 
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
 from layoutc.estimate.hosts import factor_of
-from layoutc.estimate.links import Link
+from layoutc.estimate.links import Link, Links, Ring
 from layoutc.estimate.machine import CARDS, H100, H200, HOST_MEMORY, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
-from layoutc.estimate.model import Model, llama
 from layoutc.estimate.state import EXCHANGED
-from layoutc.estimate.step import StepEstimate, estimate, sent
-from layoutc.estimate.work import PASSES, Runs, Use, copied_bytes
+from layoutc.estimate.work import PASSES, Parts, Runs, Use, copied_bytes
 from layoutc.ints.sizes import cdiv
 from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
@@ -118,20 +117,25 @@ def use(words: str) -> Use:
     return Use(words, plan_of(name), words.startswith("cast "), words.endswith("+low"), on_gather=False)
 
 
-def blocks(sequence: int = 4096, batch: int = 1) -> Model:
+def blocks(sequence: int = 4096, batch: int = 1) -> Blocks:
     """The model of tests/bench/step.py."""
-    return llama("blocks", 4096, 14336, 32, 8, 8, sequence, batch)
+    return llama(4096, 14336, 32, 8, 8, sequence, batch)
 
 
-LARGE = llama("blocks of 70B", 8192, 28672, 64, 8, 1, 4096, 1)
+LARGE = llama(8192, 28672, 64, 8, 1, 4096, 1)
+
+
+def over(link: Link) -> Links:
+    """Ranks of one host."""
+    return Links(link, link)
 
 
 def step(
-    words: str, model: Model, world: int, link: str, how: str, card: Machine = H200, together: int = 1
-) -> Callable[[Constants], StepEstimate]:
+    words: str, model: Blocks, world: int, link: str, how: str, card: Machine = H200, together: int = 1
+) -> Callable[[Constants], Parts]:
     """how: eager or compiled, and -graph where the step is captured in a CUDA graph. together: steps in a row."""
 
-    def made(at: Constants) -> StepEstimate:
+    def made(at: Constants) -> Parts:
         machine = at.machine_for(words, how, card)
         runs: Runs = "graph" if how.endswith("-graph") else "eager" if how == "eager" else "compiled"
         return estimate(use(words), model, world, at.link(link, world), machine, runs, together)
@@ -140,14 +144,14 @@ def step(
 
 
 def total(
-    words: str, model: Model, world: int, link: str, how: str, card: Machine, together: int = 1
+    words: str, model: Blocks, world: int, link: str, how: str, card: Machine, together: int = 1
 ) -> Callable[[Constants], float]:
     made = step(words, model, world, link, how, card, together)
     return lambda at: made(at).total
 
 
 def beside(
-    words: str, ms: float, model: Model, world: int, link: str, how: str, card: Machine, together: int = 1
+    words: str, ms: float, model: Blocks, world: int, link: str, how: str, card: Machine, together: int = 1
 ) -> Callable[[Constants], float]:
     """A step on a host where bf16's takes so many milliseconds, both of so many in a row."""
     runs: Runs = "eager" if how == "eager" else "compiled"
@@ -168,15 +172,17 @@ def gathers(words: str, link: str) -> Callable[[Constants], float]:
     return lambda at: made(at).gather_forward + made(at).gather_backward
 
 
-def gather_alone(words: str, model: Model, world: int, copies: bool) -> Callable[[Constants], float]:
+def gather_alone(words: str, model: Blocks, world: int, copies: bool) -> Callable[[Constants], float]:
     """One gather of a group of plain bf16 shards, or planes; with copies until the weights are ready."""
 
     def seconds(at: Constants) -> float:
-        shapes = model.block.weights
+        shapes = model.shapes
         own = sum(sent(use(words), shape, world, "forward") for shape in shapes)
         rows = sum(cdiv(m, world) * k for m, k in shapes)
         moved = 2 * own * (1 + world) if words == "bf16" else copied_bytes(use(words), world, own, rows)
-        return at.link("NVLink", world).gather(own, world) + (moved / at.machine.memory if copies else 0)
+        return over(at.link("NVLink", world)).gather(own, Ring(world, world)) + (
+            moved / at.machine.memory if copies else 0
+        )
 
     return seconds
 
@@ -266,25 +272,25 @@ def fit_links() -> tuple[Link, Link, Link]:
     for name, rows in recorded.IN_STEPS.items():
         lines = []
         for words, ms in rows.items():
-            weights = blocks().block.weights
+            weights = blocks().shapes
             own = {one: sum(sent(use(words), shape, 2, one) for shape in weights) for one in PASSES}
             lines.append(np.array([16, 8 * sum(own.values())]) / (ms / 1e3))
         (latency, inverse), *_ = np.linalg.lstsq(np.array(lines), np.ones(len(lines)), rcond=None)
         start = NVLINK if name == "NVLink" else SOCKETS
         found[name] = replace(start, launch=float(latency) - start.hop, bandwidth=float(1 / inverse), reduced=1.0)
-    elements = sum(m * k for m, k in blocks().block.weights)
-    alone = sum(recorded.REDUCED) / 2 / 8e3 - found["sockets"].latency(2)
+    elements = sum(m * k for m, k in blocks().shapes)
+    alone = sum(recorded.REDUCED) / 2 / 8e3 - over(found["sockets"]).latency(Ring(2, 2))
     reduced = elements // 2 * 4 / (found["sockets"].bandwidth * alone)
     nvlink, sockets = (replace(found[name], reduced=reduced) for name in ("NVLink", "sockets"))
     others = elements // 4 * 2 * 3
-    four = replace(nvlink, bandwidth=others / (recorded.ALONE[4]["bf16"] / 1e3 - nvlink.latency(4)))
+    four = replace(nvlink, bandwidth=others / (recorded.ALONE[4]["bf16"] / 1e3 - over(nvlink).latency(Ring(4, 4))))
     return nvlink, four, sockets
 
 
 def fit_products() -> float:
     """in_step: the factor by which products in steps are as fast as alone, least squares of relative residuals."""
     weights = blocks(batch=4)
-    operations = 2 * weights.tokens * weights.block.elements * weights.groups
+    operations = 2 * weights.load.tokens * sum(m * k for m, k in weights.shapes) * len(weights.model.layers)
     rates = {
         "bf16": (PRODUCTS[""],) * 3,
         "torchao": (PRODUCTS["TensorWise"],) * 3,

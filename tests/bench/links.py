@@ -1,4 +1,4 @@
-"""What the link between ranks carries: `--link` for `layoutc estimate` and `layoutc plan`.
+"""What the link between ranks carries: `--within` for `layoutc estimate` and `layoutc plan`.
 
     torchrun --nproc-per-node 2 tests/bench/links.py [--mib 4 16 64 256] [--json FILE]
 

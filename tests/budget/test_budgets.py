@@ -21,13 +21,12 @@ from layoutc.budget.choice import Picks, check_patterns
 from layoutc.budget.groups import groups_of
 from layoutc.budget.mesh import Mesh, Placed, place
 from layoutc.budget.shards import Dtypes, Gathered, Piece, Resident, gathered, largest, resident
-from layoutc.budget.totals import Budget, Setting, budget
+from layoutc.budget.totals import Budget, Setting, budget, works_of
 from layoutc.cli.reading import plan_of
-from layoutc.estimate.machine import H200, NVLINK
-from layoutc.estimate.model import PRESETS, llama
+from layoutc.estimate.links import Links, Ring
+from layoutc.estimate.machine import H200, NVLINK, links_of
 from layoutc.estimate.state import EXCHANGED, State
-from layoutc.estimate.step import estimate
-from layoutc.estimate.work import Load, Parts, Use
+from layoutc.estimate.work import Load, Use
 from layoutc.models import config, shapes
 from layoutc.models.weights import Model, Weight, full_name
 from layoutc.plan.plan import Plan
@@ -35,7 +34,7 @@ from layoutc.plan.plan import Plan
 CONFIGS = ROOT / "tests" / "models" / "configs"
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_delayed", "hybrid_fp8", "int8_rowwise")
 NONE = State(moments=(), counter=0)
-AT = Setting(Picks(), Dtypes(), Load(8192, 8192), NVLINK, H200)
+AT = Setting(Picks(), Dtypes(), Load(8192, 8192), Links(NVLINK, NVLINK), H200)
 
 
 @cache
@@ -204,21 +203,6 @@ def test_cuts_inside_of_blocks_have_sizes_without() -> None:
     assert found.traffic.exchanged == 2 * (4 + 2 * 2 * 64 * 4)  # an amax, and extremes of two blocks
 
 
-@pytest.mark.parametrize("stem", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"])
-@pytest.mark.parametrize("world", [8, 4096])
-def test_steps_are_those_of_layoutc_estimate(stem: str, world: int) -> None:
-    """Its models have a plain head and know no other layers: of those, both estimate the same to rounding."""
-    name = stem.replace("-3.1", "")
-    sizes = {**PRESETS[name], "vocabulary": 0}
-    whole = model(stem)
-    bare = replace(whole, root=replace(whole.root, weights=()))
-    for recipe in (Use("bf16"), use("mxfp8"), use("nvfp4"), use("mxfp8", cast=True), use("fp8_block", low=True)):
-        ours = budget(bare, recipe, Mesh(world), AT).step
-        theirs = estimate(recipe, llama(name, **sizes), world, NVLINK, H200)
-        for part in Parts.__dataclass_fields__:
-            assert getattr(ours, part) == pytest.approx(getattr(theirs, part), rel=1e-9), part
-
-
 def test_more_ranks_hold_less_until_padding_holds_them() -> None:
     totals = [budget(model("llama-3.1-70b"), use("nvfp4"), Mesh(world), AT).resident.total for world in (8, 64, 512)]
     assert totals == sorted(totals, reverse=True)
@@ -231,6 +215,50 @@ def test_replicas_hold_as_much_as_fewer_ranks_and_add_up_gradients() -> None:
     assert one.resident == two.resident
     assert one.peaks == two.peaks
     assert (one.traffic.replicated, two.traffic.replicated) == (0, one.traffic.reduced)
+    assert (one.step.all_reduce, two.step.across) == (0, pytest.approx(two.step.all_reduce))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dense", "replicas"),
+    [
+        (Mesh(8), (8, 8), (1, 1)),
+        (Mesh(64), (64, 8), (1, 1)),
+        (Mesh(64, replicas=8), (8, 8), (8, 1)),
+        (Mesh(64, replicas=16), (4, 4), (16, 2)),
+        (Mesh(64, tensor=8), (8, 1), (1, 1)),
+        (Mesh(32, replicas=2, tensor=2), (8, 4), (2, 1)),
+        (Mesh(6), (6, 6), (1, 1)),
+        (Mesh(24, replicas=4), (6, 5), (4, 1)),  # the second lies on two hosts
+    ],
+)
+def test_which_links_collectives_take(mesh: Mesh, dense: tuple[int, int], replicas: tuple[int, int]) -> None:
+    """Ranks of a ring, and those of them in a host of eight; by the ranks themselves."""
+    (sending,) = works_of(
+        model("llama-3.1-8b"), groups_of(model("llama-3.1-8b"), Use("bf16"), Picks(), mesh, Dtypes()), mesh, 8
+    )[1].sent
+    assert (sending.ring, sending.replicas) == (Ring(*dense), Ring(*replicas))
+    shards = [range(at, mesh.shards * mesh.tensor, mesh.tensor) for at in range(mesh.tensor)]
+    assert sending.ring.crosses == any(
+        len({(first + rank) // 8 for rank in one}) > 1
+        for one in shards
+        for first in range(0, mesh.world, mesh.shards * mesh.tensor)
+    )
+
+
+def test_gathers_inside_of_a_host_are_not_charged_across() -> None:
+    """Replicas of a host each: a slower network slows their all-reduce alone."""
+    fast, slow = (replace(AT, links=links_of(speed)) for speed in (400e9, 12e9))
+    one, other = (budget(model("llama-3.1-8b"), use("nvfp4"), Mesh(64, replicas=8), at).step for at in (fast, slow))
+    assert (one.gather_forward, one.reduce_scatter, one.within) == (
+        other.gather_forward,
+        other.reduce_scatter,
+        other.within,
+    )
+    assert one.all_reduce < other.all_reduce == pytest.approx(other.across)
+    elements = model("llama-3.1-8b").elements
+    assert other.all_reduce == pytest.approx(
+        2 * 7 / 8 * elements / 8 * 4 / 12e9, rel=0.06
+    )  # 0.93 of the half that adds
 
 
 @given(

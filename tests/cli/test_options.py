@@ -72,7 +72,7 @@ def test_numbers_are_finite_in_all_commands() -> None:
         for one in getattr(command, "params", ())
         if isinstance(one.type, click.types.FloatParamType)
     ]
-    assert options == [("estimate", "--latency"), ("estimate", "--host"), ("plan", "--host")]
+    assert options == [(name, option) for name in ("estimate", "plan") for option in ("--latency", "--host")]
     for name, option in options:
         for word in ("nan", "-NaN", "inf", "1e400"):
             shown = CliRunner().invoke(main, [name, option, word])

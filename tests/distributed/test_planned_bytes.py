@@ -45,6 +45,7 @@ from layoutc.budget.mesh import Mesh
 from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.budget.totals import Setting, budget
 from layoutc.cli.reading import plan_of
+from layoutc.estimate.links import Links
 from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.state import EXCHANGED
 from layoutc.estimate.work import Load, Use
@@ -180,7 +181,7 @@ def planned(
     if how != "plain":
         use = Use(recipe, plan_of(ROOT / "specs" / f"{recipe}.yaml"), cast=how == "cast")
     picks = Picks(only, experts=True, leave=() if head else ("lm_head.weight",))
-    return model, use, Setting(picks, dtypes, Load(8, 8), NVLINK, H200)
+    return model, use, Setting(picks, dtypes, Load(8, 8), Links(NVLINK, NVLINK), H200)
 
 
 def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes: Dtypes) -> Any:

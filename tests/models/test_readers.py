@@ -176,7 +176,7 @@ def test_bad_files(tmp_path: Path) -> None:
             read.read(str(path))
         return str(error.value)
 
-    assert "does not exist; name a config.json" in said(tmp_path / "nothing")
+    assert "does not exist; name a known name, a config.json" in said(tmp_path / "nothing")
     assert "has no config.json, no model.safetensors.index.json and no .safetensors file" in said(tmp_path)
     (tmp_path / "text.json").write_text("{")
     assert "is not JSON" in said(tmp_path / "text.json")

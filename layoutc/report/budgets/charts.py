@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.charts import style
-from layoutc.report.budgets.figures import figure, label, words_of
+from layoutc.report.budgets.figures import figure, label, links_of, load_of, words_of
 
 PANELS = (
     ("step_seconds", 1e3, "Step, estimated", "ms"),
-    ("memory_bytes", 1e-9, "Memory of a rank, without activations", "GB"),
+    ("memory_bytes", 1e-9, "Memory of a card", "GB"),
 )
 
 
@@ -51,15 +51,13 @@ def draw(data: Mapping[str, Any], path: Path) -> list[str]:
             low, high = axes.get_ylim()
             axes.set_yticks(_ticks(low, high))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-            axes.set_xlabel("ranks")
+            axes.set_xlabel("cards")
             axes.set_ylabel(unit)
             axes.set_title(title)
             axes.grid(axis="y", linewidth=0.3)
         handles, names = places[0].get_legend_handles_labels()
         drawn.legend(handles, names, loc="outside upper center", ncols=min(6, len(names)), frameon=False)
         setting = data["setting"]
-        load = f"{setting['batch']} x {setting['sequence']} tokens a rank"
-        link = f"{setting['link']['name']} a rank", setting["link"]["rule"]
-        words = (data["model"]["name"], load, *link, *words_of(setting))
+        words = (data["model"]["name"], load_of(setting), links_of(setting), *words_of(setting))
         drawn.supxlabel(", ".join(words), size=8, color="#606060")
     return list(lines)

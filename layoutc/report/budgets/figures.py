@@ -12,23 +12,18 @@ from layoutc.models.weights import Model
 from layoutc.report.describe import as_data
 from layoutc.report.tables import Table
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 HEADS = (
-    *("ranks", "recipe", "quantized", "weights", "masters", "moments", "gradients", "gathered", "peak", "memory"),
-    *("sent fwd", "sent bwd", "reduced", "gather ms", "step ms", "of first"),
+    *("cards", "recipe", "quantized", "weights", "masters", "moments", "gradients", "gathered", "peak", "again"),
+    *("activations", "memory", "to spare", "sent fwd", "sent bwd", "reduced", "gather ms", "step ms", "as fast as"),
 )
 NOTES = (
-    "a rank's GB, of the rank that holds the most; sent: what it puts into the collectives of a step",
+    "a card's GB, of the one that holds the most; sent: what it puts into the collectives of a step",
     "gathered: the root, which stays, and the largest other layer; peak: the most that gathers and gradients add",
-    "memory: weights, masters, moments and the peak; activations, laid out and dequantized weights are not in it",
-    "step: estimated as `layoutc estimate` does, from steps on up to four H200s; all else is extrapolated",
+    "again: layers whose forward backward computes again, as few as fit; activations: in bf16, with flash attention",
+    "memory: at the highest point of a step; laid out weights are not in it; to spare: of the card, less 4 GiB",
+    "as fast as: how many times as fast as the first recipe of as many cards; above 1 is faster",
 )
-
-# Of weights that are dequantized on gather.
-IN_MEMORY = [
-    "gathered: of codes their values, in plain weights' dtype; peak: with the codes until values are made of them,",
-    "and with the tensor in which planes of a group travel, where each rank has whole blocks and multiples of 16 bytes",
-]
 
 
 def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int, batch: int) -> dict[str, Any]:
@@ -46,8 +41,8 @@ def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int,
             "sequence": sequence,
             "batch": batch,
             "bytes": as_data(at.dtypes),
-            "link": as_data(at.link),
-            "machine": at.machine.name,
+            "links": as_data(at.links),
+            "machine": as_data(at.machine),
             "host": at.runs != "graph",
             "runs": at.runs,
             "together": at.together,
@@ -63,7 +58,7 @@ def _budget(one: Budget) -> dict[str, Any]:
     data = as_data(one)
     assert isinstance(data, dict)
     data["resident"]["total"] = one.resident.total
-    data["memory"] = one.memory
+    data["memory"], data["spare"] = one.memory, one.room - one.memory
     return data
 
 
@@ -87,7 +82,10 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "layer_gathered_bytes": ("peaks", "layer"),
     "peak_forward_bytes": ("peaks", "forward"),
     "peak_backward_bytes": ("peaks", "backward"),
+    "policy": ("policy",),
+    "activations_bytes": ("peaks", "activations"),
     "memory_bytes": ("memory",),
+    "spare_bytes": ("spare",),
     "sent_forward_bytes": ("traffic", "forward"),
     "sent_backward_bytes": ("traffic", "backward"),
     "reduced_bytes": ("traffic", "reduced"),
@@ -96,7 +94,9 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "gather_forward_seconds": ("step", "gather_forward"),
     "gather_backward_seconds": ("step", "gather_backward"),
     "reduce_scatter_seconds": ("step", "reduce_scatter"),
+    "all_reduce_seconds": ("step", "all_reduce"),
     "step_seconds": ("step", "total"),
+    "tokens_per_second": ("tokens",),
 }
 
 
@@ -119,20 +119,41 @@ def as_csv(data: Mapping[str, Any]) -> str:
 
 def label(budget: Mapping[str, Any]) -> str:
     """A recipe with its use."""
-    return f"{budget['recipe']} cast" if budget["how"] == "cast on gather" else str(budget["recipe"])
+    words = [str(budget["recipe"]), "cast" * (budget["how"] == "cast on gather"), "low" * budget["low"]]
+    return " ".join(filter(None, words))
+
+
+def faster(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many times as fast each is as the first one on as many cards."""
+    first: dict[int, float] = {}
+    for one in budgets:
+        first.setdefault(one["mesh"]["world"], one["step"]["total"])
+    return [f"{first[one['mesh']['world']] / one['step']['total']:.2f}x" for one in budgets]
 
 
 def tables(data: Mapping[str, Any], weights: bool = False) -> list[Table]:
     """The figures of each world and recipe, what stays plain, and cuts inside of blocks. weights: a line for each."""
     budgets = data["budgets"]
-    found = [Table(_title(data), HEADS, _rows(budgets), frozenset({0, *range(2, len(HEADS))}))]
+    found = [Table(title(data), HEADS, _rows(budgets), frozenset({0, *range(2, len(HEADS))}))]
     last = _of_largest_world(budgets)
     if weights:
         found += [_weights(one) for one in last]
     found += [_plain(last)]
     found += [table for one in budgets if (table := _cuts(one))]
-    notes = [*data["model"]["notes"], *data["notes"]]
+    notes = [*too_large(data), *data["model"]["notes"], *data["notes"]]
     return [*found, Table("What this rests on", (), tuple((line,) for line in notes))]
+
+
+def too_large(data: Mapping[str, Any]) -> list[str]:
+    """A line on what a card does not hold; none if it holds all."""
+    over = [one for one in data["budgets"] if one["spare"] < 0]
+    if not over:
+        return []
+    most = max(over, key=lambda one: int(one["memory"]))
+    room = data["setting"]["machine"]["name"], _gb(most["room"])
+    which = "none fits" if len(over) == len(data["budgets"]) else f"{len(over)} of {len(data['budgets'])} do not fit"
+    largest = f"{label(most)} on {most['mesh']['world']:,} takes {_gb(most['memory'])} GB"
+    return [f"{which} an {room[0]} ({room[1]} GB): {largest}"]
 
 
 def _of_largest_world(budgets: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -140,14 +161,24 @@ def _of_largest_world(budgets: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     return [one for one in budgets if one["mesh"]["world"] == most]
 
 
-def _title(data: Mapping[str, Any]) -> str:
+def title(data: Mapping[str, Any]) -> str:
     model, setting = data["model"], data["setting"]
     mesh = data["budgets"][0]["mesh"]
     words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
     words += words_of(setting)
     size = f"{model['elements'] / 1e9:,.2f}e9 parameters in {model['layers']} layers and the root"
-    load = f"{setting['batch']} x {setting['sequence']} tokens a rank"
-    return ", ".join([str(model["name"]), size, *words, load, f"{setting['link']['name']} a rank"])
+    return ", ".join([str(model["name"]), size, *words, load_of(setting), links_of(setting)])
+
+
+def load_of(setting: Mapping[str, Any]) -> str:
+    """What a card is fed."""
+    return f"{setting['batch']} x {setting['sequence']:,} tokens a card"
+
+
+def links_of(setting: Mapping[str, Any]) -> str:
+    """Both links of a card."""
+    links = setting["links"]
+    return f"{links['within']['name']} within hosts of {links['per_host']}, {links['across']['name']} a card across"
 
 
 def words_of(setting: Mapping[str, Any]) -> list[str]:
@@ -160,11 +191,9 @@ _PARALLEL = (("replicas", "replicas"), ("tensor", "tensor-parallel"), ("experts"
 
 
 def _rows(budgets: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    first: dict[int, float] = {}
     made = []
-    for one in budgets:
+    for one, as_fast in zip(budgets, faster(budgets), strict=True):
         world, held, step = one["mesh"]["world"], one["resident"], one["step"]
-        first.setdefault(world, step["total"])
         made.append(
             (
                 f"{world:,}",
@@ -173,18 +202,19 @@ def _rows(budgets: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
                 *(_gb(held[key]) for key in ("weights", "masters", "moments", "gradients")),
                 _gb(one["peaks"]["root"] + one["peaks"]["layer"]),
                 _gb(max(one["peaks"]["forward"], one["peaks"]["backward"])),
-                _gb(one["memory"]),
+                one["policy"],
+                *(_gb(size) for size in (one["peaks"]["activations"], one["memory"], one["spare"])),
                 *(_gb(one["traffic"][key]) for key in ("forward", "backward", "reduced")),
                 _ms(step["gather_forward"] + step["gather_backward"]),
                 _ms(step["total"]),
-                f"{first[world] / step['total']:.2f}x",
+                as_fast,
             )
         )
     return tuple(made)
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.3f}" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f}"
+    return f"{nbytes / 1e9:,.3f}" if abs(nbytes) < 1e10 else f"{nbytes / 1e9:,.1f}"
 
 
 def _ms(seconds: float) -> str:

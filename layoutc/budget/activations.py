@@ -1,0 +1,79 @@
+"""What forward leaves for backward on a rank, by which layers are computed again; and what the loss adds. Pure.
+
+Bytes a token are the model's own (`layoutc.models`); where they are not known, those of the inputs and outputs of its
+products. In bf16, with flash attention; logits as transformers has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from layoutc.budget.mesh import Mesh
+from layoutc.estimate.work import BF16, Load, Runs
+from layoutc.models.weights import Layer, Model
+
+Policy = Literal["none", "half", "full"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+EVERY: Mapping[Policy, int] = {"none": 0, "half": 2, "full": 1}  # of how many layers one is computed again
+# Of each logit: in bf16, which the caller keeps; its log-softmax in fp32, and two gradients of that.
+LOGIT = BF16 + 3 * 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a rank. kept: from forward to backward, by layers. computing: of a layer while its backward runs, beside
+    what is kept: what forward makes again, and gradients. loss: of the root, from the last layer to its backward."""
+
+    kept: tuple[int, ...]
+    computing: tuple[int, ...]
+    loss: int
+
+    @property
+    def total(self) -> int:
+        """At the end of forward."""
+        return sum(self.kept) + self.loss
+
+
+def again(layers: int, policy: Policy) -> list[bool]:
+    """Which layers are computed again in backward."""
+    every = EVERY[policy]
+    return [bool(every) and at % every == 0 for at in range(layers)]
+
+
+def activations(model: Model, mesh: Mesh, load: Load, runs: Runs, policy: Policy) -> Activations:
+    """Of a step. Tensor parallelism divides all of them, as with sequence parallelism."""
+    tokens = load.tokens / mesh.tensor
+    kept, computing = [], []
+    for layer, twice in zip(model.layers, again(len(model.layers), policy), strict=True):
+        whole, entry = _saved(layer, runs) * tokens, _entry(layer) * BF16 * tokens
+        kept.append(int(entry if twice else whole))
+        computing.append(int((whole if twice else 0) + 3 * BF16 * _widest(layer) * tokens))
+    rows = max((w.shape[0] for w in model.root.weights if len(w.shape) == 2 and w.share > 0), default=0)
+    end = model.root.saved.eager if model.root.saved else 0.0
+    return Activations(tuple(kept), tuple(computing), int((rows * LOGIT + end) * tokens))
+
+
+def _saved(layer: Layer, runs: Runs) -> float:
+    if layer.saved is not None:
+        return layer.saved.eager if runs == "eager" else layer.saved.compiled
+    return BF16 * sum(share * (m + k) for share, m, k in _products(layer))
+
+
+def _widest(layer: Layer) -> float:
+    return layer.width or max((share * max(m, k) for share, m, k in _products(layer)), default=0.0)
+
+
+def _entry(layer: Layer) -> int:
+    """Columns of a layer's input: those of its first product."""
+    return next((k for _, _, k in _products(layer)), 0)
+
+
+def _products(layer: Layer) -> Sequence[tuple[float, int, int]]:
+    """What each matrix multiplies, as a share of tokens, and its (m, k)."""
+    return [
+        (w.share * (w.shape[0] if len(w.shape) == 3 else 1), w.shape[-2], w.shape[-1])
+        for w in layer.weights
+        if w.share > 0 and len(w.shape) > 1
+    ]

@@ -1,0 +1,365 @@
+"""What `plan` and `estimate` share: their options, and the plan that both make of what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layoutc.build.lookup import Command, completed, spec_of, specs_option
+from layoutc.cli.progress import tracked
+from layoutc.cli.shared import MOST_RANKS, FiniteRange, words_of, worlds_of
+
+if TYPE_CHECKING:
+    from layoutc.budget.mesh import Mesh
+    from layoutc.budget.totals import Budget, Setting
+    from layoutc.estimate.machine import Machine
+    from layoutc.estimate.state import State
+    from layoutc.estimate.work import Use
+    from layoutc.models.weights import Model
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+WORLDS = "8,64,512,4096,16384"
+LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
+CARDS = ("h100", "h200", "b200")
+
+
+def dtype(name: str, default: str, words: str) -> Callable[[Command], Command]:
+    """An option that takes one of BYTES."""
+    return click.option(f"--{name}", type=click.Choice(list(BYTES)), default=default, show_default=True, help=words)
+
+
+def count(name: str, words: str, default: int | None = 1, most: int = MOST_RANKS) -> Callable[[Command], Command]:
+    """An option that takes a whole number."""
+    kind = click.IntRange(1, most)
+    return click.option(
+        f"--{name}", type=kind, default=default, show_default=default is not None, metavar="N", help=words
+    )
+
+
+def _link(ctx: click.Context, param: click.Parameter, word: str | None) -> float | str | None:
+    """Bytes a second of `50`, which is GB/s; the name of a link that was measured."""
+    if word is None or word in LINKS:
+        return word
+    try:
+        found = float(word)
+    except ValueError:
+        found = -1.0
+    if not (isfinite(found) and 1e-3 <= found <= 1e5):
+        message = f"'{word}' is no link; write GB/s of a card, 0.001 to 100000, as in --link 50, or {', '.join(LINKS)}."
+        raise click.BadParameter(message, ctx, param)
+    return found * 1e9
+
+
+def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, float] | None:
+    """RANKS:MS -> the ranks, and seconds."""
+    if value is None:
+        return None
+    ranks, _, ms = value.partition(":")
+    try:
+        found = int(ranks), float(ms) / 1e3
+    except ValueError:
+        found = 0, 0.0
+    if not (1 <= found[0] <= MOST_RANKS and isfinite(found[1]) and 0 < found[1] <= 1e5):
+        message = f"'{value}' is no step; write its ranks and its milliseconds, as in --bf16-step 8:412.5."
+        raise click.BadParameter(message, ctx, param)
+    return found
+
+
+_OPTIONS = (
+    specs_option("Where recipes are looked up."),
+    click.option(
+        *("--world", "worlds"),
+        multiple=True,
+        callback=worlds_of,
+        default=(WORLDS,),
+        show_default=True,
+        metavar="N,...",
+        help="Numbers of cards, each of which is a rank.",
+    ),
+    click.option("--card", type=click.Choice(CARDS), default="h200", show_default=True, help="Its memory and speed."),
+    click.option(
+        "--link",
+        callback=_link,
+        default="50",
+        show_default=True,
+        metavar="GB/S|NAME",
+        help="Of each card across hosts: its adapter, or its part of the host's, in each direction.",
+    ),
+    click.option(
+        "--within",
+        callback=_link,
+        metavar="GB/S|NAME",
+        help=f"Of each card within a host, or one that was measured: {', '.join(LINKS)}.  [default: its NVLink]",
+    ),
+    count("per-host", "Cards of a host.", 8),
+    click.option("--latency", type=FiniteRange(0, 1e6), metavar="US", help="Of a step across hosts.  [default: 9.6]"),
+    click.option(
+        "--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives."
+    ),
+    count("sequence", "Tokens of a sequence.", 8192),
+    count("batch", "Sequences of a card in a step.", 1),
+    click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel."),
+    click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients."),
+    click.option(
+        "--on-gather/--by-layers",
+        default=None,
+        help="Who dequantizes, as by set_products_.  [default: gathers, where that costs nothing]",
+    ),
+    click.option("--eager", is_flag=True, help="Not compiled: more of the host's time, and of activations."),
+    click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time."),
+    click.option(
+        "--host",
+        type=FiniteRange(0.1, 3),
+        metavar="FACTOR",
+        help="The host's time, times that of the hosts that were measured.  [default: 1]",
+    ),
+    click.option(
+        *("--bf16-step", "plain_step"),
+        callback=_step,
+        metavar="RANKS:MS",
+        help="A step of FSDP2 in bf16 that was measured: finds --host.",
+    ),
+    click.option(
+        "--together",
+        type=click.IntRange(1, 100),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Steps in a row: trainers read losses every N, and the host works ahead between.",
+    ),
+)
+# Of `plan` alone, as they are where nobody states them.
+USUAL: Mapping[str, Any] = {
+    **{"use": "quantized", "experts": False, "only": (), "leave": (), "replicas": 1, "tp": 1, "ep": 1},
+    **{
+        "experts_dim": 0,
+        "stored": "fp32",
+        "gathered": "bf16",
+        "reduced": "fp32",
+        "moments": 8,
+        "checkpointing": "none",
+    },
+    **{"ranked": False, "frozen": False, "state": "fp32", "masters": "fp32"},
+}
+
+
+def options(command: Command) -> Command:
+    """Adds what both commands take."""
+    for one in reversed(_OPTIONS):
+        command = one(command)
+    return command
+
+
+def is_given(name: str) -> bool:
+    """Whether an option of the command that runs was written by the user."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def planned(model: Model, asked: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
+    """The plan as JSON values. Raises UsageError for what can't be asked."""
+    from layoutc.budget.totals import budget
+    from layoutc.report.budgets.figures import data_of
+
+    uses = _uses(asked)
+    if asked["ranked"] and not asked["low"]:
+        uses += _low(uses, asked["card"])
+    meshes = [_mesh(model, world, asked) for world in asked["worlds"]]
+    setting, factor = _setting(model, asked)
+    runs = [(use, mesh) for mesh in meshes for use in uses]
+    made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
+    data = data_of(model, setting, made, asked["sequence"], asked["batch"])
+    data["setting"]["ranked"] = asked["ranked"]
+    data["setting"]["host_factor"] = factor or 1.0
+    data["notes"] += _notes(model, asked, factor, meshes, made)
+    return data
+
+
+def _notes(
+    model: Model, asked: Mapping[str, Any], factor: float | None, meshes: Sequence[Mesh], made: Sequence[Budget]
+) -> list[str]:
+    from layoutc.estimate.machine import CARDS as MACHINES
+    from layoutc.report import estimates
+
+    notes = estimates.measured(MACHINES[asked["card"]], factor, asked["together"])
+    if asked["exchange"]:
+        notes += _exchange_notes(meshes, asked["per_host"])
+    if any(one.on_gather for one in made):
+        notes += estimates.ON_GATHER
+    if asked["tp"] > 1 or asked["ep"] > 1:
+        notes.append("time leaves out activations of tensor parallelism and tokens of expert parallelism")
+    if left := _experts_left(model, made):
+        notes.append(left)
+    return notes
+
+
+def _exchange_notes(meshes: Sequence[Mesh], per_host: int) -> list[str]:
+    """With a number of replicas that each lie within a host, if there is one for the first mesh that needs it."""
+    from layoutc.report.estimates import exchanges
+
+    apart = [mesh for mesh in meshes if mesh.crosses(per_host)]
+    within = "replicas that lie within hosts"
+    if apart and apart[0].world % per_host == 0 and per_host % apart[0].tensor == 0:
+        within = f"--replicas {apart[0].world // per_host} on {apart[0].world:,} ranks"
+    return exchanges([mesh.world for mesh in apart], per_host, within)
+
+
+def _experts_left(model: Model, made: Sequence[Budget]) -> str:
+    elements = sum(w.elements for layer in model.all_layers for w in layer.weights if w.kind == "experts")
+    plain = any(line.kind == "experts" and line.plain for one in made if one.how != "plain" for line in one.weights)
+    if not elements or not plain:
+        return ""
+    share = 100 * elements / model.elements
+    return f"experts have {share:.0f}% of the parameters, and some stay plain, as quantize_ leaves them: see --experts"
+
+
+def _mesh(model: Model, world: int, asked: Mapping[str, Any]) -> Mesh:
+    from layoutc.budget.mesh import Mesh
+
+    mesh = Mesh(world, asked["replicas"], asked["tp"], asked["ep"], asked["experts_dim"])
+    if problem := mesh.problem():
+        raise click.UsageError(problem)
+    weights = [weight for layer in model.all_layers for weight in layer.weights]
+    if mesh.tensor > 1 and all(weight.cut == "none" for weight in weights):
+        raise click.UsageError("--tp is known for configs alone: how it cuts weights does not follow from their shapes")
+    if mesh.experts > 1 and all(weight.kind != "experts" for weight in weights):
+        raise click.UsageError("--ep needs weights of experts, of three dims, and this model has none")
+    return mesh
+
+
+def _setting(model: Model, asked: Mapping[str, Any]) -> tuple[Setting, float | None]:
+    """With how many times as long as those that were measured the host takes, if it is known."""
+    from layoutc.budget.choice import Picks, check_patterns
+    from layoutc.budget.shards import Dtypes
+    from layoutc.budget.totals import Setting
+    from layoutc.estimate.machine import CARDS as MACHINES
+    from layoutc.estimate.machine import links_of
+    from layoutc.estimate.work import Load
+
+    picks = Picks(asked["only"], asked["leave"], asked["experts"])
+    try:
+        check_patterns(model, picks)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked))
+    load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
+    machine, latency = MACHINES[asked["card"]], asked["latency"]
+    links = links_of(
+        asked["link"],
+        asked["within"] or machine.within,
+        asked["per_host"],
+        None if latency is None else latency * 1e-6,
+        asked["rule"],
+    )
+    if asked["eager"] and asked["graph"]:
+        raise click.UsageError("--graph leaves out the host's time, which --eager adds to; leave out one of the two")
+    for option in ("host", "plain_step"):
+        if asked["graph"] and asked[option] is not None:
+            shown = {"host": "--host", "plain_step": "--bf16-step"}[option]
+            raise click.UsageError(
+                f"--graph leaves out the host's time, which {shown} is about; leave out one of the two"
+            )
+    if asked["host"] is not None and asked["plain_step"] is not None:
+        raise click.UsageError("--bf16-step finds what --host states; leave out one of the two")
+    setting = Setting(
+        picks,
+        dtypes,
+        load,
+        links,
+        machine,
+        "eager" if asked["eager"] else "graph" if asked["graph"] else "compiled",
+        asked["together"],
+        asked["checkpointing"],
+    )
+    factor = asked["host"] if asked["plain_step"] is None else _host(model, setting, asked["plain_step"])
+    return setting.on(machine.with_host(factor or 1.0)), factor
+
+
+def _host(model: Model, setting: Setting, measured: tuple[int, float]) -> float:
+    """How many times as long the host takes on which a step in bf16 was measured: ranks, and seconds."""
+    from layoutc.budget.mesh import Mesh
+    from layoutc.budget.totals import estimated
+    from layoutc.estimate.hosts import factor_of
+    from layoutc.estimate.work import Use
+
+    ranks, seconds = measured
+
+    def step(machine: Machine) -> float:
+        return estimated(model, Use("bf16"), Mesh(ranks), setting.on(machine)).total
+
+    try:
+        return factor_of(seconds, setting.machine, step)
+    except ValueError as error:
+        raise click.UsageError(f"--bf16-step {ranks}:{seconds * 1e3:g}: {error}") from error
+
+
+def _state(asked: Mapping[str, Any]) -> State:
+    """What the optimizer holds; in fp32, or with so many bytes of moments an element."""
+    from layoutc.estimate.state import ADAMW, LEAST, MASTERS, STATES, State, Stored
+
+    moments, state = asked["moments"], STATES[asked["state"]]
+    if moments != sum(one.nbytes(1) for one in ADAMW.moments):
+        if state is not ADAMW:
+            raise click.UsageError(f"--state {asked['state']} says what moments take; leave out --moments")
+        state = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
+    masters = MASTERS[asked["masters"]]
+    return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1)
+
+
+def _uses(asked: Mapping[str, Any]) -> list[Use]:
+    """The plain weights, then the recipes. Reports what is no recipe for weights."""
+    from layoutc.cli.reading import plan_of
+    from layoutc.estimate.state import EXCHANGED
+    from layoutc.estimate.work import Use
+
+    plain, stated = asked["gathered"], asked["recipes"]
+    if asked["ranked"] and not stated:
+        from layoutc.report.budgets.answer import losses
+
+        stated = tuple(losses())
+    recipes = [one for one in dict.fromkeys(words_of(stated)) if one != plain]
+    exchange = EXCHANGED if asked["exchange"] else None
+    uses = [Use(plain, exchange=exchange)]
+    if asked["exchange"] and (BYTES[plain] != 2 or asked["reduced"] != "fp32"):
+        raise click.UsageError(
+            f"--exchange has nothing to do: gradients in {plain} are reduced in {asked['reduced']}; it is "
+            "for those that are reduced in a wider dtype: --gathered bf16 or fp16, and --reduced fp32"
+        )
+    for option in ("low", "only", "leave", "experts", "on_gather"):
+        if is_given(option) and not recipes:
+            option = option.replace("_", "-")
+            raise click.UsageError(f"--{option} says how weights of recipes are used; name a recipe")
+    for recipe in recipes:
+        made = plan_of(spec_of(recipe, asked["folder"]))
+        if made.not_weights:
+            raise click.UsageError(
+                f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
+            )
+        if len(made.layout.orientations) == 1 and not asked["frozen"]:
+            raise click.UsageError(f"{made.layout.name} is for weights that are frozen: add --frozen, or --lora-rank N")
+        for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
+            uses.append(Use(made.layout.name, made, cast, asked["low"], exchange, asked["on_gather"]))
+        if uses[-1].problem:
+            raise click.UsageError(uses[-1].problem)
+    return uses
+
+
+def _low(uses: Sequence[Use], card: str) -> list[Use]:
+    """The same recipes with products in low precision, where the card has kernels."""
+    from layoutc.estimate.machine import CARDS as MACHINES
+    from layoutc.estimate.work import is_low
+
+    wanted = [replace(use, low=True) for use in uses if use.plan is not None and use.on_gather is not True]
+    return [use for use in wanted if is_low(use, MACHINES[card])]
+
+
+recipe_option = click.option(
+    *("--recipe", "recipes"),
+    multiple=True,
+    metavar="RECIPE|SPEC",
+    help="Side by side; can be repeated.",
+    shell_complete=completed,
+)

@@ -1,0 +1,153 @@
+"""The answer of one run on one screen: whether it fits, how fast it is and what bounds it, recipes ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from layoutc.report.budgets.figures import NOTES, faster, label, links_of, load_of, words_of
+from layoutc.report.estimates import ON_GATHER
+from layoutc.report.tables import Table
+
+HEADS = (
+    *(
+        "recipe",
+        "state",
+        "gathered",
+        "activations",
+        "again",
+        "total",
+        "to spare",
+        "step",
+        "tokens/s",
+        "as fast as bf16",
+    ),
+    *("bound by", "loss"),
+)
+MOST = 12  # rows
+
+
+@cache
+def losses() -> Mapping[str, Mapping[str, Any]]:
+    """What was measured of recipes' losses."""
+    text = (Path(__file__).parent.parent / "losses.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def ranked(budgets: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Places of budgets: those that fit first, by their time; then by what they lack."""
+    return sorted(
+        range(len(budgets)),
+        key=lambda at: (
+            budgets[at]["spare"] < 0,
+            budgets[at]["step"]["total"] if budgets[at]["spare"] >= 0 else -budgets[at]["spare"],
+        ),
+    )
+
+
+def tables(data: Mapping[str, Any]) -> list[Table]:
+    """A title with the verdict, the rows, and what they rest on."""
+    budgets, as_fast = data["budgets"], faster(data["budgets"])
+    order = ranked(budgets)[:MOST]
+    rows = tuple(_row(budgets[at], as_fast[at]) for at in order)
+    notes = tuple((line,) for line in (*_notes(data), *data["model"]["notes"], *_kept(data["notes"])))
+    numbers = frozenset({*range(1, 4), *range(5, 10)})
+    return [
+        Table(_where(data), (), ((_verdict(data, order),),)),
+        Table("", HEADS, rows, numbers),
+        Table("", (), notes),
+    ]
+
+
+def _where(data: Mapping[str, Any]) -> str:
+    model, setting = data["model"], data["setting"]
+    mesh = data["budgets"][0]["mesh"]
+    words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
+    cards = f"{mesh['world']:,} {setting['machine']['name']}"
+    size = f"{model['elements'] / 1e9:,.1f}e9 parameters"
+    return ", ".join(
+        [f"{model['name']} ({size}) on {cards}", *words, *words_of(setting), load_of(setting), links_of(setting)]
+    )
+
+
+_PARALLEL = (("replicas", "replicas"), ("tensor", "tensor-parallel"), ("experts", "expert-parallel"))
+
+
+def _verdict(data: Mapping[str, Any], order: Sequence[int]) -> str:
+    best = data["budgets"][order[0]]
+    room = f"{best['room'] / 1e9:,.1f} GB of a card"
+    if best["spare"] < 0:
+        lacking = f"{best['memory'] / 1e9:,.1f} GB, {-best['spare'] / 1e9:,.1f} more than the {room}"
+        return f"does not fit: {label(best)} takes least, {lacking}"
+    step = best["step"]
+    tokens = best["tokens"] * best["mesh"]["world"] / best["mesh"]["tensor"]
+    return (
+        f"fits: {label(best)} is fastest, {best['memory'] / 1e9:,.1f} of the {room}; {step['total']:,.2f} s a step, "
+        f"{tokens:,.0f} tokens/s in all, bound by {bound(step)}"
+    )
+
+
+def bound(step: Mapping[str, float]) -> str:
+    """What takes most of a step, with its share of it."""
+    parts = {
+        "products": step["forward"] + step["backward"] - (step["memory"] - step["optimizer"]),
+        "memory": step["memory"],
+        "links within hosts": step["within"],
+        "links across hosts": step["across"],
+        "the host": step["host"],
+    }
+    most = max(parts, key=lambda name: parts[name])
+    return f"{most} {100 * parts[most] / step['total']:.0f}%"
+
+
+def _row(one: Mapping[str, Any], as_fast: str) -> tuple[str, ...]:
+    held, peaks = one["resident"], one["peaks"]
+    state = held["total"] - held["gradients"]
+    return (
+        label(one),
+        *(_gb(size) for size in (state, one["memory"] - state - peaks["activations"], peaks["activations"])),
+        one["policy"],
+        _gb(one["memory"]),
+        _gb(one["spare"]) if one["spare"] >= 0 else f"no: {_gb(one['spare'])}",
+        f"{one['step']['total']:,.2f}",
+        f"{one['tokens']:,.0f}",
+        as_fast,
+        bound(one["step"]),
+        _loss(one),
+    )
+
+
+def _loss(one: Mapping[str, Any]) -> str:
+    found = losses().get(one["recipe"], {})
+    if one["how"] == "plain":
+        return "bf16's"
+    if one["low"] and "low" in found:
+        percent, seeds = found["low"]
+        return f"{percent:+.2f}% of {seeds} seeds"
+    if not one["low"] and "weights" in found:
+        return f"{found['weights']:+.3f}% tuned"
+    return "not measured"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f}"
+
+
+def _notes(data: Mapping[str, Any]) -> list[str]:
+    low = "of low, 1,000 steps from scratch; " if any(one["low"] for one in data["budgets"]) else ""
+    return [
+        "GB of the fullest card, s, tokens/s of a card; state: weights, masters, moments; gathered: with gradients",
+        "again: layers that backward computes again, as few as fit; to spare: of the card, less 4 GiB of CUDA and NCCL",
+        "as fast as bf16: above 1 is faster than bf16 on these cards; bound by: what takes most, of the whole step",
+        f"loss, above bf16's: {low}tuned: 30 steps at 1e-5, products in bf16",
+    ]
+
+
+def _kept(notes: Sequence[str]) -> list[str]:
+    """Those of the table are left out, and what the title says."""
+    return [note for note in notes if note not in (*NOTES, *ON_GATHER)]
