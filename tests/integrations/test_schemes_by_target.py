@@ -17,6 +17,7 @@ from test_files_of_others import same_files, tensors_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+import layoutc
 from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors, quantize_as_stored
 from layoutc.runtime.quantize.weights import quantize
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -157,6 +158,77 @@ def test_a_config_changes_where_a_weight_has_another_scheme(mixed: Path, tmp_pat
     assert torch.equal(
         read_by_compressed_tensors(tmp_path / "moved")["block.weight"], state["block.weight"].dequantize(torch.bfloat16)
     )
+    state["head.weight"] = quantize(type(model.get_parameter("nvfp4.weight")), state["head.weight"])  # of no target
+    export_safetensors(state, tmp_path / "more", files="compressed_tensors", source=mixed)
+    targets = [one["targets"] for one in config_of(tmp_path / "more")["config_groups"].values()]
+    assert ["head", "nvfp4"] in targets
     convert_safetensors(mixed, tmp_path / "one", files="fp8_block/compressed_tensors")
     assert [one["weights"]["strategy"] for one in config_of(tmp_path / "one")["config_groups"].values()] == ["block"]
     read_by_compressed_tensors(tmp_path / "one")
+
+
+def by_layers(folder: Path) -> tuple[Layers, Path]:
+    """Two schemes of ModelOpt, with the config that its export writes of them."""
+    from safetensors.torch import save_file
+
+    model = Layers()
+    algos = {
+        "channel": ("fp8_current", {"quant_algo": "FP8"}),
+        "nvfp4": ("nvfp4_modelopt", {"quant_algo": "NVFP4", "group_size": 16}),
+    }
+    for name, (recipe, _) in algos.items():
+        layoutc.quantize_(model, recipe, param_filter=[f"{name}.weight"])
+    export_safetensors(model, folder / "alone", files="modelopt")
+    of = {
+        "FP8": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "NVFP4": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+    }
+    config = {
+        "config_groups": {
+            f"group_{i}": {
+                "input_activations": of[said["quant_algo"]],
+                "weights": of[said["quant_algo"]],
+                "targets": [name],
+            }
+            for i, (name, (_, said)) in enumerate(algos.items())
+        },
+        "quantized_layers": {name: said for name, (_, said) in algos.items()},
+        "ignore": ["head", "block"],
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quant_method": "modelopt",
+    }
+    (folder / "theirs").mkdir()
+    beside = {f"{name}.input_scale": torch.tensor(0.5) for name in algos}
+    save_file(tensors_in(folder / "alone") | beside, folder / "theirs" / "model.safetensors")
+    (folder / "theirs" / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    return model, folder / "theirs"
+
+
+@pytest.mark.filterwarnings("ignore:.* are for other programs alone")
+def test_schemes_of_modelopt_by_layer_come_back(tmp_path: Path) -> None:
+    """With the source's config, byte for byte; and one by layers where nothing, or something else, is said."""
+    model, theirs = by_layers(tmp_path)
+    recipes = {"channel.weight": "fp8_current", "nvfp4.weight": "nvfp4_modelopt"}
+    again = Layers()
+    assert quantize_as_stored(again, theirs) == recipes
+    load_safetensors(again, theirs)
+    export_safetensors(again, tmp_path / "same", files="modelopt", source=theirs)
+    assert same_files(theirs, tmp_path / "same")
+    assert config_of(tmp_path / "same") == config_of(theirs)
+    convert_safetensors(theirs, tmp_path / "plain", dtype=torch.bfloat16)
+    for name in recipes:
+        held: Any = model.get_parameter(name)
+        assert torch.equal(tensors_in(tmp_path / "plain")[name], held.dequantize(torch.bfloat16))
+    said = config_of(tmp_path / "alone")
+    assert said["quant_algo"] == "MIXED_PRECISION"
+    assert said["quantized_layers"] == {"channel": {"quant_algo": "FP8"}, "nvfp4": {"quant_algo": "NVFP4"}}
+    assert quantize_as_stored(Layers(), tmp_path / "alone") == recipes
+    state: dict[str, Any] = dict(again.state_dict())
+    state["block.weight"] = quantize(type(again.get_parameter("nvfp4.weight")), state["block.weight"])
+    export_safetensors(state, tmp_path / "moved", files="modelopt", source=theirs)
+    moved = config_of(tmp_path / "moved")
+    assert moved["quantized_layers"]["block"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert moved["ignore"] == ["head", "packed"]
+    assert quantize_as_stored(Layers(), tmp_path / "moved") == recipes | {"block.weight": "nvfp4_modelopt"}

@@ -42,8 +42,12 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config by each of its `config_groups`: with that one alone, and its own `format` where it states one. The
-    config itself without several."""
+    """A config by each of its schemes: of ModelOpt's `quantized_layers`, with the `quant_algo` of one; of
+    `config_groups`, with that one alone, and its own `format` where it states one. The config itself without several.
+    """
+    if isinstance(layers := config.get("quantized_layers"), Mapping) and layers:
+        algos = dict.fromkeys(str(one.get("quant_algo")) for one in layers.values() if isinstance(one, Mapping))
+        return [{**config, "quant_algo": algo} for algo in algos]
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return [config]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from layoutc.runtime.bindings.configs import schemes_of
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.names import recognizes
+from layoutc.runtime.bindings.names import recognizes, values_at
 
 
 class Modules(NamedTuple):
@@ -36,10 +36,11 @@ def config_of(
     bindings, all that it says is kept, such as how activations and caches are quantized, and its list of modules that
     are not quantized changes by those that are quantized `now`, and were not `before`, or the other way round. Else it
     is what the bindings state, with a list of the modules that are plain now; of several schemes, one of
-    `config_groups` for each binding, whose targets are its modules.
+    `config_groups` for each binding, whose targets are its modules; or by `quant_algo`, one for each layer.
     """
     had = {*before.quantized} if len(schemes_of(source)) > 1 else set[str]()
     moved = any(not had.intersection(those) <= {*was} for those, was in zip(now.of, before.of, strict=True))
+    moved = moved or (bool(had) and not all(_tells_of(source, one) for one in {*now.quantized} - had))
     if goes_on(bindings, source) and not moved:
         config = dict(deepcopy(dict(source)))
         for key in dict.fromkeys(one.plain for one in bindings if one.plain):
@@ -47,12 +48,20 @@ def config_of(
             if (changed := _changed(listed, now, before, by_prefix=key != "ignore")) != listed:
                 config[key] = changed
         return config
-    config, by_targets = {}, _by_targets(bindings, now.of)
+    config, by_targets = {}, _by_targets(bindings, now.of) or _by_layers(bindings, now.of, source)
     for one in bindings:
         stated = dict(one.config) | by_targets | ({one.plain: sorted(now.plain)} if one.plain else {})
         if any(config.setdefault(key, value) != value for key, value in stated.items()):
             return None
     return config
+
+
+def _tells_of(source: Mapping[str, Any], module: str) -> bool:
+    """True if one of several schemes names a module; or modules by their class, which nothing here knows."""
+    if isinstance(layers := source.get("quantized_layers"), Mapping):
+        return module in layers
+    targets = [str(one) for found in values_at(source, ["config_groups", "*", "targets"]) for one in found or ()]
+    return "Linear" in targets or is_listed(module, targets, by_prefix=False)
 
 
 def _by_targets(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
@@ -67,6 +76,24 @@ def _by_targets(bindings: Sequence[Binding], modules: Sequence[Collection[str]])
             groups[f"group_{len(groups)}"] = dict(group) | own
     forms = {one.config["format"] for one in bindings}
     return {"config_groups": groups, "format": forms.pop() if len(forms) == 1 else "mixed-precision"}
+
+
+def _by_layers(
+    bindings: Sequence[Binding], modules: Sequence[Collection[str]], source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys by which ModelOpt has a scheme for each layer; {} for bindings that state one, or none by name. What the
+    source says of a layer beside its scheme, such as the size of groups, is kept."""
+    algos = [one.config.get("quant_algo") for one in bindings]
+    if len({*algos}) < 2 or None in algos:
+        return {}
+    said = source.get("quantized_layers") or {}
+    alike = {one["quant_algo"]: one for one in said.values() if isinstance(one, Mapping) and "quant_algo" in one}
+    layers = {
+        name: dict(alike.get(algo, {"quant_algo": algo}))
+        for algo, own in zip(algos, modules, strict=True)
+        for name in own
+    }
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict(sorted(layers.items()))}
 
 
 def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix: bool) -> list[str]:
