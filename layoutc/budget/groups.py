@@ -111,7 +111,7 @@ class Group:
     def exchanges(self) -> bool:
         """Whether `layoutc.exchange_gradients` acts on this group."""
         wire = self.exchange
-        return wire is not None and self.ranks > 1 and self.dtypes.gathered < self.dtypes.reduced
+        return wire is not None and self.ranks > 1 and (wire.codes or self.dtypes.gathered < self.dtypes.reduced)
 
     @property
     def sent_gradients(self) -> int:
@@ -119,7 +119,7 @@ class Group:
         rank sends to every one. In all there are `ranks` times as many."""
         if self.exchange is None or not self.exchanges:
             return self.reduced
-        return sum(self.exchange.sent.nbytes(piece.placed.shard) for piece in self.trained)
+        return self.exchange.sent.nbytes(sum(piece.placed.shard for piece in self.trained))
 
     @property
     def kept_gradients(self) -> int:

@@ -144,8 +144,11 @@ def _reducing(group: Group) -> int:
     if group.ranks == 1 or group.reduces_in_few_steps:
         again = last = 0
     converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
-    if group.exchanges:  # the last one is among those that are kept
-        return again + group.reduced + max(2 * group.sent_gradients * group.ranks, converted)
+    if group.exchanges and group.exchange:  # the last one is among those that are kept
+        sent = group.sent_gradients * group.ranks
+        before = sum(piece.placed.shard for piece in group.trained) * group.ranks * group.dtypes.gathered
+        most = max(sent + before, 2 * sent) if group.exchange.codes else 2 * sent
+        return again + group.reduced + max(most, converted)
     return max(group.gradients + again, group.reduced + converted + last)
 
 

@@ -20,7 +20,8 @@ _FREE = ("model", "shapes", "as_json", "as_csv", "chart", "weights", "quiet", "f
 GROUPS = {
     "The run": ("shapes", "recipes", "use", "cards", "tokens", "sequence", "batch", "checkpointing"),
     "What is quantized": ("experts", "only", "leave", "frozen", "lora_rank", "low", "folder"),
-    "How ranks share it": ("worlds", "card", "replicas", "tp", "ep", "experts_dim", "exchange", "on_gather"),
+    "How ranks share it": ("worlds", "card", "replicas", "tp", "ep", "experts_dim"),
+    "What travels": ("exchange", "gradients", "on_gather"),
     "Links": ("link", "within", "per_host", "latency", "rule"),
     "What is stored": ("stored", "gathered", "reduced", "moments", "state", "masters"),
     "The host": ("eager", "graph", "host", "plain_step", "together"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
     from layoutc.budget.totals import Budget, Setting
     from layoutc.estimate.machine import Machine
-    from layoutc.estimate.state import State
+    from layoutc.estimate.state import State, Wire
     from layoutc.estimate.work import Use
     from layoutc.models.weights import Model
 
@@ -104,6 +104,7 @@ _OPTIONS = (
     count("batch", "Sequences of a card in a step.", 1),
     click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel."),
     click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients."),
+    click.option("--gradients", metavar="RECIPE", help="They travel as codes of a recipe, by exchange_gradients."),
     click.option(
         "--on-gather/--by-layers",
         default=None,
@@ -185,8 +186,8 @@ def _notes(
     from layoutc.report import estimates
 
     notes = estimates.measured(MACHINES[asked["card"]], factor, asked["together"])
-    if asked["exchange"]:
-        notes += _exchange_notes(meshes, asked["per_host"])
+    if (wire := _wire(asked)) is not None:
+        notes += _exchange_notes(meshes, asked["per_host"], wire)
     if any(one.on_gather for one in made):
         notes += estimates.ON_GATHER
     if asked["tp"] > 1 or asked["ep"] > 1:
@@ -196,7 +197,7 @@ def _notes(
     return notes
 
 
-def _exchange_notes(meshes: Sequence[Mesh], per_host: int) -> list[str]:
+def _exchange_notes(meshes: Sequence[Mesh], per_host: int, wire: Wire) -> list[str]:
     """With a number of replicas that each lie within a host, if there is one for the first mesh that needs it."""
     from layoutc.report.estimates import exchanges
 
@@ -204,7 +205,7 @@ def _exchange_notes(meshes: Sequence[Mesh], per_host: int) -> list[str]:
     within = "replicas that lie within hosts"
     if apart and apart[0].world % per_host == 0 and per_host % apart[0].tensor == 0:
         within = f"--replicas {apart[0].world // per_host} on {apart[0].world:,} ranks"
-    return exchanges([mesh.world for mesh in apart], per_host, within)
+    return exchanges([mesh.world for mesh in apart], per_host, wire, within)
 
 
 def _experts_left(model: Model, made: Sequence[Budget]) -> str:
@@ -309,10 +310,25 @@ def _state(asked: Mapping[str, Any]) -> State:
     return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1)
 
 
+def _wire(asked: Mapping[str, Any]) -> Wire | None:
+    """How gradients are exchanged; None: FSDP2 reduces them."""
+    from layoutc.cli.reading import plan_of
+    from layoutc.estimate.state import EXCHANGED, wire_of
+
+    recipe = asked["gradients"]
+    if recipe is None:
+        return EXCHANGED if asked["exchange"] else None
+    if asked["exchange"]:
+        raise click.UsageError("--gradients and --exchange each say how gradients travel; leave out one of the two")
+    try:
+        return wire_of(plan_of(spec_of(recipe, asked["folder"])))
+    except ValueError as error:
+        raise click.UsageError(f"--gradients {recipe}: {error}") from error
+
+
 def _uses(asked: Mapping[str, Any]) -> list[Use]:
     """The plain weights, then the recipes. Reports what is no recipe for weights."""
     from layoutc.cli.reading import plan_of
-    from layoutc.estimate.state import EXCHANGED
     from layoutc.estimate.work import Use
 
     plain, stated = asked["gathered"], asked["recipes"]
@@ -321,7 +337,7 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
 
         stated = tuple(losses())
     recipes = [one for one in dict.fromkeys(words_of(stated)) if one != plain]
-    exchange = EXCHANGED if asked["exchange"] else None
+    exchange = _wire(asked)
     uses = [Use(plain, exchange=exchange)]
     if asked["exchange"] and (BYTES[plain] != 2 or asked["reduced"] != "fp32"):
         raise click.UsageError(

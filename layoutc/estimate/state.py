@@ -8,26 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from layoutc.ints.sizes import cdiv
+from layoutc.ints.sizes import cdiv, up
+
+if TYPE_CHECKING:
+    from layoutc.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a tensor is stored: `bits` of an element; `scale` bytes for each `block` of elements, in order; 0: none."""
+    """How a tensor is stored: `bits` of an element; `scale` bytes for each `block` of elements, in order; 0: none.
+
+    filled: elements are filled up to a multiple of it. unit: codes, and scales, take a multiple of so many bytes.
+    """
 
     bits: int
     block: int = 0
     scale: int = 0
+    filled: int = 1
+    unit: int = 1
 
     def nbytes(self, elements: int, columns: int = 0) -> int:
         """Of so many elements. columns: of a row, in which blocks begin anew; 0: blocks are of all elements."""
+        elements = up(elements, self.filled)
         blocks = elements // columns * cdiv(columns, self.block) if columns and self.block else 0
         blocks = blocks or (cdiv(elements, self.block) if self.block else 0)
-        return cdiv(elements * self.bits, 8) + blocks * self.scale
+        return up(cdiv(elements * self.bits, 8), self.unit) + up(blocks * self.scale, self.unit)
 
 
 FP32, BF16 = Stored(32), Stored(16)
+PART = 16  # bytes, of which planes of codes on the wire are multiples
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,29 @@ MASTERS: Mapping[str, Stored] = {"fp32": FP32, "bf16": BF16}
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients are exchanged: `sent`, a rank's part of each weight, to its owner, which adds up in fp32. kept: of
-    whole gradients, what a rank keeps from step to step (error feedback)."""
+    """How gradients are exchanged: `sent`, a rank's part of each group, to its owner, which adds up in fp32. kept: of
+    whole gradients, what a rank keeps from step to step (error feedback). codes: gradients of any dtype are quantized.
+    """
 
     sent: Stored
     kept: Stored | None = None
+    codes: bool = False
 
 
 WIRES: Mapping[str, Wire] = {"bf16": Wire(BF16)}
 EXCHANGED = WIRES["bf16"]  # what exchange_gradients sends by default
+
+
+def wire_of(plan: Plan, error_feedback: bool = False) -> Wire:
+    """Of a recipe of gradients on the wire: its codes, then the scales of their blocks, and zero points.
+
+    Raises ValueError for a recipe of something else.
+    """
+    if plan.layout.use != "wire":
+        raise ValueError(f"{plan.layout.name} is no recipe of gradients on the wire: its spec has no `use: wire`")
+    (source,) = plan.layout.sources
+    filled, block = plan.layout.multiple_k, source.quantization.block.k
+    assert block is not None
+    beside = [plane for plane in (source.scale, source.zero) if plane is not None]
+    scale = sum(plane.nbytes(1, block) for plane in beside)
+    return Wire(Stored(source.data.bits, block, scale, filled, PART), FP32 if error_feedback else None, codes=True)

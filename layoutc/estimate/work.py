@@ -238,13 +238,15 @@ def _gathered(work: Work, links: Links, which: Pass) -> float:
 def _reduced(one: Sent, links: Links, machine: Machine) -> float:
     """Seconds in which gradients are added up over ranks, on the stream that sends them; 0 if none are trained.
 
-    Exchanged ones are written into a buffer there, and what arrives is read and added up in fp32.
+    Exchanged ones are written into a buffer there, and what arrives is read and added up in fp32; if they are sent as
+    codes, these are made of that buffer.
     """
     if not one.rows:
         return 0.0
     if not one.exchanged:
         return links.reduce_scatter(one.reduced, one.ring)
-    moved = (BF16 * one.rows + 2 * one.reduced) * one.ranks + FP32 * one.rows
+    copied = 2 * BF16 * one.rows if one.reduced < BF16 * one.rows else 0
+    moved = (BF16 * one.rows + copied + 2 * one.reduced) * one.ranks + FP32 * one.rows
     return links.exchange(one.reduced, one.ring) + moved / machine.memory
 
 

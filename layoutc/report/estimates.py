@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layoutc.estimate.machine import H200, HOST_MEMORY, SOCKETS, Machine
+from layoutc.estimate.state import Wire
 
 
 def measured(machine: Machine, host: float | None = None, together: int = 1) -> list[str]:
@@ -32,7 +33,7 @@ ON_GATHER = [
 ]
 
 
-def exchanges(apart: Sequence[int], per_host: int, within: str) -> list[str]:
+def exchanges(apart: Sequence[int], per_host: int, wire: Wire, within: str) -> list[str]:
     """Notes on gradients that are exchanged. apart: worlds where several hosts shard together; within: how not to."""
     notes = [
         "gradients are exchanged, of plain weights too; the time of the link has their copies and sums",
@@ -43,7 +44,8 @@ def exchanges(apart: Sequence[int], per_host: int, within: str) -> list[str]:
         worlds = ", ".join(f"{world:,}" for world in apart)
         notes += [
             f"on {worlds} cards hosts shard together, which exchange_gradients refuses without across_hosts=True:",
-            f"a host of {per_host} sends up to {per_host / 2:g} times what a ring does in fp32, which the time has",
+            f"a host of {per_host} sends up to {per_host * wire.sent.bits / 32:g} times what a ring does in fp32, "
+            "which the time has",
             f"what works there: {within}",
         ]
     return notes

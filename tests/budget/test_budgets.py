@@ -25,11 +25,12 @@ from layoutc.budget.totals import Budget, Setting, budget, works_of
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.links import Links, Ring
 from layoutc.estimate.machine import H200, NVLINK, links_of
-from layoutc.estimate.state import EXCHANGED, State
+from layoutc.estimate.state import EXCHANGED, State, wire_of
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config, shapes
 from layoutc.models.weights import Model, Weight, full_name
 from layoutc.plan.plan import Plan
+from layoutc.runtime.kernels.rank_sums import Codes
 
 CONFIGS = ROOT / "tests" / "models" / "configs"
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_delayed", "hybrid_fp8", "int8_rowwise")
@@ -330,6 +331,34 @@ def test_an_exchange_sends_half_of_the_gradients_bytes_and_leaves_what_stays(nam
         assert (after.resident, after.peaks.forward) == (before.resident, before.peaks.forward)
         assert after.step.reduce_scatter < before.step.reduce_scatter
         assert after.step.total < before.step.total
+
+
+@pytest.mark.parametrize("name", ["grad_fp8", "grad_int4"])
+def test_codes_of_gradients_take_the_bytes_of_the_runtimes_rows(name: str) -> None:
+    """Any number of elements: planes of blocks that are filled up, each a multiple of 16 bytes."""
+    wire = wire_of(plan(name))
+    codes = Codes(name)
+    for elements in (1, 127, 128, 129, 4096, 5000, 218_112_000 // 2, 218_112_001):
+        assert wire.sent.nbytes(elements) == codes.row(elements).nbytes
+    with pytest.raises(ValueError, match="mxfp8 is no recipe of gradients on the wire"):
+        wire_of(plan("mxfp8"))
+
+
+def test_codes_of_gradients_travel_in_any_dtype_and_error_feedback_stays() -> None:
+    """One matrix of 6 x 512 over 4 ranks: shards of 2 rows, of which 8 blocks of 128 and their scales travel."""
+    one = shapes.read(["up=6x512"])
+    for dtypes in (Dtypes(), Dtypes(2, 2, 2)):
+        at = replace(AT, dtypes=dtypes)
+        before, after, kept = (
+            budget(one, Use("bf16", exchange=wire), Mesh(4), at)
+            for wire in (None, wire_of(plan("grad_fp8")), wire_of(plan("grad_fp8"), error_feedback=True))
+        )
+        assert after.exchange
+        assert after.traffic == replace(before.traffic, reduced=8 * 128 + 8 * 4)
+        rows, padded, sent = 2 * 512, 8 * 512, 4 * (8 * 128 + 8 * 4)
+        added = dtypes.reduced * rows + max(sent + 2 * padded, 2 * sent)
+        assert after.peaks.backward == 2 * 6 * 512 + added
+        assert kept.resident.total - after.resident.total == 4 * 6 * 512
 
 
 def test_one_rank_and_gradients_that_are_not_widened_are_not_exchanged() -> None:

@@ -73,6 +73,15 @@ def test_gradients_that_are_exchanged() -> None:
     assert "--replicas 8 on 64 ranks" in said
     assert "up to 4 times what a ring does" in run(*args[:-1], "--exchange").stdout
     assert "hosts shard" not in run("nvfp4", "--world", "8", "--exchange").stdout
+    coded = json.loads(run(*args, "--gradients", "grad_fp8").stdout)
+    assert coded["setting"]["exchange"]
+    assert "up to 2 times what a ring does" in run(*args[:-1], "--gradients", "grad_fp8").stdout
+    for said, *more in (
+        ("leave out one of the two", "--exchange", "--gradients", "grad_fp8"),
+        ("nvfp4 is no recipe of gradients on the wire", "--gradients", "nvfp4"),
+    ):
+        refused = run(*args, *more)
+        assert (refused.exit_code, said in refused.stderr) == (2, True)
 
 
 def test_weights_that_are_dequantized_on_gather() -> None:

@@ -202,7 +202,7 @@ def test_replicas_are_summed_by_fsdp2(four: Ranks) -> None:
 
 def divided() -> None:
     """By a factor, as NCCL would multiply before sums; a sum that is none is left to FSDP2, which is said once."""
-    premultiplied = torch.distributed.ReduceOp.PREMUL_SUM(0.25)  # type: ignore[operator]
+    premultiplied = dist._make_nccl_premul_sum(0.25)
     values = torch.randn(2, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
     kept = []
     for op in (premultiplied, dist.ReduceOp.SUM, dist.ReduceOp.MAX):

@@ -69,13 +69,16 @@ def stepped(model: Any, steps: int = 2) -> list[Tensor]:
     return seen
 
 
-def is_the_same(recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool, options: dict[str, Any]) -> None:
-    """As FSDP2's own; and where some ranks reduce in few steps, and others as FSDP2 does."""
+def is_the_same(
+    recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool | str, options: dict[str, Any]
+) -> None:
+    """As FSDP2's own; and where some ranks reduce in few steps, and others as FSDP2 does. exchanges: as codes of that
+    recipe."""
 
     def make() -> Any:
         model = mixer(recipe, cast, mixed, layers=LAYERS, mode=mode, **options)
         if exchanges:
-            layoutc.exchange_gradients(model)
+            layoutc.exchange_gradients(model, None if exchanges is True else exchanges)
         return model
 
     with counted(lambda: False) as taken:
@@ -97,13 +100,14 @@ def is_the_same(recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool
         ("nvfp4", False, False, "dequantize", False, {}),
         ("fp8_current", False, True, "low", False, {"reshard_after_forward": False}),
         ("fp8_current", False, True, "low", True, {}),
+        ("nvfp4", False, True, "dequantize", "grad_int4", {}),
         ("fp8_block", True, True, "dequantize", False, {}),
         ("fp8_block", True, True, "dequantize_on_gather", True, {}),
         ("fp8_rowwise", False, True, "low", False, {}),
     ],
 )
 def test_the_gradients_of_fsdp2s_own_steps(
-    two: Ranks, recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool, options: dict[str, Any]
+    two: Ranks, recipe: str, cast: bool, mixed: bool, mode: str, exchanges: bool | str, options: dict[str, Any]
 ) -> None:
     two.run(is_the_same, recipe, cast, mixed, mode, exchanges, options)
 

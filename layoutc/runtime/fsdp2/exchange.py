@@ -188,6 +188,7 @@ class ExchangeOfCodes(Exchange):
         values = values.view(self._ranks, -1)
         seed = self._seed_on(out.device)
         sent = self.codes.quantize(values, seed, self._rest_like(values) if self.feeds_back else None)
+        del values  # its memory is that of what is received
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         self.codes.add(received, out, by.number, by.divides, seed)
