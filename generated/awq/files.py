@@ -26,9 +26,6 @@ FILES = {
                 spread=True,
             ),  # (g a b) k -> k (g b a)
         },
-        shape=None,
-        ignored=(),
-        parts=(),
         config={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
         recognized=("quant_method", "bits", "group_size", "version"),
         plain="modules_to_not_convert",

@@ -2,7 +2,7 @@
 # Layout id 09c0d85eeed1: changes when stored bytes or arithmetic change, and only then.
 """How files of other programs hold weights of fp8_block."""
 
-from layoutc.runtime.bindings.facts import Binding, BoundPlane
+from layoutc.runtime.bindings.facts import REST, Binding, BoundPlane
 
 FILES = {
     "deepseek": Binding(
@@ -12,8 +12,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{name}_scale_inv", "F32", 32),
         },
-        shape=None,
-        ignored=(),
         parts=[
             (
                 "{module}.experts.gate_up_proj",
@@ -32,7 +30,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (
@@ -65,6 +62,27 @@ FILES = {
             "config_groups.*.weights.strategy",
             "config_groups.*.weights.block_structure",
         ),
+        plain="ignore",
+    ),
+    "modelopt": Binding(
+        name="modelopt",
+        summary="ModelOpt's FP8_PB_WO",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane(
+                "{name}_scale", "F32", 32, rows=(REST, 1), columns=(REST, 1), order=(0, 1, 2, 3)
+            ),  # (m i) (k j) -> m i k j
+        },
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
+        config={"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        recognized=("quant_method", "quant_algo"),
         plain="ignore",
     ),
 }

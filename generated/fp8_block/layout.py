@@ -46,7 +46,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block",
     summary="E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each",
-    spec_sha256="00aef30ef5e61c434f20b67f1c25c4745320ec6dad92bc6d46f1ef422264bec1",
+    spec_sha256="1487297d7587f6f5e996a798ab3bfa91b8986f22c9296aa8684236b35cbcfa90",
     layout_id="09c0d85eeed1",
     language=1,
     shard_rows=128,

@@ -12,8 +12,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
         },
-        shape=None,
-        ignored=(),
         parts=[
             (
                 "{module}.experts.gate_up_proj",

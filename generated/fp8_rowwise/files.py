@@ -2,7 +2,7 @@
 # Layout id a93daaa57939: changes when stored bytes or arithmetic change, and only then.
 """How files of other programs hold weights of fp8_rowwise."""
 
-from layoutc.runtime.bindings.facts import Binding, BoundPlane
+from layoutc.runtime.bindings.facts import REST, Binding, BoundPlane
 
 FILES = {
     "compressed_tensors": Binding(
@@ -12,7 +12,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (
@@ -39,6 +38,27 @@ FILES = {
             },
         },
         recognized=("quant_method", "format", "config_groups.*.weights.strategy"),
+        plain="ignore",
+    ),
+    "modelopt": Binding(
+        name="modelopt",
+        summary="ModelOpt's FP8_PER_CHANNEL_PER_TOKEN",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane(
+                "{name}_scale", "F32", 32, rows=(REST,), columns=(REST,), order=(0, 1), joined=(2,)
+            ),  # m k -> (m k)
+        },
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
+        config={"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        recognized=("quant_method", "quant_algo"),
         plain="ignore",
     ),
 }

@@ -45,7 +45,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="d20f13c106d01b517f17e3cfb4373dc0bab1009c271761863144909e326f1930",
+    spec_sha256="bd953f00b82b7f087cb40a389a2f4cd750944ea07850ff15f7ac9a6c6dd44934",
     layout_id="a93daaa57939",
     language=1,
     shard_rows=1,

@@ -19,10 +19,7 @@ FILES = {
                 "{module}.qzeros", "I32", 4, rows=(REST,), columns=(REST,), order=(1, 0), spread=True
             ),  # m k -> k m
         },
-        shape=None,
         groups=("{module}.g_idx", "I32", 128),
-        ignored=(),
-        parts=(),
         config={
             "quant_method": "gptq",
             "bits": 4,

@@ -45,7 +45,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="int8_rowwise",
     summary="8-bit integers with one FP32 scale for each row, columnwise for each column",
-    spec_sha256="aea4288b095555ef3105ec3ddfa685998ae95727a59c7f7c8a92d3a730be2815",
+    spec_sha256="b26da8fd3d5cf5cc76faace3f1526dbdacfab00db37eae56e5da43516000a60e",
     layout_id="92ee72710e09",
     language=1,
     shard_rows=1,

@@ -14,9 +14,6 @@ FILES = {
             ),  # (e n) (g b) -> e n g b
             "rowwise_scale": BoundPlane("{name}_scales", "U8", 8),
         },
-        shape=None,
-        ignored=(),
-        parts=(),
         config={"quant_method": "mxfp4"},
         recognized=("quant_method",),
         plain="modules_to_not_convert",
@@ -28,7 +25,6 @@ FILES = {
             "rowwise_data": BoundPlane("{module}.weight_packed", "U8", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "U8", 8),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (
@@ -66,8 +62,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "I8", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
         },
-        shape=None,
-        ignored=(),
         parts=[
             (
                 "{module}.experts.gate_up_proj",
@@ -85,5 +79,34 @@ FILES = {
         },
         recognized=("quant_method", "scale_fmt", "weight_block_size"),
         plain="modules_to_not_convert",
+    ),
+    "modelopt": Binding(
+        name="modelopt",
+        summary="ModelOpt's MXFP4",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "U8", 8),
+            "rowwise_scale": BoundPlane("{name}_scale", "U8", 8),
+        },
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
+        config={"quant_method": "modelopt", "quant_algo": "MXFP4"},
+        recognized=("quant_method", "quant_algo"),
+        plain="ignore",
+    ),
+    "mlx": Binding(
+        name="mlx",
+        summary="MLX's mode mxfp4",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "U32", 8),
+            "rowwise_scale": BoundPlane("{module}.scales", "U8", 8),
+        },
+        config={"mode": "mxfp4", "bits": 4, "group_size": 32},
+        recognized=("mode", "bits", "group_size"),
     ),
 }

@@ -16,9 +16,6 @@ FILES = {
                 "{name}_scales", "U8", 8, rows=(MATRICES, REST), columns=(REST,), order=(0, 2, 1)
             ),  # (e g) n -> e n g
         },
-        shape=None,
-        ignored=(),
-        parts=(),
         config={"quant_method": "mxfp4"},
         recognized=("quant_method",),
         plain="modules_to_not_convert",

@@ -48,7 +48,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8",
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
-    spec_sha256="16ccac43f49b4b3a6ed4bfec97080223eaee2d3ff363e1a23bc0e2f6261bad4d",
+    spec_sha256="38deb2cc1df17ec5528d4b9e533a8633ffb74daaf846b8870e4d1bb89475d6a7",
     layout_id="6f13e8dd84ca",
     language=1,
     shard_rows=32,

@@ -12,7 +12,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "U8", 8),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (
@@ -42,5 +41,34 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
+    ),
+    "modelopt": Binding(
+        name="modelopt",
+        summary="ModelOpt's MXFP8",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane("{name}_scale", "U8", 8),
+        },
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
+        config={"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        recognized=("quant_method", "quant_algo"),
+        plain="ignore",
+    ),
+    "mlx": Binding(
+        name="mlx",
+        summary="MLX's mode mxfp8",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "U32", 8),
+            "rowwise_scale": BoundPlane("{module}.scales", "U8", 8),
+        },
+        config={"mode": "mxfp8", "bits": 8, "group_size": 32},
+        recognized=("mode", "bits", "group_size"),
     ),
 }

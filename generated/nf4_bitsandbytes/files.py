@@ -74,15 +74,12 @@ FILES = {
                 "{name}.absmax", "F32", 32, rows=(REST,), columns=(REST,), order=(0, 1), joined=(2,)
             ),  # m k -> (m k)
         },
-        shape=None,
         codebook=("{name}.quant_map", "F32", CODEBOOK),
         text=(
             "{name}.quant_state.bitsandbytes__nf4",
             {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
             ("dtype",),
         ),
-        ignored=(),
-        parts=(),
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -114,7 +111,6 @@ FILES = {
                 ),
             ),  # m k -> (m k)
         },
-        shape=None,
         codebook=("{name}.quant_map", "F32", CODEBOOK),
         text=(
             "{name}.quant_state.bitsandbytes__nf4",
@@ -129,8 +125,6 @@ FILES = {
             },
             ("dtype", "nested_offset"),
         ),
-        ignored=(),
-        parts=(),
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

@@ -13,7 +13,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{module}.weight_global_scale", "F32", 32, over=2688.0),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (
@@ -58,7 +57,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{name}_scale_2", "F32", 32, scalar=True, by=2688.0),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
         parts=[
             (

@@ -13,7 +13,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{module}.weight_global_scale", "F32", 32),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
         parts=[
             (

@@ -13,7 +13,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{name}_scale_2", "F32", 32, scalar=True),
         },
-        shape=None,
         ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
         parts=[
             (

@@ -43,7 +43,7 @@ def container_lines(layout: Layout) -> list[str]:
 
 
 def _binding(binding: Binding) -> list[str]:
-    shape = "None" if binding.shape is None else f"({', '.join(map(json.dumps, binding.shape))})"
+    shape = f"({', '.join(map(json.dumps, binding.shape))})" if binding.shape else ""
     groups = "None" if binding.groups is None else f"({', '.join(map(json.dumps, binding.groups))})"
     codebook, text = binding.codebook, binding.text
     parts = [f"({json.dumps(whole)}, {_strings(parts)})," for whole, parts in binding.parts]
@@ -54,15 +54,15 @@ def _binding(binding: Binding) -> list[str]:
         "    planes={",
         *(f'        "{plane.plane}": {_plane(plane)},{_comment(plane)}' for plane in binding.planes),
         "    },",
-        f"    shape={shape},",
+        *([f"    shape={shape},"] if shape else []),
         *([f"    groups={groups},"] if binding.groups else []),
         *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {CODEBOOK}),"] if codebook else []),
         *([f"    text=({json.dumps(text[0])}, {json.loads(text[1])!r}, {_strings(text[2])}),"] if text else []),
-        f"    ignored={_strings(binding.ignored)},",
-        *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
+        *([f"    ignored={_strings(binding.ignored)},"] if binding.ignored else []),
+        *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else []),
         f"    config={json.loads(binding.config)!r},",
         f"    recognized={_strings(binding.recognized)},",
-        f'    plain="{binding.plain}",',
+        *([f'    plain="{binding.plain}",'] if binding.plain else []),
         *([f"    fused={_tuple([_strings(group) for group in binding.fused])},"] if binding.fused else []),
         "),",
     ]

@@ -127,6 +127,61 @@ def times_scale(tensors: Tensors, name: str) -> Tensor:
     return tensors[name].float() * tensors[f"{name}_scale"]
 
 
+def of_modelopt(state: Tensors, algo: str, block: tuple[int, int], to: torch.dtype) -> Any:
+    """By definition: a scale for each block of rows and columns, amax over the largest code. Those of rows are flat."""
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        m, k = value.shape
+        rows, columns = block[0], block[1] or k
+        blocks = value.float().reshape(m // rows, rows, k // columns, columns)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / (448 if to.is_floating_point else 127)
+        codes = blocks / scale
+        tensors[name] = (codes if to.is_floating_point else codes.round()).reshape(m, k).to(to)
+        tensors[f"{name}_scale"] = scale if block[1] else scale.flatten()
+    return tensors, {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["head"]}
+
+
+def times_scales(tensors: Tensors, name: str) -> Tensor:
+    """Codes times the scale of their block."""
+    codes, scale = tensors[name].float(), tensors[f"{name}_scale"]
+    scale = scale if scale.dim() == 4 else scale.view(-1, 1, 1, 1)
+    m, k = codes.shape
+    return (codes.view(scale.shape[0], -1, scale.shape[2], k // scale.shape[2]) * scale).view(m, k)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1_CODES = torch.cat([E2M1, -E2M1])
+
+
+def in_mxfp4(state: Tensors, words: bool, config: dict[str, Any]) -> Any:
+    """OCP's MXFP4 by definition, as ModelOpt has it in bytes, and MLX (its mode mxfp4) in words of eight codes."""
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        blocks = value.float().reshape(len(value), -1, 32)
+        exponent = blocks.abs().amax(-1).log2().floor() - 2
+        scaled = blocks / exponent.exp2()[..., None]
+        codes = (scaled[..., None] - E2M1_CODES).abs().argmin(-1).to(torch.uint8).flatten(1)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        scale = (exponent + 127).to(torch.uint8)
+        tensors[name] = packed.view(torch.uint32) if words else packed
+        tensors[name.removesuffix("weight") + "scales" if words else f"{name}_scale"] = scale
+    return tensors, config
+
+
+def mxfp4_values(tensors: Tensors, name: str) -> Tensor:
+    packed = tensors[name].view(torch.uint8)
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()
+    scale = tensors.get(f"{name}_scale", tensors.get(name.removesuffix("weight") + "scales"))
+    assert scale is not None
+    return E2M1_CODES[codes] * (scale.float() - 127).exp2().repeat_interleave(32, 1)
+
+
 def nf4(state: Tensors, quant_storage: torch.dtype) -> tuple[Tensors, dict[str, Any]]:
     """bitsandbytes' own bytes, in tensors that call them numbers of a wider dtype, as FSDP1 wanted."""
     from bitsandbytes.functional import quantize_4bit
@@ -237,6 +292,36 @@ SCHEMES = {
         times_scale,
         "modelopt",
         "fp8_current/compressed_tensors",
+    ),
+    "blocks_of_modelopt": Scheme(
+        partial(of_modelopt, algo="FP8_PB_WO", block=(128, 128), to=torch.float8_e4m3fn),
+        times_scales,
+        "modelopt",
+        "fp8_block/deepseek",
+    ),
+    "rows_of_modelopt": Scheme(
+        partial(of_modelopt, algo="FP8_PER_CHANNEL_PER_TOKEN", block=(1, 0), to=torch.float8_e4m3fn),
+        times_scales,
+        "modelopt",
+        "fp8_rowwise/compressed_tensors",
+    ),
+    "int8_of_modelopt": Scheme(
+        partial(of_modelopt, algo="W8A8_SQ_PER_CHANNEL", block=(1, 0), to=torch.int8),
+        times_scales,
+        "modelopt",
+        "int8_rowwise/compressed_tensors",
+    ),
+    "mxfp4_of_modelopt": Scheme(
+        partial(in_mxfp4, words=False, config={"quant_method": "modelopt", "quant_algo": "MXFP4"}),
+        mxfp4_values,
+        "modelopt",
+        "mxfp4/mlx",
+    ),
+    "mxfp4_of_mlx": Scheme(
+        partial(in_mxfp4, words=True, config={"mode": "mxfp4", "bits": 4, "group_size": 32}),
+        mxfp4_values,
+        "mlx",
+        "mxfp4/compressed_tensors",
     ),
     "tensor_of_compressed_tensors": Scheme(
         compressed("FP8", "float-quantized"), None, "compressed_tensors", "fp8_current/fp8", keeps=False
@@ -487,6 +572,46 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
     assert "awq/awq, but for bits" in str(found.value)
     with pytest.raises(ValueError, match=r"filter_fn=lambda module, name: .* name != '0'"):
         layoutc.quantize_(nn.Sequential(nn.Linear(24, 8)), "nvfp4")
+
+
+def test_configs_of_mlx(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """It reads them under another key, and has had them there alone; a plain folder has none. A mode that no recipe has
+    is refused in its name, with what would work."""
+    path, by_default = released("mxfp4_of_mlx"), {"bits": 4, "group_size": 64}
+    stated = json.loads((path / "config.json").read_text())["quantization_config"]
+    for i, one in enumerate(({"quantization": stated}, {"quantization": stated, "quantization_config": stated})):
+        folder, out = with_config(path, tmp_path / str(i), {"hidden_size": 256} | one), tmp_path / f"plain{i}"
+        check_values("mxfp4_of_mlx", path, loaded(folder))
+        convert_safetensors(folder, out, dtype=torch.bfloat16)
+        assert json.loads((out / "config.json").read_text()) == {"hidden_size": 256}
+        convert_safetensors(folder, tmp_path / f"same{i}", files="mxfp4/mlx")
+        written = json.loads((tmp_path / f"same{i}" / "config.json").read_text())
+        assert written["quantization"] == written["quantization_config"] == stated
+    for i, one in enumerate((by_default, stated | {"mode": "nvfp4", "group_size": 16})):
+        folder = with_config(path, tmp_path / f"other{i}", {"quantization": one})
+        with pytest.raises(LayoutError, match=r"mxfp4/mlx, but for mode, group_size\nMLX .* --dequantize\n") as found:
+            convert_safetensors(folder, tmp_path / "none", dtype=torch.bfloat16)
+        assert str(found.value).count("\n") < 10
+
+
+def test_weights_under_smoothed_activations_are_refused(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """ModelOpt's pre_quant_scale: activations are multiplied by it, so that the weights alone are another model."""
+    from safetensors.torch import save_file
+
+    path, tensors = released("int8_of_modelopt"), tensors_in(released("int8_of_modelopt"))
+    (tmp_path / "in").mkdir()
+    tensors["down_proj.pre_quant_scale"] = torch.ones(384)
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").symlink_to(path / "config.json")
+    model = Mlp()
+    quantize_as_stored(model, tmp_path / "in")
+    for call in (
+        lambda: load_safetensors(model, tmp_path / "in"),
+        lambda: load_safetensors(Mlp(), tmp_path / "in", convert=True),
+        lambda: convert_safetensors(tmp_path / "in", tmp_path / "out", dtype=torch.bfloat16),
+    ):
+        with pytest.raises(LayoutError, match=r"down_proj.weight \(I8 .* with down_proj.pre_quant_scale beside it"):
+            call()
 
 
 def test_headers_as_other_programs_write_them(released: Callable[[str], Path], tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def _is_plain(layout: Layout) -> bool:
     """True for a recipe of codes in blocks along rows, each with a scale, and with a zero point or none."""
     stored, scale = layout.stored, layout.stored.get(SCALE)
     planes = {"rowwise_data", SCALE} <= stored.keys() <= {"rowwise_data", *PER_BLOCK}
-    return planes and scale is not None and scale.rows_per_value == 1 and scale.columns_per_value is not None
+    along_rows = scale is not None and scale.rows_per_value == 1 and scale.columns_per_value is not None
+    return planes and along_rows and layout.dtypes[SCALE] in (*HALVES, torch.float32)
 
 
 def _words(columns: int | None, is_own: bool) -> str:

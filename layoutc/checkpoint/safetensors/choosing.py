@@ -11,7 +11,7 @@ from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import short
-from layoutc.runtime.bindings.configs import spelled
+from layoutc.runtime.bindings.configs import READ_AS_PLAIN, spelled
 from layoutc.runtime.bindings.names import contradicts, differences, values_at
 from layoutc.runtime.errors import LayoutError
 
@@ -53,17 +53,20 @@ def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
 
 def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> LayoutError:
     """The error for a config that no binding has: what of it was looked at, and the bindings that are nearest."""
-    own, least = spelled(config), min(len(differences(one.binding, config)) for one in every)
-    near = [one for one in every if len(differences(one.binding, config)) == least]
+    own = spelled(config)
     method = own.get("quant_method")
     alike = [one for one in every if spelled(one.binding.config).get("quant_method") == method]
+    least = min(len(differences(one.binding, config)) for one in alike or every)
+    near = [one for one in alike or every if len(differences(one.binding, config)) == least]
     looked = dict.fromkeys(path for one in alike or near[:1] for path in one.binding.recognized)
     values = {key: values_at(own, key.split(".")) for key in looked}
     there = [f"{key} = {' and '.join(map(short, found[:4])) or 'nothing'}" for key, found in values.items()]
     but = [f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near[:4]]
+    of_mlx = method is not None or {"bits", "group_size"} <= own.keys()
+    plain = READ_AS_PLAIN.get(method if isinstance(method, str) else None, "") if of_mlx else ""
     return LayoutError(
         f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}\n"
-        + "\n".join(["The nearest are", *but][: 1 + len(but)])
+        + "\n".join(["The nearest are", *but, *[plain] * bool(plain)])
         + f"\nIf the tensors are those of a binding all the same, pass files= its name, such as {near[0].label!r}; "
         "`layoutc show RECIPE --files` prints the tensors of a recipe's"
     )

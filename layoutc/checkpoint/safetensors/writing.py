@@ -222,9 +222,14 @@ def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[
     """Writes config.json with this `quantization_config`, where the config has one; or without any if it is empty."""
     stated = deepcopy(dict(config))
     at, key = holder(stated) or (stated, KEYS[0])
-    at.pop(key, None)
+    before = at.get(key)
+    for one in KEYS:  # MLX has two that say the same
+        if one in at and at[one] == before:
+            del at[one]
     if quantization:
         at[KEYS[0]] = dict(quantization)
+        if "quant_method" not in quantization:
+            at[KEYS[-1]] = dict(quantization)
     text = json.dumps(stated, indent=2, sort_keys=True, default=str) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     sync(folder / CONFIG)

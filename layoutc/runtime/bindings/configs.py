@@ -6,7 +6,8 @@ from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
-KEYS = ("quantization_config", "compression_config")  # the second in files of compressed-tensors before 0.7
+# The second in files of compressed-tensors before 0.7, the third in MLX's, which have the first too since 0.20.
+KEYS = ("quantization_config", "compression_config", "quantization")
 # Other spellings of a key that the programs' own readers take.
 SPELLINGS: Mapping[str, str] = MappingProxyType({"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size"})
 OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`
@@ -15,9 +16,21 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "version": "gemm",
         "weight_block_size": [128, 128],
+        "mode": "affine",
         "bnb_4bit_quant_type": "fp4",
         "bnb_4bit_use_double_quant": False,
         "bnb_4bit_quant_storage": "uint8",
+    }
+)
+
+# How programs read their own files as plain weights, by quant_method; None is MLX, whose configs state none.
+READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
+    {
+        None: "MLX writes plain weights of them: mlx_lm.convert --hf-path FOLDER --mlx-path PLAIN --dequantize",
+        "bitsandbytes": "transformers makes a plain model of them: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, device_map='cpu').dequantize()",
+        "compressed-tensors": "transformers makes a plain model of them: AutoModelForCausalLM.from_pretrained(FOLDER, "
+        "quantization_config=CompressedTensorsConfig(dequantize=True))",
     }
 )
 

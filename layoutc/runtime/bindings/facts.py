@@ -86,12 +86,12 @@ class Binding(NamedTuple):
     name: str
     summary: str
     planes: Mapping[str, BoundPlane]
-    shape: tuple[str, str] | None
-    ignored: Sequence[str]
-    parts: Sequence[tuple[str, Sequence[str]]]
     config: Mapping[str, Any]
     recognized: Sequence[str]
-    plain: str
+    plain: str = ""
+    shape: tuple[str, str] | None = None
+    ignored: Sequence[str] = ()
+    parts: Sequence[tuple[str, Sequence[str]]] = ()
     groups: tuple[str, str, int] | None = None
     codebook: tuple[str, str, tuple[float, ...]] | None = None
     text: tuple[str, Mapping[str, Any], tuple[str, ...]] | None = None
