@@ -49,7 +49,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp4",
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
-    spec_sha256="0c2a03b0dea78887f4ee98ced4de9c14c991444efd9e2f48fc3ed76c938234f6",
+    spec_sha256="138b06c1ce469e452852697ab4091600f3e95b37f71555b1f3086dd865c6321e",
     layout_id="7cebb33b721f",
     language=1,
     shard_rows=32,
