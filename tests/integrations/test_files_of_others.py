@@ -858,6 +858,42 @@ def test_the_same_layout_moves_its_bytes_to_another_binding_and_back(
     assert same_files(written("deepseek"), tmp_path / "b")
 
 
+def test_recipes_whose_files_are_the_same_keep_bytes(tmp_path: Path) -> None:
+    """Also codes and scales that quantizing their values again would not give."""
+    from safetensors.torch import save_file
+
+    model = model_of("mxfp8")
+    layoutc.quantize_(model, "mxfp8", param_filter=["*_proj.weight"])
+    export_safetensors(model, tmp_path / "a", files="compressed_tensors")
+    tensors = tensors_in(tmp_path / "a")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = (tensors[name].float() / 16).to(torch.float8_e4m3fn)  # the block's largest code is small
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    for folder, source, recipe in (("b", "a", "mxfp8_frozen"), ("c", "b", "mxfp8")):
+        convert_safetensors(tmp_path / source, tmp_path / folder, files=f"{recipe}/compressed_tensors")
+        assert same_files(tmp_path / "a", tmp_path / folder)
+
+
+def test_storage_of_codes_is_what_the_config_says(tmp_path: Path) -> None:
+    """Of bitsandbytes, also with scales that are quantized anew."""
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    layoutc.quantize_(model, "nf4_bitsandbytes")
+    export_safetensors(model, tmp_path / "a", files="bitsandbytes")
+    tensors, path = tensors_in(tmp_path / "a"), tmp_path / "a" / "config.json"
+    tensors["0.weight"] = tensors["0.weight"].reshape(-1).view(torch.bfloat16).reshape(-1, 1)
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    path.write_text(path.read_text().replace('"uint8"', '"bfloat16"'))
+    for files in ("bitsandbytes", "bitsandbytes_double"):
+        convert_safetensors(tmp_path / "a", tmp_path / files, files=files)
+        config = json.loads((tmp_path / files / "config.json").read_text())["quantization_config"]
+        assert config["bnb_4bit_quant_storage"] == "bfloat16"
+        held = tensors_in(tmp_path / files)["0.weight"]
+        assert held.dtype == torch.bfloat16
+        assert torch.equal(held.view(torch.uint8), tensors["0.weight"].view(torch.uint8))
+
+
 def test_plain_matrices_are_quantized_as_a_model_would(written: Callable[[str], Path], tmp_path: Path) -> None:
     """By name; the same bytes as a quantized model's export, also from the command line."""
     from click.testing import CliRunner

@@ -37,7 +37,7 @@ from layoutc.checkpoint.safetensors.writing import (
     write_streamed,
 )
 from layoutc.runtime.bindings import source_configs
-from layoutc.runtime.bindings.configs import KEYS
+from layoutc.runtime.bindings.configs import KEYS, OF_STORAGE
 from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.bindings.source_configs import Modules
@@ -117,7 +117,8 @@ def convert_safetensors(
 
     files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
     quantized, as torch.bfloat16 or its name. Weights that the source holds in the same layout keep their bytes; others
-    are dequantized, and quantized in the recipe; those that engines join, by the binding's `fused`, under one amax.
+    are dequantized, and quantized in the recipe, but for those that files by both bindings have alike; those that
+    engines join, by the binding's `fused`, under one amax.
     match: patterns of names, as fnmatch reads them, of plain tensors of
     two dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default
     the one that its config.json tells of.
@@ -169,6 +170,8 @@ def convert_safetensors(
             now = Modules(*(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, _is_quantized)))
             was = Modules(_modules(contents.tensors.keys() - found.keys()), _modules(found))
             quantization = quantization_of([into], before if goes_on else {}, now, was)
+            if all(weight.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id for weight in found.values()):
+                quantization |= {key: before[key] for key in OF_STORAGE if key in before and key in quantization}
         if into is not None or config.keys() - {*KEYS}:
             write_config(partly, config, quantization)
         copied = copy_companions(path, partly)
@@ -303,6 +306,8 @@ def _weight(
     if into is None:
         assert dtype is not None
         return Job(name, source, None, (Planned(name, Facts(shape, dtype)),))
+    if isinstance(source, Found) and source.bound.is_alike(into):
+        into = source.bound  # of another recipe, but the files are the same
     if len(shape) > 2 and not (isinstance(source, Found) and source.bound.binding.planes == into.binding.planes):
         raise LayoutError(
             f"{name} is a stack of experts, which no other binding is known to hold alike: load and export it"

@@ -42,6 +42,14 @@ class Bound(NamedTuple):
         """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
 
+    def is_alike(self, other: Bound) -> bool:
+        """True if files by two bindings, perhaps of different recipes, mean the same by the same bytes: tensors, blocks
+        and configs are those of the other."""
+        one, two = self.binding, other.binding
+        stored = all(self.cls.LAYOUT.stored[name] == other.cls.LAYOUT.stored.get(name) for name in one.planes)
+        facts = ("planes", "shape", "groups", "codebook", "text", "config")
+        return stored and all(getattr(one, fact) == getattr(two, fact) for fact in facts)
+
     def as_in(self, name: str, tensors: Container[str]) -> Bound:
         """The binding for files that may hold a weight of this name whole, as a stack of experts, in place of parts."""
         data = next((one.name for plane, one in self.binding.planes.items() if plane.endswith("_data")), None)

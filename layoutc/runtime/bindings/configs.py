@@ -10,6 +10,7 @@ from typing import Any
 KEYS = ("quantization_config", "compression_config", "quantization")
 # Other spellings of a key that the programs' own readers take.
 SPELLINGS: Mapping[str, str] = MappingProxyType({"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size"})
+OF_STORAGE = ("bnb_4bit_quant_storage",)  # keys for the dtype by which headers call the bytes of codes, which is kept
 OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`
 # What transformers' readers take a key for that is not there.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
