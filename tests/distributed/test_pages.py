@@ -6,7 +6,6 @@ import io
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
 from harness import Ranks
-from pages import PAGES, Block, blocks
+from pages import PAGES, Block, blocks, lines, missing
 from places import ROOT
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.checkout
 # What other tests run: CI README's two commands; tests/integrations the trainers; a card the graphs (tests/gpu).
 ELSEWHERE = {"trainers.md": "python sh", "graphs.md": "python"}
 GGUF = find_spec("gguf") is not None
-OF_CI = "python3 -m venv"
 
 
 def of_page(page: Path, language: str) -> list[Block]:
@@ -174,6 +172,8 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # whose files pages name
     needs_gguf(page)
+    if absent := missing(page):
+        pytest.skip(f"needs {', '.join(absent)}: pip install 'layoutc[integrations]'")
     if page.name == "files.md":
         gguf_files.write(tmp_path / "Llama-3.gguf")
         model = Transformer()
@@ -182,18 +182,19 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for block in of_page(page, "python"):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-    text = "".join(block.text for block in of_page(page, "sh")).replace("\\\n", " ")
-    lines = [line.removeprefix(".venv/bin/") for line in text.splitlines() if not line.startswith(OF_CI)]
-    starts = [line for line in lines if line.startswith("torchrun")]
-    for line in lines:
-        word, *arguments = shlex.split(line)
+    last = [line for line in lines(page) if line[0] == "torchrun"][-1:]
+    for line in lines(page):
+        word, *arguments = line
         if word == "layoutc":
             done = CliRunner().invoke(main, arguments)
             assert done.exit_code == 0, (line, done.output)
             continue
+        if word == "python":
+            runpy.run_path(str(tmp_path / arguments[0]), run_name="__main__")
+            continue
         assert word == "torchrun", line
         assert arguments[:2] == ["--nproc-per-node", "2"], line
-        if line == starts[-1]:
+        if [line] == last:
             command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
             command += ["--rdzv-endpoint=localhost:0", *arguments]
             ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

@@ -6,12 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from pages import PAGES, programs, starts
+from pages import PAGES, lines, missing, programs, starts
 from places import ROOT
 
 pytestmark = [
@@ -19,26 +18,32 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+FOUND = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENVIRONMENT = os.environ | {"PYTHONPATH": FOUND}
 LINES = [(page, line) for page in PAGES for line in starts(page)]
 
 
 def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs torchrun in a folder, with this checkout's layoutc."""
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    found = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": found}
     return subprocess.run(
-        [*command, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
 
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[" ".join(line[2:]) for _, line in LINES])
 def test_a_program_trains_on_two_cards(page: Path, line: list[str], tmp_path: Path) -> None:
     assert line[:2] == ["--nproc-per-node", "2"]
-    if "accelerate" in line[2] and find_spec("accelerate") is None:
-        pytest.skip("needs accelerate: pip install 'layoutc[integrations]'")
+    if absent := missing(page):
+        pytest.skip(f"needs {', '.join(absent)}: pip install 'layoutc[integrations]'")
     for name, text in programs(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    for word, *rest in lines(page):  # what the page says to run before
+        if word == "torchrun":
+            break
+        if word in ("layoutc", "python") and (tmp_path / "make_release.py").is_file():
+            command = [sys.executable, *(["-m", "layoutc"] if word == "layoutc" else []), *rest]
+            subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, timeout=300, check=True)
     ran = torchrun(line, tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert re.search(r": loss \d\.\d+", ran.stdout), ran.stdout

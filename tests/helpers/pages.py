@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +32,19 @@ def programs(page: Path) -> dict[str, str]:
     return {block.title: block.text for block in blocks(page) if block.title is not None}
 
 
+def lines(page: Path) -> list[list[str]]:
+    """The words of each command of a page, in order; without where the environment's programs lie."""
+    shell = "".join(block.text for block in blocks(page) if block.language == "sh").replace("\\\n", " ")
+    words = [shlex.split(line.removeprefix(".venv/bin/")) for line in shell.splitlines()]
+    return [one for one in words if one and one[1:3] != ["-m", "venv"]]
+
+
 def starts(page: Path) -> list[list[str]]:
     """The words after torchrun of each line that starts one of the page's programs."""
-    shell = "".join(block.text for block in blocks(page) if block.language == "sh").replace("\\\n", " ")
-    words = [line.removeprefix(".venv/bin/").split() for line in shell.splitlines()]
-    return [rest for word, *rest in filter(None, words) if word == "torchrun" and set(rest) & set(programs(page))]
+    return [rest for word, *rest in lines(page) if word == "torchrun" and set(rest) & set(programs(page))]
+
+
+def missing(page: Path) -> list[str]:
+    """Packages that a page's programs import and this environment lacks."""
+    words = {word for text in programs(page).values() for word in re.findall(r"^(?:from|import) (\w+)", text, re.M)}
+    return sorted(word for word in words if importlib.util.find_spec(word) is None)
