@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from math import lcm
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def numbers(model: nn.Module) -> list[int | None]:
 def leaves_values(recipe: str, cast: bool) -> None:
     """Even shards, a short last one, ranks without rows; gathered again, in training, and in inference first."""
     layout, world = import_module(f"layoutc.recipes.{recipe}").LAYOUT, dist.get_world_size()
-    block = layout.block_rows * layout.multiple_m
+    block = lcm(layout.block_rows, layout.multiple_m) * (world if layout.multiple_m > 1 else 1)
     rows = [block * world, block * (8 * world - 1), block, block * world * 2]
     model, values = of_rows(recipe, rows, cast)
     fully_shard(model)
@@ -68,7 +69,7 @@ def leaves_values(recipe: str, cast: bool) -> None:
     assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, False)
@@ -150,6 +151,7 @@ def switches(recipe: str) -> None:
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
 def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
     two.run(switches, recipe)

@@ -292,7 +292,7 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -378,6 +378,7 @@ def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool
     two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "rows"), [("fp8_rowwise", 14), ("fp8_current", 2), ("fp8_block", 130), ("mxfp8", 32)]
 )

@@ -62,7 +62,7 @@ def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "recipe", "use", "dim", "compiled"),
     [

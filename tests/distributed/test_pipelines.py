@@ -128,7 +128,7 @@ def test_stages_train_as_one_process(two: Ranks, recipe: str, use: str, schedule
     two.run(trains, recipe, use, schedule, 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("recipe", "use"), USES)
 def test_sharded_stages_train_as_one_process(four: Ranks, recipe: str, use: str, schedule: str) -> None:
@@ -138,6 +138,7 @@ def test_sharded_stages_train_as_one_process(four: Ranks, recipe: str, use: str,
 UNEQUAL = pytest.mark.xfail(strict=True, reason="torch's zero bubble under FSDP2; see docs/pages/works-with.md")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(one, marks=UNEQUAL) for one in ZERO_BUBBLE)])
 def test_sharded_stages_of_plain_weights(four: Ranks, schedule: str) -> None:
     """What torch does by itself: where plain weights don't train as one process, quantized ones are not asked to."""

@@ -192,7 +192,7 @@ def on_ranks(recipe: str, world: int, inner: int, where: str) -> None:
         loads_and_exports(recipe, 128, inner, where, mesh)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "inner"), CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_load_and_export_as_one_process_does(
@@ -266,6 +266,7 @@ def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) ->
     assert torch.equal(plain[0].weight.full_tensor(), want)  # type: ignore[operator]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("experts", "rows", "dim"), [(5, 128, 0), (3, 512, 1)])
 def test_experts_load_also_where_a_rank_has_none(
@@ -316,6 +317,7 @@ def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
     assert own_bytes(other) == own_bytes(model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_tensor_parallel_shards_load(four: Ranks, recipe: str, sharded: bool, tmp_path: Path) -> None:
@@ -457,6 +459,7 @@ def refuses_to_export(kind: str, where: str) -> tuple[str, str, list[str]]:
     return type(caught.value).__name__, str(caught.value), sorted(path.name for path in Path(where).iterdir())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "error", "words", "left"),
     [
@@ -522,6 +525,7 @@ def disagrees(kind: str, where: str) -> tuple[str, str]:
     return str(caught.value), str(sorted(path.name for path in Path(where).iterdir()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "words", "left"),
     [

@@ -273,6 +273,7 @@ def trains_as_one(recipe: str, sizes: tuple[int, int]) -> None:
         assert torch.equal(mine.full_tensor(), whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_small_learning_rates_train_as_one_process(two: Ranks, recipe: str) -> None:
     """Even shards."""

@@ -71,6 +71,7 @@ def starts_on_meta(recipe: str, how: str, blocks: int = 0) -> None:
     assert_gathers_as(model, reference)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["local", "dtensor", "quantized_init"])
 def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str) -> None:
@@ -78,6 +79,7 @@ def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, h
     two.run(starts_on_meta, recipe, how)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("how", ["local", "dtensor"])
 def test_shards_that_cut_blocks_start_on_the_meta_device(two: Ranks, recipe: str, how: str) -> None:
@@ -247,12 +249,14 @@ def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
     assert plain < files < plain + parts * 4096, (plain, files, "views were saved with their whole storages")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(two: Ranks, recipe: str, tmp_path: Path) -> None:
     """Saved and loaded on the same ranks, through get_state_dict and set_state_dict."""
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 def test_a_checkpoint_of_shards_that_cut_blocks_restores_them(two: Ranks, recipe: str, tmp_path: Path) -> None:
     """A shard saves its own rows, and the scales of all blocks that it has rows of."""

@@ -47,6 +47,7 @@ def works_nothing_out_again(recipe: str, stays: bool) -> None:
     assert_gathers_as(model, reference)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_gathers_have_in_common_is_worked_out_once(two: Ranks, recipe: str, stays: bool) -> None:

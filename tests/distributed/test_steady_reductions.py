@@ -92,6 +92,7 @@ def is_the_same(
     assert bool(taken) is (dist.get_rank() == 0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "cast", "mixed", "mode", "exchanges", "options"),
     [
@@ -176,6 +177,7 @@ def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]], offloaded: bool) -> Non
     assert not taken
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", [accumulates, divides, has_hooks, is_frozen, is_left_out])
 def test_what_is_left_to_fsdp2(two: Ranks, use: Callable[[Any], list[Tensor]]) -> None:
     two.run(is_left_to_fsdp2, use, False)

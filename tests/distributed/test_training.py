@@ -106,6 +106,7 @@ def trains_as_one_process(
     assert layoutc.implicit_dequantizes() == dequantized
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "nested"),
     [
@@ -119,6 +120,7 @@ def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps
     two.run(trains_as_one_process, recipe, keeps, nested, None, None, steps)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_training_on_four_ranks_equals_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
@@ -133,6 +135,7 @@ def test_a_shard_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str
     two.run(trains_as_one_process, recipe, False, True, None, meshed)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("sizes", [(17, 8), (1, 3), (3, 17)])
 def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
@@ -141,6 +144,7 @@ def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, 
     four.run(trains_as_one_process, recipe, False, True, sizes, None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("recipe", "experts"), [("mxfp8", 3), ("nvfp4", 3), ("fp8_block", 3), ("fp8_current", 5)])
 def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: str, experts: int) -> None:
     """3-D weights keep their shape; the last rank may have no expert."""
@@ -256,6 +260,7 @@ def test_a_gathered_weight_keeps_the_scale_of_its_codes(two: Ranks, reshards: bo
         two.run(keeps_the_scale_of_its_codes, recipe, reshards)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:
@@ -265,6 +270,7 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
     four.run(trains_as_one_process, recipe, keeps, True, (3 * unit, 2 * unit), None)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", [recipe for recipe in EVERY if recipe not in RECIPES])
 def test_every_other_recipe_trains_as_one_process(two: Ranks, recipe: str) -> None:
     """With cuts inside of blocks, where it has blocks of several rows."""
@@ -368,6 +374,7 @@ def trains_with(recipe: str, extra: str) -> None:
         assert_gathers_as(model, reference)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "fp8_current"])  # fp8_delayed does more
 @pytest.mark.parametrize(
     "extra", ["clip", "offload", "policy", "keep_backward", "checkpoint", "prefetch", "no_sync", "tied"]

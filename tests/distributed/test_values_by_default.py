@@ -107,6 +107,7 @@ KEPT = {"reshard_after_forward": False}
 FP32 = {"policy": MixedPrecisionPolicy()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("options", "mode", "expected"),
     [
@@ -166,6 +167,7 @@ def trains_as_by_layers(recipe: str, cast: bool, modes: list[str | None]) -> Non
 SWITCHED = (None, None, "auto", "auto", None, "dequantize", "auto", None, None, None)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "mxfp8_2d"])
 def test_numbers_are_those_of_layers(two: Ranks, recipe: str, cast: bool) -> None:

@@ -388,6 +388,7 @@ def holds_what_is_not_finite(recipe: str, value: float) -> None:
         assert layoutc.check_ranks(model) == 5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_that_are_not_finite_give_the_bytes_of_one_process(two: Ranks, recipe: str, value: float) -> None:
