@@ -49,7 +49,7 @@ def activations(model: Model, mesh: Mesh, load: Load, runs: Runs, policy: Policy
     for layer, twice in zip(model.layers, again(len(model.layers), policy), strict=True):
         whole, entry = _saved(layer, runs) * tokens, _entry(layer) * BF16 * tokens
         kept.append(int(entry if twice else whole))
-        computing.append(int((whole if twice else 0) + 3 * BF16 * _widest(layer) * tokens))
+        computing.append(int((whole if twice else 0) + 2 * BF16 * _widest(layer) * tokens))
     rows = max((w.shape[0] for w in model.root.weights if len(w.shape) == 2 and w.share > 0), default=0)
     end = model.root.saved.eager if model.root.saved else 0.0
     return Activations(tuple(kept), tuple(computing), int((rows * LOGIT + end) * tokens))

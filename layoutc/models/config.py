@@ -123,11 +123,9 @@ class _Sizes:
         if others is not None and self.whole("num_attention_heads") % self.whole("num_key_value_heads"):
             raise ModelError(f"{self.source}: {heads} heads can't share {others} heads of keys and values equally")
 
-    def saved(self, parts: Sequence[str]) -> Saved | None:
-        """What the parts keep for backward, of each token; None if one of them is not known."""
+    def saved(self, parts: Sequence[str]) -> Saved:
+        """What the parts keep for backward, of each token."""
         kept = [table()["saved"][part] for part in parts if part in table()["saved"]]
-        if any(part in table()["unsaved"] for part in parts):
-            return None
         return Saved(*(sum(self.number(one[at]) for one in kept) for at in (0, 1)))
 
     def parts(self, listed: Sequence[Any], i: int) -> list[str]:

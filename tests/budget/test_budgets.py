@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
+from layoutc.budget.activations import activations
 from layoutc.budget.choice import Picks, check_patterns
 from layoutc.budget.groups import groups_of
 from layoutc.budget.mesh import Mesh, Placed, place
@@ -531,3 +532,41 @@ def test_what_is_quantized_is_what_quantize_takes(kind: str) -> None:
 def test_a_weight_is_a_matrix_of_its_rows() -> None:
     assert Weight("w", (2, 3, 4), "experts").matrix == (6, 4)
     assert Weight("w", (5,), "norm").matrix == (5, 1)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+def test_activations_are_what_autograd_saves(kind: str) -> None:
+    """Of transformers' modules as called: all storages that forward leaves, of one layer more, to the byte."""
+    import torch
+    import transformers
+
+    fields = {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 16, "vocab_size": 96, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32},
+        **{"num_experts_per_tok": 2},
+    }
+    tokens, counted = 64, []
+    for layers in (1, 2):
+        config_ = transformers.AutoConfig.for_model(kind, **fields, num_hidden_layers=layers, use_cache=False)
+        own = transformers.AutoModelForCausalLM.from_config(config_, dtype=torch.bfloat16).train()
+        plain = {one.untyped_storage().data_ptr() for one in (*own.parameters(), *own.buffers())}
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(one: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved[one.untyped_storage().data_ptr()] = one
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            out = own(input_ids=torch.arange(tokens)[None])
+        counted.append(sum(one.untyped_storage().nbytes() for at, one in saved.items() if at not in plain))
+        del out
+    stated = config.read({"model_type": kind, **fields, "num_hidden_layers": 1}, kind)
+    load = Load(tokens, tokens)
+    found = activations(stated, Mesh(1), load, "eager", "none")
+    offsets = 4 * 4 if "experts" in str(stated.layers[0].weights) else 0  # of four groups of tokens, in all
+    assert found.kept[0] == counted[1] - counted[0] - offsets
+    full = activations(stated, Mesh(1), load, "eager", "full")
+    assert full.kept[0] == 2 * 64 * tokens
+    assert full.computing[0] > found.computing[0] + 0.9 * found.kept[0]
+    assert activations(stated, Mesh(1), load, "compiled", "none").kept[0] < found.kept[0]

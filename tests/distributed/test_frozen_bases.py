@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.work import Use
+from layoutc.models.adapters import adapted
 from layoutc.models.weights import Weight, in_layers
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -38,7 +41,7 @@ BINDINGS = {
     "nf4_bitsandbytes": "bitsandbytes",
 }
 FROZEN = (*BINDINGS, "nf4_frozen")  # the last one by layoutc alone
-WIDTH, INNER, STEPS = 128, 136, 10  # rows of 68 on two ranks, where words hold 8
+WIDTH, INNER, STEPS, RANK = 128, 136, 10, 4  # rows of 68 on two ranks, where words hold 8
 
 
 class Adapted(nn.Module):
@@ -47,7 +50,7 @@ class Adapted(nn.Module):
     def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
         self.base = nn.Linear(columns, rows, bias=False)
-        self.down, self.up = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
+        self.down, self.up = nn.Linear(columns, RANK, bias=False), nn.Linear(RANK, rows, bias=False)
         self.base.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,16 +143,17 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
 
-def planned(recipe: str, model: nn.Module, only: str = "*.base.weight") -> int:
-    """Bytes that this rank keeps between steps, by the plan. only: the names of what is in the recipe."""
+def planned(recipe: str, model: nn.Module) -> int:
+    """Bytes that this rank keeps between steps, by the plan of a frozen base with adapters, and a norm that trains."""
     spec = (ROOT / "specs" if recipe in BINDINGS else EXCHANGED) / f"{recipe}.yaml"
-    weights = [
-        Weight(name, tuple(param.shape), "norm" if "norm" in name else "linear", trains=param.requires_grad)
-        for name, param in model.named_parameters()
-    ]
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    base = [Weight(name, shape, "linear", 1.0) for name, shape in shapes.items() if name.endswith(".base.weight")]
+    made = adapted(in_layers("model", "", base), RANK)
+    norms = tuple(Weight(name, shape, "norm") for name, shape in shapes.items() if name.startswith("norm."))
+    made = replace(made, root=replace(made.root, weights=norms))
+    assert made.elements == sum(map(prod, shapes.values()))
     mesh, dtypes = Mesh(dist.get_world_size()), Dtypes(4, 4, 4)
-    picks = Picks(only=(only,))
-    groups = groups_of(in_layers("model", "", weights), Use(recipe, plan_of(spec)), picks, mesh, dtypes)
+    groups = groups_of(made, Use(recipe, plan_of(spec)), Picks(), mesh, dtypes)
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:
         here += resident(piece, dist.get_rank(), dtypes)
