@@ -420,7 +420,10 @@ def main() -> None:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
                 ran |= {"torch": torch.__version__, "world": dist.get_world_size(), "alone": bool(options.alone)}
-                ran |= {name: getattr(options, name) for name in ("eager", "graph", "saves", "together", "sequence")}
+                ran |= {
+                    name: getattr(options, name)
+                    for name in ("eager", "graph", "saves", "together", "sequence", "turns")
+                }
                 ran |= {"command": shlex.join(sys.argv), "date": date.today().isoformat()}
                 ran |= {name: _version(name) for name in ("triton", "torchao")}
                 json.dump({**ran, "rows": [asdict(run) for run in runs]}, file)

@@ -37,10 +37,11 @@ text { font: 12px system-ui, sans-serif; fill: #24292f } .title { font-weight: 6
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs of one file and batch, which took turns on one machine."""
+    """Runs of one file and batch, on one machine. peaks: of variants that were held one at a time, not in turns."""
 
     title: str
     rows: list[dict[str, Any]]  # as step.py writes them
+    peaks: bool
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def settings() -> list[Setting]:
         data = json.loads(file.read_text(encoding="utf-8"))
         for batch in sorted({row["batch"] for row in data["rows"]}):
             rows = [row for row in data["rows"] if row["batch"] == batch and row["variant"] in NAMES]
-            found.append(Setting(f"sequence {data['sequence']}, batch {batch}", rows))
+            found.append(Setting(f"sequence {data['sequence']}, batch {batch}", rows, data["turns"] == 1))
     return found
 
 
@@ -68,7 +69,7 @@ def chart(found: list[Setting]) -> str:
         for row in setting.rows:
             name, ms = NAMES[row["variant"]], row["median_ms"]
             width = round((WIDTH - LABEL - 190) * ms / slowest)
-            said = f"{ms:.1f} ms, {row['peak_bytes'] / 2**30:.1f} GiB"
+            said = f"{ms:.1f} ms" + (f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else "")
             if row is not setting.plain:
                 said += f", {setting.plain['median_ms'] / ms:.2f}x"
             parts.append(f'<text x="16" y="{y + 12}">{name}</text>')
@@ -83,7 +84,7 @@ def chart(found: list[Setting]) -> str:
 
 
 def table(found: list[Setting]) -> str:
-    """The same in figures: for each setting ms (spread), times as fast as bf16, and the peak of a card."""
+    """The same in figures: ms of a step (spread), how many times as fast as bf16, and the peak of a card."""
     lines = ["| | " + " | ".join(setting.title for setting in found) + " |", "|---|" + "--:|" * len(found)]
     for variant, name in NAMES.items():
         cells = []
@@ -93,9 +94,8 @@ def table(found: list[Setting]) -> str:
                 cells.append("")
                 continue
             faster = setting.plain["median_ms"] / row["median_ms"]
-            cells.append(
-                f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x, {row['peak_bytes'] / 2**30:.1f}"
-            )
+            peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else ""
+            cells.append(f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x{peak}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
