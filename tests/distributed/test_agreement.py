@@ -114,6 +114,8 @@ def perturbs(change: str, meshed: str | None) -> str:
     for change_of, plane in (("amax", "amax"), ("history", "amax"), ("replica", "rowwise_data")):
         if last and change == change_of:
             local(model.layers[0].weight)._planes[plane].view(torch.uint8).flatten()[-1] ^= 1
+    if last and change == "group":
+        local(model.layers[0].weight)._fused = (0, "layers.[0, 1].weight", 2)
     if last and change == "cut block":
         local(model.layers[0].weight)._planes["columnwise_scale"][0, 0] ^= 1
     return said(model)
@@ -131,6 +133,7 @@ def perturbs(change: str, meshed: str | None) -> str:
         ("amax", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
         ("history", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
         ("cast amax", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
+        ("group", None, ["weights under one amax: itself on rank 0; layers.[0, 1].weight on rank 1"]),
         ("cut block", None, ["layers.0.weight: columnwise_scale of rows 32 to 64: ", "on rank 0", "on rank 1"]),
         ("replica", "hybrid", ["layers.0.weight: bytes of rowwise_data: ", "on rank 1; ", "on rank 3"]),
         ("recipe", "hybrid", ["layers.0.weight: recipe: mxfp8, layout", "on ranks 0, 1, 2; mxfp8_2d", "on rank 3"]),

@@ -99,6 +99,8 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         kind = "cast on gather to " if isinstance(local, CastOnGather) else ""
         facts["recipe"] = f"{kind}{local.LAYOUT.name}, layout {local.LAYOUT.layout_id}"
         facts["orientations"] = "+".join(local.orientations) or "none"
+        group = local._agreed.fused if isinstance(local, CastOnGather) else local._fused
+        facts["weights under one amax"] = group[1] if group else "itself"
         facts["products"] = local._products or f"{product_mode.current()}, by layoutc.products"
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
     if local.is_meta:
