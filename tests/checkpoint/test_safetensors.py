@@ -83,6 +83,7 @@ def state(model: nn.Module) -> list[bytes]:
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, tmp_path: Path) -> None:
     width = max(128, recipe_class(recipe).LAYOUT.multiple_k)

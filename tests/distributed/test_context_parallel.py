@@ -255,6 +255,7 @@ def test_a_sequence_on_two_ranks(two: Ranks, recipe: str, use: str, how: str) ->
     two.run(trains_as_plain, recipe, use, how)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "use", "how"), [("fp8_block", "quantized", "gathered"), ("mxfp8", "cast", "ring, allgather")]
 )

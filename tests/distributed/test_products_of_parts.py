@@ -156,6 +156,7 @@ def compiles() -> None:
     assert not torch.equal(found[0], found[1])
 
 
+@pytest.mark.thorough
 def test_compiled_parts_train_as_eager_ones(two: Ranks) -> None:
     two.run(compiles)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import quick_sharding
 import torch
 from harness import Ranks, mesh_of
@@ -77,6 +78,7 @@ def decisions() -> int:
     return len(asked)
 
 
+@pytest.mark.thorough
 def test_decisions_are_dtensors_own(two: Ranks) -> None:
     """Of operands that lie alike and of others, of shapes with rows for each rank and without."""
     asked = two.run(decisions)

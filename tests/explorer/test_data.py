@@ -85,6 +85,7 @@ def test_zero_points_are_decided_as_scales_are() -> None:
     assert lines["int4_full: {integer: 4}"] == {"plane:rowwise_data", "plane:columnwise_data"}
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_plane_and_buffer_is_decided_by_a_line_and_named_by_generated_code(path: Path) -> None:
     layout = plan_of(path).layout

@@ -154,6 +154,7 @@ def random_spec(seed: int) -> Spec | None:
     return read_spec(json.dumps(text), "at_random.yaml")[0]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_formulas_are_the_chains_of_every_small_shape(path: Path) -> None:
     """Enumerated: every value of every buffer, both ways, at every shape up to three multiples."""

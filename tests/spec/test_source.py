@@ -102,6 +102,7 @@ def test_numbers_without_their_leading_zeros(text: str, number: str) -> None:
     assert trap[2] == f"write `{number}` without the leading zero"
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_what_is_read_quickly_is_read_alike(path: Path) -> None:
     """A spec as it is, and damaged: texts that libyaml takes without findings are the same to PyYAML."""
