@@ -10,10 +10,16 @@ from torch import nn
 from layoutc.checkpoint.gguf.as_stored import quantize_as_gguf
 from layoutc.checkpoint.safetensors import as_stored
 from layoutc.checkpoint.safetensors.planning import Rename
+from layoutc.runtime.errors import LayoutError
 
 
 def quantize_as_stored(
-    model: nn.Module, path: str | PathLike[str], *, files: str | None = None, rename: Rename | None = None
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    files: str | None = None,
+    rename: Rename | None = None,
+    fused: bool = False,
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that another program's files hold quantized, each in the recipe whose
     binding it follows, of which files may have several; returns parameter -> recipe. Call it before fully_shard; then
@@ -22,9 +28,13 @@ def quantize_as_stored(
     path: a folder of safetensors files, or a GGUF file, of which tables of embeddings stay plain. The model may be on
     the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
     by default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
+    fused: weights that engines join have one amax at each step, as by `layoutc.quantize_`.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
     """
-    quantize = quantize_as_gguf if Path(path).is_file() else as_stored.quantize_as_stored
-    return quantize(model, path, files=files, rename=rename)
+    if not Path(path).is_file():
+        return as_stored.quantize_as_stored(model, path, files=files, rename=rename, fused=fused)
+    if fused:
+        raise LayoutError(f"{path}: no type of GGUF has a scale for a whole weight, which fused=True would share")
+    return quantize_as_gguf(model, path, files=files, rename=rename)
