@@ -37,7 +37,13 @@ from triton.compiler import ASTSource
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, launch, rank_chunks, rank_sums
 from layoutc.runtime.triton import batch, reductions
-from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
+from layoutc.runtime.triton.kernels import (
+    dequantize_kernel,
+    lay_out_kernel,
+    quantize_kernel,
+    quantize_rows_kernel,
+    sum_rows_kernel,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
@@ -49,6 +55,7 @@ EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batch
 BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
 BATCHES_READ = {"mxfp8", "fp8_block", "nvfp4", "nf4", "q4_k"}  # of bytes and nibbles, codebooks, records
 BY_ROWS = {"fp8_current"}  # by the largest of the amaxes of rows
+IN_ROWS = {"grad_fp8", "grad_int4"}  # of gradients that ranks send
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
@@ -75,6 +82,10 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         yield "lay_out", lay_out_kernel, [], tile, "bf16"
         if layout.name in BATCHES_LAID_OUT:
             yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
+    tile = (1, rank_sums.CODES_TILE, rank_sums.CODES_PIECES, rank_sums.CODES_WARPS, None)
+    for label, kernel in (("quantize", quantize_rows_kernel), ("sum", sum_rows_kernel)):
+        if layout.name in IN_ROWS:
+            yield f"{label}_rows bf16", kernel, [True, False], tile, "bf16"
     for orientation, tile in kernels.dequantize_sizes.items():
         asked = [orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise")]
         for form in ("", "_batch", "_parts", "_batch_parts") if layout.name in BATCHES_READ else ("",):
@@ -102,6 +113,9 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     types |= {"codebooks": "*fp32"} if kernels.codebooks else {}
     types |= {"amax": "*bf16"} if "by_rows" in name else {}
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
+    if "_rows " in name:
+        none = {"rest", "none", "input_max", *(f"{kind}2" for kind in ("p", "gap", "stride"))}
+        return types | {"out": "*fp32"} | dict.fromkeys(none)
     none |= MATRIX if name.startswith("quantize_batch") else set()
     none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
     none |= set() if name.startswith("dequantize_parts") else {"part_rows", "part_bytes"}
@@ -178,7 +192,18 @@ def compiled(
         if name in constant:
             signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks", "row", "part_rows", "part_bytes")
+        is_size = name[:-1] in ("gap", "stride") or name in (
+            "n",
+            "m",
+            "k",
+            "stride_m",
+            "cover_k",
+            "numel",
+            "ranks",
+            "row",
+            "part_rows",
+            "part_bytes",
+        )
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
         if name not in ("input_max", "number", "ranks"):
             attributes[index,] = ALIGNED
@@ -191,6 +216,9 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     """What a recipe's kernel is compiled for."""
     if name.startswith("lay_out"):
         return {"LAY_OUT": kernels.lay_out_tile, "PLANES": len(kernels.moved)}
+    if "_rows " in name:
+        tiles = {"QUANTIZE": kernels.quantize_tile, "DEQUANTIZE": kernels.dequantize_tile}
+        return {**tiles, "TILE": rank_sums.CODES_TILE, "DIVIDE": False}
     sources = dict(zip(("ROWWISE", "COLUMNWISE"), asked, strict=True))
     if name.startswith("dequantize"):
         mask = (1 << len(kernels._written)) - 1 if "_parts" in name else 0

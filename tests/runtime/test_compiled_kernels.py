@@ -154,6 +154,25 @@ def check_by_chance(found: list[dict[str, Any]]) -> None:
     assert {name: taken[name] for name in BUDGETS_BY_CHANCE if taken[name] > BUDGETS_BY_CHANCE[name]} == {}
 
 
+# Instructions an element on sm_90: of gradients that are quantized for ranks, and of what two of them sent.
+BUDGETS_IN_ROWS = {
+    ("grad_fp8", "quantize_rows bf16"): 47,
+    ("grad_fp8", "sum_rows bf16"): 14,
+    ("grad_int4", "quantize_rows bf16"): 54,
+    ("grad_int4", "sum_rows bf16"): 53,
+}
+
+
+def test_gradients_that_ranks_send_compile_without_spills() -> None:
+    found = compiled(90, *(f"{recipe}/{kernel}" for recipe, kernel in BUDGETS_IN_ROWS), count=BUDGETS_IN_ROWS)
+    assert [one["kernel"] for one in found if one["mixes_bytes"] or one["stack"]] == []
+    taken = {(one["recipe"], one["kernel"]): one["per_element"] for one in found}
+    assert {name: taken[name] for name in BUDGETS_IN_ROWS if taken[name] > BUDGETS_IN_ROWS[name]} == {}
+    for one in found:
+        wide = {"ld 128", "st 64"} if one["kernel"].startswith("quantize") else {"st 128"}
+        assert wide & set(one["accesses"]), (one["recipe"], one["kernel"], one["accesses"])
+
+
 @pytest.mark.parametrize(
     ("rowwise", "columnwise", "reason"),
     [

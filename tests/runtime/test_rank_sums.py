@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+import unshipped
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
 from layoutc.runtime.fsdp2 import gradient_rows, steady_group
@@ -201,3 +203,50 @@ def test_kernels_of_codes_are_the_reference(
     assert rest is None or rest.isfinite().all()
     assert out[:128].isnan().all()
     assert out[200:].isfinite().all()
+
+
+OWN = """layoutc: 1
+name: {name}
+summary: a recipe of one's own for gradients
+use: {use}
+shape: {{k: {multiple}}}
+element: {element}
+scale: {scale}
+orientations:
+  rowwise:
+    block: {{m: 1, k: {block}}}
+    data: {{layout: m k}}
+    scale: {{layout: m k/{block}}}
+"""
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("element", "scale", "block", "multiple", "has_kernels"),
+    [
+        ("{format: int4, round: stochastic}", "{format: f32, rule: min-max, zero: int8}", 64, 64, True),
+        ("{format: e3m2}", "{format: e8m0, rule: power-of-two}", 32, 32, True),
+        ("{format: e4m3}", "{format: bf16, rule: scale-first, of-max: true}", 48, 1, False),
+    ],
+)
+def test_recipes_of_ones_own(
+    element: str, scale: str, block: int, multiple: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zero points, codes of 6 bits, rounding to nearest, and blocks that fill no tile, which the reference serves."""
+    use = "weight" if "zero" in scale else "wire"
+    text = OWN.format(name="{name}", use=use, element=element, scale=scale, block=block, multiple=multiple)
+    name = unshipped.name_of(text)
+    unshipped.add(name, text.replace("{name}", name))
+    codes, values = Codes(import_module(f"layoutc.recipes.{name}")), wide(3, 5000, torch.bfloat16)
+    values[:, 1:3] = 0.0
+    assert (codes._kernels is not None) is has_kernels
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(launch, "usable", lambda *_, kernels=kernels: kernels)
+        seed, out = torch.tensor([5]), torch.empty(5000)
+        rows = codes.quantize(values, seed)
+        codes.add(rows, out, 0.5, False, seed)
+        found.append([*(plane.float() for plane in codes.row(5000).planes_in(rows).values()), out])
+    assert all(map(same, *found))
+    sums = sum_in_order(values) * 0.5
+    assert (out - sums).norm() < 0.2 * sums.norm()

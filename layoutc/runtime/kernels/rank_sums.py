@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.kernels.direct import Bound
 
 TILE, WARPS = 4096, 8
-CODES_TILE, CODES_WARPS = 2048, 4
+CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
 _bound: Launches[Bound] = Launches()
 
 
@@ -127,9 +127,14 @@ class Codes:
 
     @cached_property
     def _kernels(self) -> Any:
-        """The recipe's kernels; None if the reference quantizes, or there is no Triton."""
-        found: Any = import_module(f"{self._module.__name__}.kernels").KERNELS
-        return None if found.quantize_tile is None or found.codebooks else found
+        """The recipe's kernels; None if the reference quantizes: there are none, or blocks fill no tile of a row."""
+        try:
+            found: Any = import_module(f"{self._module.__name__}.kernels").KERNELS
+        except ModuleNotFoundError:
+            return None
+        columns = [self.layout.stored[name].columns_per_value for name in self.layout.sources[SIDE]]
+        fills = all(one is not None and (one < 2 or CODES_TILE % one == 0) for one in columns)
+        return found if fills and found.quantize_tile is not None and not found.codebooks else None
 
     def row(self, n: int) -> Row:
         """What is sent of n values."""
@@ -179,7 +184,7 @@ class Codes:
             kernels = self._kernels
             input_max = torch.finfo(values.dtype).max if kernels.takes_input_max else None
             gaps = _three([stride - entries for stride, entries in zip(row.strides, row.entries, strict=True)])
-            fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE
+            fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE, CODES_PIECES
             constants = direct.Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)))
             args = values, rest, p0, p1, p2, seed, input_max, None, ranks, n, row.k, *gaps
             grid = (ranks * cdiv(row.k, CODES_TILE),)

@@ -250,11 +250,11 @@ def quantize_rows_kernel(
     none,  # None: Triton takes no literal one in tuples
     ranks, n, k, gap0, gap1, gap2,  # gap: entries between the end of a plane's row and the next one's begin
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
-    TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes what each rank is sent: a program reads TILE values of a row, and writes their codes and scales."""
     row, column = tile_of(ranks, k, 1, TILE)
-    tile = load_runs(x, row, column, ranks, n, n, 1, 1, TILE, 1, EVEN)
+    tile = load_runs(x, row, column, ranks, n, n, 1, 1, TILE, PIECES, EVEN)
     if rest is not None:
         tile = to_float(tile) + load_runs(rest, row, column, ranks, n, n, 1, 1, TILE, 1, EVEN)
     p0 += row * gap0  # tile functions place a row as if nothing lay between rows
