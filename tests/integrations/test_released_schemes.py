@@ -557,6 +557,70 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
         assert labels == [f"{kind}/{kind}", f"{kind}/{kind}, scales of other dtypes"]
 
 
+def older_folder(path: Path, file: str, text: Any, write: Callable[[Tensors], Any]) -> Tensors:
+    """A folder whose config.json says nothing of weights, with an older program's file beside it."""
+    from safetensors.torch import save_file
+
+    tensors: Tensors = write(dict(Mlp(HALF).state_dict()))[0]
+    path.mkdir()
+    save_file({key: one.contiguous() for key, one in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text('{"hidden_size": 256}')
+    (path / file).write_text(json.dumps(text), encoding="utf-8")
+    return tensors
+
+
+def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Beside a config.json without it, as AutoGPTQ, AutoAWQ and ModelOpt wrote them; what is written has it there."""
+    fp8 = partial(of_modelopt, algo="FP8_PB_WO", block=(128, 128), to=torch.float8_e4m3fn)
+    for file, text, write, read, recipe in (
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, gptq, gptq_values, "gptq"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4}, awq, awq_values, "awq"),
+        (
+            "hf_quant_config.json",
+            {
+                "producer": {"name": "modelopt"},
+                "quantization": {"quant_algo": "FP8_PB_WO", "exclude_modules": ["head"]},
+            },
+            fp8,
+            times_scales,
+            "fp8_block",
+        ),
+    ):
+        path, model = tmp_path / recipe, Mlp(HALF)
+        tensors = older_folder(path, file, text, write)
+        assert set(quantize_as_stored(model, path).values()) == {recipe}
+        load_safetensors(model, path)
+        values = read(tensors, "up_proj.weight")
+        assert torch.equal(model.up_proj.weight.dequantize(values.dtype), values)
+        convert_safetensors(path, tmp_path / f"plain-{recipe}", dtype=values.dtype)
+        assert torch.equal(tensors_in(tmp_path / f"plain-{recipe}")["up_proj.weight"], values)
+        binding = "modelopt" if recipe == "fp8_block" else recipe
+        export_safetensors(model, tmp_path / f"out-{recipe}", files=binding, source=path)
+        assert same_files(path, tmp_path / f"out-{recipe}")
+        assert load_safetensors(model, tmp_path / f"out-{recipe}") == ((), ())
+        assert {one.name for one in (tmp_path / f"plain-{recipe}").iterdir()} == {"config.json", "model.safetensors"}
+    path = tmp_path / "damaged"
+    older_folder(path, "quant_config.json", {}, awq)
+    (path / "quant_config.json").write_text("{")
+    with pytest.raises(LayoutError, match=r"quant_config\.json: the config"):
+        quantize_as_stored(Mlp(HALF), path)
+
+
+def test_the_list_of_plain_modules_keeps_its_key(released: Callable[[str], Path], tmp_path: Path) -> None:
+    path = released("block_bf16")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    del config["modules_to_not_convert"]
+    folder = with_config(path, tmp_path / "in", {"quantization_config": config | {"ignored_layers": ["head"]}})
+    model = Mlp()
+    quantize_as_stored(model, folder)
+    load_safetensors(model, folder)
+    plain = model.down_proj.weight.dequantize(torch.bfloat16)
+    model.down_proj.weight = nn.Parameter(plain)
+    export_safetensors(model, tmp_path / "out", files="deepseek", source=folder)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written == config | {"ignored_layers": ["head", "down_proj"]}
+
+
 def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable[[str], Path], tmp_path: Path) -> None:
     config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}, "skip": ["x"] * 500}
     for i, one in enumerate((config, {"quant_method": "awq", "bits": 3, "group_size": 128, "version": "gemm"})):

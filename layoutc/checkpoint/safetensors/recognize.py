@@ -12,7 +12,7 @@ from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.regrouped import Regrouped, regrouped
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
-from layoutc.runtime.bindings.configs import holder
+from layoutc.runtime.bindings.configs import KEYS, holder
 from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -21,6 +21,8 @@ from layoutc.runtime.installed import every, find
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
+# Files beside config.json that had the config before it did, and the quant_method that they leave out.
+OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 LIMIT = 16_000_000  # the most bytes of a config
 OF_OTHER_SHAPES, NARROWER, ONE_VALUE, EXACT = 1, 2, 3, 4  # how well tensors fit a binding; 0: not at all
 SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
@@ -66,8 +68,18 @@ class Bound(NamedTuple):
 
 
 def config_in(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; {} without one. Raises DamagedError for a damaged file."""
-    path = folder / CONFIG
+    """A folder's config.json, with the quantization_config that older programs have in a file beside it; {} without
+    any. Raises DamagedError for a damaged file."""
+    config = _json_in(folder / CONFIG)
+    older = (name for name in OLDER_FILES if (folder / name).is_file())
+    if holder(config) is None and (name := next(older, None)) is not None:
+        stated = _json_in(folder / name)
+        inner = stated.get(KEYS[-1])  # ModelOpt's
+        config[KEYS[0]] = {"quant_method": OLDER_FILES[name], **(inner if isinstance(inner, Mapping) else stated)}
+    return config
+
+
+def _json_in(path: Path) -> dict[str, Any]:
     return dict(json_of(read_whole(path, LIMIT), f"{path}: the config")) if path.is_file() else {}
 
 

@@ -11,11 +11,14 @@ KEYS = ("quantization_config", "compression_config", "quantization")
 # Other spellings of a key that the programs' own readers take.
 SPELLINGS: Mapping[str, str] = MappingProxyType({"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size"})
 OF_STORAGE = ("bnb_4bit_quant_storage",)  # keys for the dtype by which headers call the bytes of codes, which is kept
-OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`
+# Other keys for a list of modules that are not quantized, by what bindings call it.
+LISTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"modules_to_not_convert": ("ignored_layers",), "ignore": ("exclude_modules", "ignored_layers")}
+)
+OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`; none: what bindings have
 # What transformers' readers take a key for that is not there.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
-        "version": "gemm",
         "weight_block_size": [128, 128],
         "mode": "affine",
         "bnb_4bit_quant_type": "fp4",
@@ -44,6 +47,11 @@ def holder(config: MutableMapping[str, Any]) -> tuple[MutableMapping[str, Any], 
             return config, key
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, MutableMapping)]
     return next((found for part in parts if (found := holder(part)) is not None), None)
+
+
+def list_in(config: Mapping[str, Any], plain: str) -> str:
+    """The key of a config for the modules that are not quantized, which a binding calls `plain`."""
+    return next((key for key in (plain, *LISTS.get(plain, ())) if key in config), plain)
 
 
 def spelled(config: Mapping[str, Any]) -> dict[str, Any]:

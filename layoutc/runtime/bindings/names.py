@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutc.runtime.bindings.configs import DEFAULTS, schemes_of, spelled
+from layoutc.runtime.bindings.configs import DEFAULTS, OF_FORMAT, schemes_of, spelled
 from layoutc.runtime.bindings.facts import Binding
 
 
@@ -61,10 +61,15 @@ def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
     own, paths = spelled(binding.config), [(path, path.split(".")) for path in binding.recognized]
     each = [{**DEFAULTS, **one} for one in schemes_of(spelled(config))]
     found = [
-        [name for name, path in paths if not any(one in values_at(theirs, path) for one in values_at(own, path))]
+        [name for name, path in paths if not _agrees(values_at(own, path), values_at(theirs, path), name)]
         for theirs in each
     ]
     return min(found, key=len)
+
+
+def _agrees(own: Sequence[Any], theirs: Sequence[Any], name: str) -> bool:
+    """True if a config has a binding's value, or leaves out which version of a format it is of."""
+    return any(one in own for one in theirs) or (name in OF_FORMAT and not theirs)
 
 
 def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -8,7 +8,7 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from layoutc.runtime.bindings.configs import schemes_of
+from layoutc.runtime.bindings.configs import list_in, schemes_of
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import recognizes, values_at
 
@@ -43,9 +43,9 @@ def config_of(
     moved = moved or (bool(had) and not all(_tells_of(source, one) for one in {*now.quantized} - had))
     if goes_on(bindings, source) and not moved:
         config = dict(deepcopy(dict(source)))
-        for key in dict.fromkeys(one.plain for one in bindings if one.plain):
+        for key in dict.fromkeys(list_in(config, one.plain) for one in bindings if one.plain):
             listed = [str(one) for one in config.get(key) or ()]
-            if (changed := _changed(listed, now, before, by_prefix=key != "ignore")) != listed:
+            if (changed := _changed(listed, now, before, by_prefix=key not in ("ignore", "exclude_modules"))) != listed:
                 config[key] = changed
         return config
     config, by_targets = {}, _by_targets(bindings, now.of) or _by_layers(bindings, now.of, source)
