@@ -105,7 +105,10 @@ ABOVE = {
         "layoutc ints spec layout runtime runtime.weight runtime.fsdp2 conformance conformance.model",
         "torch numpy",
     ),
-    "doctor": ("runtime runtime.sharding runtime.kernels runtime.weight runtime.products runtime.train", "torch"),
+    "doctor": (
+        "runtime runtime.sharding runtime.kernels runtime.weight runtime.fsdp2 runtime.products runtime.train",
+        "torch",
+    ),
     "cli": (
         "diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
         "checkpoint conformance bench doctor",

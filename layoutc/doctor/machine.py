@@ -73,14 +73,17 @@ def _fsdp2() -> Iterator[Line]:
         yield Line(about, "without", "not looked at: a process group is there already")
         return
     try:
-        count = _names_read()
+        count, lost = _names_read()
     except Exception as error:  # whatever it is, FSDP2 does not run here
         yield Line(about, "missing", f"{type(error).__name__}: {error}", registry.FIX)
         return
     yield Line(about, "fine", f"as in torch {registry.RUNS_WITH}: {count} parameter found by its private names")
+    if lost:
+        found = f"{lost} of FSDP2 differ: its own steps are taken, with the same bytes in more time of the host"
+        yield Line("gathers in few steps", "without", found, registry.FIX)
 
 
-def _names_read() -> int:
+def _names_read() -> tuple[int, str]:
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory(prefix="layoutc-doctor-", ignore_cleanup_errors=True) as folder:
@@ -92,15 +95,22 @@ def _names_read() -> int:
             dist.destroy_process_group()
 
 
-def _parameters_of_a_module() -> int:
+def _parameters_of_a_module() -> tuple[int, str]:
+    """How many parameters are found, and what gathers and reductions in few steps lack."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     module = nn.Linear(8, 8, bias=False)
     fully_shard(module, mesh=DeviceMesh("cpu", torch.arange(1)))
     shard = next(module.parameters())
-    module(torch.zeros(1, 8))
-    count = sum(param.sharded_param is shard for param, _ in registry.parameters())
+    module(torch.zeros(1, 8)).sum().backward()
+    groups = [group for param, group in registry.parameters() if param.sharded_param is shard]
+    count = len(groups)
     if count != 1:
         registry.refuse(f"_module_state_mapping leads to {count} of 1 parameter")
-    return count
+    try:
+        from layoutc.runtime.fsdp2 import steady_group, steady_reduction
+    except ImportError as error:
+        return count, str(error)
+    lost = [one.unknown(groups[0]) for one in (steady_group, steady_reduction)]
+    return count, ", ".join(filter(None, lost))

@@ -7,8 +7,10 @@ FSDP2's private names are read in `sharding` and in `fsdp2.steady_group` and `st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,6 +93,22 @@ AsyncCollectiveTensor: Any = functional.AsyncCollectiveTensor
 
 #: The function by which DistributedDataParallel sends the first rank's weights when it is constructed.
 ddp_sends_weights: Callable[..., Any] = _sync_params_and_buffers
+
+
+def changed(known: Mapping[str, bool]) -> str:
+    """Those of FSDP2's names that this torch has not, or not as they are known; "" if it has all."""
+    return ", ".join(name for name, found in known.items() if not found)
+
+
+@cache
+def say_changed(names: str, what: str) -> None:
+    """Warns, once for each text, that FSDP2's own steps are taken for `what`, since torch has changed some names."""
+    warnings.warn(
+        f"torch {torch.__version__} has changed {names} of FSDP2, so {what} take FSDP2's own steps: the same bytes, in "
+        "more time of the host; `layoutc doctor` says which releases layoutc knows",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def process_group(name: str) -> dist.ProcessGroup:

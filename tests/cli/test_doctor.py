@@ -21,6 +21,7 @@ from layoutc.cli import progress
 from layoutc.cli.app import main
 from layoutc.doctor import machine, packages, recipes
 from layoutc.doctor.findings import Line, Runs, is_healthy
+from layoutc.runtime.fsdp2 import steady_group, steady_reduction
 from layoutc.runtime.sharding import registry
 
 
@@ -54,6 +55,17 @@ def test_this_machine_is_fine() -> None:
     assert kinds["mxfp8"]["kernels"] == where
     assert kinds["mxint8"]["products"] == "dequantized"
     assert "scaled_mm" not in result.stdout
+
+
+@pytest.mark.usefixtures("no_group")
+@pytest.mark.parametrize("module", [steady_group, steady_reduction], ids=["gathers", "reductions"])
+def test_what_a_torch_has_under_other_names_is_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is needed is missing: FSDP2 takes its own steps."""
+    monkeypatch.setattr(module, "_OF_GROUP", (*module._OF_GROUP, "_no_such_name"))
+    found = {line.about: line for line in machine.look()}
+    assert found["what is read of FSDP2"].verdict == "fine"
+    assert found["gathers in few steps"].verdict == "without"
+    assert found["gathers in few steps"].found.startswith("_no_such_name of FSDP2 differ")
 
 
 @pytest.mark.usefixtures("no_group")

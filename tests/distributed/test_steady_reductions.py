@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import layoutc
-from layoutc.runtime.fsdp2 import steady_reduction
+from layoutc.runtime.fsdp2 import steady_group, steady_reduction
+from layoutc.runtime.sharding import registry
 
 LAYERS = 2
 
@@ -240,17 +242,45 @@ def test_nothing_is_kept(two: Ranks) -> None:
 
 
 def is_another_torch(name: str) -> None:
-    """One without a name that is used here: FSDP2 reduces."""
+    """One without a name that is used here: FSDP2 reduces, which is said once."""
     with counted(lambda: False):
         expected = stepped(mixer("nvfp4", mode="dequantize", layers=LAYERS))
     names = (*steady_reduction._OF_GROUP, name)
-    with mock.patch.object(steady_reduction, "_OF_GROUP", names), counted() as taken:
+    with (
+        mock.patch.object(steady_reduction, "_OF_GROUP", names),
+        counted() as taken,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
         assert same(stepped(mixer("nvfp4", mode="dequantize", layers=LAYERS)), expected)
     assert not taken
+    assert [str(one.message) for one in said if name in str(one.message)] == [
+        f"torch {torch.__version__} has changed {name} of FSDP2, so reductions take FSDP2's own steps: the same bytes, "
+        "in more time of the host; `layoutc doctor` says which releases layoutc knows"
+    ]
+
+
+def gathers_in_another_torch(name: str) -> None:
+    """One without a name that gathers use: FSDP2 gathers, in groups of values and of codes, which is said once."""
+    names = (*steady_group._OF_GROUP, name)
+    with (
+        mock.patch.object(steady_group, "_OF_GROUP", names),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        models = [mixer("nvfp4", mode=mode, layers=LAYERS) for mode in ("dequantize", "low")]
+        for model in models:
+            backward(model)
+    mine = {id(parameter) for model in models for parameter in model.parameters()}
+    groups = [group for param, group in registry.parameters() if id(param.sharded_param) in mine]
+    assert groups
+    assert steady_group.SteadyGroup not in map(type, groups)
+    assert [f"{name} of FSDP2, so gathers and reductions" in str(one.message) for one in said].count(True) == 1
 
 
 def test_another_torch(two: Ranks) -> None:
     two.run(is_another_torch, "_no_such_name")
+    two.run(gathers_in_another_torch, "_no_name_either")
 
 
 def shows() -> None:

@@ -23,6 +23,7 @@ from layoutc.runtime.parts import Parts
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.torch_private import say_changed
 
 Sent = tuple[tuple[Tensor, ...], Any]
 
@@ -150,6 +151,7 @@ def _carry(group: Any, pack: Pack | None, leader: Any) -> None:
     """Has a group gather in fewer steps than FSDP2 takes."""
     try:
         from layoutc.runtime.fsdp2 import steady_group
-    except ImportError:  # of a name of FSDP2's that this torch does not have
+    except ImportError as error:
+        say_changed(str(error), "gathers and reductions")
         return
     steady_group.carry(group, pack, leader)

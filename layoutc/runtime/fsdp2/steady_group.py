@@ -38,7 +38,7 @@ from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.values_or_codes import ALIGNED
-from layoutc.runtime.torch_private import profiling, transform, without_torch_function
+from layoutc.runtime.torch_private import changed, profiling, say_changed, transform, without_torch_function
 
 FORWARD: PassName = "forward"  # whose values packs leave
 MOST_FAILURES = 4  # gathers of a pass after which FSDP2 is left to it
@@ -175,7 +175,10 @@ class SteadyGroup(FSDPParamGroup):
     def _gradients(self) -> list[Tensor]:
         """Those that are reduced in few steps; none of what is left to FSDP2, which frees them as it goes."""
         if self._reduces is None:
-            self._reduces = steady_reduction.is_known(self)
+            names = steady_reduction.unknown(self)
+            self._reduces = not names
+            if names:
+                say_changed(names, "reductions")
         grads = steady_reduction.gradients_of(self) if self._reduces and self._is_eager() else None
         if grads and (self._reduction is None or not self._reduction.is_of(self, grads)):
             self._reduction = steady_reduction.reduction_of(self, grads)
@@ -296,9 +299,11 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
     """
     if getattr(group.mesh_info, "shard_process_group", None) is None:
         return
-    if type(group) not in (FSDPParamGroup, SteadyGroup) or not _is_known(group):
+    if type(group) not in (FSDPParamGroup, SteadyGroup):
         return
-    if group._all_gather_process_group.size() > 1:
+    if names := unknown(group):
+        say_changed(names, "gathers and reductions")
+    elif group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
         group._pack, group._leader, group._rows, group._failures = pack, leader, {}, Counter()
         decision = gathered.decision_of(leader)
@@ -309,15 +314,17 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
             group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())
 
 
-def _is_known(group: Any) -> bool:
-    """True if this torch has what is used here, under the names and with the parameters that are known."""
-    return (
-        AllGatherResult._fields == _RESULT
-        and AllGatherState._fields == ("all_gather_result", "event")
-        and all(hasattr(group, name) for name in _OF_GROUP)
-        and hasattr(group.comm_ctx, "get_all_gather_streams")
-        and list(signature(FSDPParamGroup.unshard).parameters) == ["self", "async_op"]
-        and list(signature(FSDPParamGroup.wait_for_unshard).parameters) == ["self"]
+def unknown(group: Any) -> str:
+    """What is used here that this torch has under another name, or with other parameters; "" if nothing."""
+    signatures = {"unshard": ["self", "async_op"], "wait_for_unshard": ["self"]}
+    return changed(
+        {
+            "AllGatherResult": AllGatherResult._fields == _RESULT,
+            "AllGatherState": AllGatherState._fields == ("all_gather_result", "event"),
+            "get_all_gather_streams": hasattr(group.comm_ctx, "get_all_gather_streams"),
+            **{name: hasattr(group, name) for name in _OF_GROUP},
+            **{name: [*signature(getattr(FSDPParamGroup, name)).parameters] == its for name, its in signatures.items()},
+        }
     )
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import streams
-from layoutc.runtime.torch_private import without_torch_function
+from layoutc.runtime.torch_private import changed, without_torch_function
 
 _OF_GROUP = (
     *("_reduce_scatter_process_group", "_reduce_scatter_comm", "_reduce_dtype", "_orig_dtype", "_post_reduce_event"),
@@ -62,18 +62,22 @@ class Reduction(NamedTuple):
         return self.dtype is (group._reduce_dtype or grads[0].dtype)
 
 
-def is_known(group: FSDPParamGroup) -> bool:
-    """True if this torch has what is used here, under the names that are known: FSDP2 of torch 2.11 has one reduction
-    in flight, since then there are as many as it is told. Only to be called once the group was gathered for backward.
+def unknown(group: FSDPParamGroup) -> str:
+    """What is used here that this torch has under another name, or with other parameters; "" if nothing. FSDP2 of torch
+    2.11 has one reduction in flight, since then there are as many as it is told. Only to be called once the group was
+    gathered for backward.
     """
     one, several = "reduce_scatter_state", ("reduce_scatter_states", "reduce_scatter_max_input_buffers")
     names = (one,) if hasattr(group.comm_ctx, one) else (*several, "_last_post_reduce_events")
-    return (
-        ReduceScatterState._fields == ("reduce_scatter_input", "event")
-        and list(signature(_get_gradient_divide_factors).parameters) == list(_OF_FACTORS)
-        and all(hasattr(group.comm_ctx, name) for name in ("reduce_scatter_stream", *names))
-        and all(hasattr(group, name) for name in _OF_GROUP)
-        and all(hasattr(param, name) for param in group.fsdp_params for name in _OF_PARAM)
+    factors = list(signature(_get_gradient_divide_factors).parameters)
+    return changed(
+        {
+            "ReduceScatterState": ReduceScatterState._fields == ("reduce_scatter_input", "event"),
+            "_get_gradient_divide_factors": factors == list(_OF_FACTORS),
+            **{name: hasattr(group.comm_ctx, name) for name in ("reduce_scatter_stream", *names)},
+            **{name: hasattr(group, name) for name in _OF_GROUP},
+            **{name: all(hasattr(param, name) for param in group.fsdp_params) for name in _OF_PARAM},
+        }
     )
 
 
