@@ -12,8 +12,8 @@ from layoutc.budget.mesh import Mesh, place
 from layoutc.budget.shards import FP32, Dtypes, Gathered, Piece, gathered
 from layoutc.estimate.state import Wire
 from layoutc.estimate.work import Product, Sent, Use, Work
+from layoutc.ints.gathers import in_few_steps
 from layoutc.models.weights import Layer, Model, Weight
-from layoutc.plan.wire import ALIGNED
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Group:
             return False
         sizes = [gathered(one, "forward", self.dtypes).sent for one in pieces]
         first = next(at for at, one in enumerate(pieces) if one.packs)
-        return sum(sizes[:first]) % ALIGNED == 0 and sum(sizes) % ALIGNED == 0
+        return in_few_steps([sum(sizes[:first])], sum(sizes))
 
     @property
     def copied(self) -> int:

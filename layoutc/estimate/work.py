@@ -14,6 +14,7 @@ from layoutc.estimate.links import Links, Ring
 from layoutc.estimate.machine import Machine
 from layoutc.estimate.state import Wire
 from layoutc.estimate.streams import GroupTimes, in_a_row, run, tasks_of, together_if_many
+from layoutc.ints.gathers import leaves_values, values_cost_nothing
 from layoutc.plan.plan import Plan
 from layoutc.plan.products import OPERANDS, ProductName, operand
 
@@ -56,8 +57,8 @@ class Use:
         pack. stays: gathered after forward. value: bytes of one."""
         if self.plan is None or self.on_gather is not None:
             return self.plan is not None and bool(self.on_gather)
-        alike = not self.low and not self.plan.passes_differ
-        return alike and not stays and value == BF16 and len(packs) > 1 and all(packs)
+        free = [values_cost_nothing(fits, value, self.plan.passes_differ, stays) for fits in packs]
+        return not self.low and any(leaves_values([None] * len(free), free))
 
 
 @dataclass(frozen=True)

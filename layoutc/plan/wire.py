@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
+from layoutc.ints import gathers
 from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
-
-ALIGNED = 16  # bytes that kernels move at a time
 
 
 def sent_bytes(plane: Plane, cuts: Cuts, k: int) -> int:
@@ -23,21 +20,17 @@ def own_bytes(gather: Gather, cuts: Cuts, k: int) -> int:
 
 
 def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
-    """The bytes that each plane of a pass takes, with the padding that makes both passes send as many.
-
-    FSDP2 sizes a slot once, for the larger one.
-    """
+    """The bytes that each plane of a pass takes, with the padding that makes both passes send as many."""
     passes = (plan.forward, plan.backward)
     if gather in passes and (plan.slots_differ or (plan.passes_differ and not cuts.aligned(plan.block_rows))):
-        sizes = ([sent_bytes(plane, cuts, k) for plane in one.planes] for one in passes)
-        return tuple(map(max, zip_longest(*sizes, fillvalue=0)))
+        forward, backward = ([sent_bytes(plane, cuts, k) for plane in one.planes] for one in passes)
+        return gathers.slots(forward, backward)
     return tuple(sent_bytes(plane, cuts, k) for plane in gather.planes)
 
 
 def packs(gather: Gather, cuts: Cuts, k: int) -> bool:
-    """True if each rank sends whole blocks of rows, and planes of multiples of 16 bytes: then weights of a group that
-    are dequantized on gather travel in one tensor, if they are two or more."""
-    return all(cuts.aligned(plane.per_m or 1) and sent_bytes(plane, cuts, k) % ALIGNED == 0 for plane in gather.planes)
+    """Whether weights of a group that are dequantized on gather travel in one tensor, if they are two or more."""
+    return gathers.fits_pack([(plane.per_m or 1, sent_bytes(plane, cuts, k)) for plane in gather.planes], cuts)
 
 
 def bytes_per_rank(plan: Plan, gather: Gather, m: int, k: int, world: int) -> int:

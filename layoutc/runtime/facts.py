@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 from math import lcm, prod
 from typing import Literal, NamedTuple
 
 import torch
 
+from layoutc.ints import gathers
 from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.bindings.facts import Binding, RecordBinding
@@ -322,15 +322,12 @@ class Layout:
         return _sent(self, which, cuts, k)
 
     def slots(self, which: PassName, cuts: Cuts, k: int) -> tuple[int, ...]:
-        """The bytes of each slot that a pass's planes are padded to, if the passes' planes differ in bytes; else ().
-
-        FSDP2 needs the same sizes in each pass, so a slot has the size of the larger of the two passes' planes.
-        """
+        """The bytes of each slot that a pass's planes are padded to, if the passes' planes differ in bytes; else ()."""
         if which == "both" or not (self.slots_differ or (self.passes_differ and not cuts.aligned(self.block_rows))):
             return ()
         passes: tuple[PassName, ...] = ("forward", "backward")
         forward, backward = ([facts.nbytes for facts in self.sent(one, cuts, k).values()] for one in passes)
-        return () if forward == backward else tuple(map(max, zip_longest(forward, backward, fillvalue=0)))
+        return () if forward == backward else gathers.slots(forward, backward)
 
 
 @lru_cache(maxsize=4096)

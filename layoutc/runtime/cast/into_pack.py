@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.ints.gathers import ALIGNED
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import decide_all
@@ -25,7 +26,6 @@ from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.sharding.values_or_codes import ALIGNED
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import operators

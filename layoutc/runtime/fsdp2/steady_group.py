@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
+from layoutc.ints.gathers import in_few_steps
 from layoutc.runtime import product_mode, streams
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
@@ -37,7 +38,6 @@ from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.sharding.values_or_codes import ALIGNED
 from layoutc.runtime.torch_private import changed, profiling, say_changed, transform, without_torch_function
 
 FORWARD: PassName = "forward"  # whose values packs leave
@@ -362,7 +362,7 @@ def _row_of(
         else:
             return None
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
-    if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
+    if len(packs) != (pack is not None) or not in_few_steps(packs, at):
         return None
     sending, arriving = runs_of(sent + sending_planes), runs_of(arrived + arriving_planes)
     if sending is None or arriving is None:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from layoutc.ints.cuts import Cuts, picks
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.gathers import fits_pack, leaves_values, values_cost_nothing
 from layoutc.runtime import product_mode
 from layoutc.runtime.product_mode import ON_GATHER, Mode
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
-
-ALIGNED = 16  # bytes that kernels move at a time: what planes of a pack are multiples of, and where it begins
 
 
 def weights_of(sharding: Sharding) -> list[Any]:
@@ -54,30 +53,19 @@ def are_left(weights: Sequence[Any], modes: Sequence[Mode | None] | None = None)
 
     weights: FSDPParams, all those of the group that are quantized or cast on gather. modes: their own choices; default:
     those that they have.
-
-    A weight that follows the mode of all leaves values under "dequantize_on_gather" if all weights of its group do, so
-    that they travel in one pack, which few steps gather, and if that changes nothing else: both passes have the same
-    codes; what is gathered is freed after forward, since values take more memory for longer otherwise; and values have
-    16 bits, as those of fp32 would take four times the memory of codes, to be converted again by autocast.
     """
     chosen = [gathered.shard_of(one)._products for one in weights] if modes is None else modes
-    by_default = (
-        product_mode.current() == ON_GATHER
-        and len(weights) > 1
-        and all(mode in (None, ON_GATHER) for mode in chosen)
-        and all(map(_costs_nothing, weights))
-    )
-    return [mode == ON_GATHER or (mode is None and by_default) for mode in chosen]
+    free = map(_costs_nothing, weights) if product_mode.current() == ON_GATHER else [False]
+    return leaves_values([None if mode is None else mode == ON_GATHER for mode in chosen], free)
 
 
 def _costs_nothing(param: Any) -> bool:
     shard: Any = gathered.shard_of(param)
     dtype, sharding = gathered.dtype_of(param), find(shard)
-    if dtype is None or dtype.itemsize != 2 or shard.LAYOUT.passes_differ:
+    if dtype is None or sharding is None or sharding.reshards_to_fewer_ranks:
         return False
-    if sharding is None or not sharding.frees_after_forward or sharding.reshards_to_fewer_ranks:
-        return False
-    return fits(param, sharding, shard)
+    differ, stays = shard.LAYOUT.passes_differ, not sharding.frees_after_forward
+    return values_cost_nothing(True, dtype.itemsize, differ, stays) and fits(param, sharding, shard)
 
 
 def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
@@ -88,7 +76,5 @@ def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
         return False
     (*padded, k), rows = sharding.padded_shape, prod(sharding.shape[:-1])
     cuts = Cuts(rows, prod(padded), group.size())
-    return all(
-        facts.nbytes % ALIGNED == 0 and picks(cuts, layout.stored[name].rows_per_value or 1) is None
-        for name, facts in layout.sent("forward", cuts, k).items()
-    )
+    sent = layout.sent("forward", cuts, k).items()
+    return fits_pack([(layout.stored[name].rows_per_value or 1, facts.nbytes) for name, facts in sent], cuts)
