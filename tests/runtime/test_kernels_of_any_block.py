@@ -280,7 +280,8 @@ def rows_kernel(
     """What is measured of each block of BLOCK whole rows: an amax, or the lowest and the highest value."""
     row = tl.program_id(0).to(tl.int64) * BLOCK
     COVER: tl.constexpr = (COVER_M, TILE_K if COVER_M else 0)
-    found = measured_rows(x, row, m, k, stride_m, stride_k, BLOCK, RANGES, TILE_M, TILE_K, 1, False, COVER)
+    source, at = (x, stride_m, stride_k), (row, 0, m, k)
+    found = measured_rows(source, at, BLOCK, RANGES, (TILE_M, TILE_K), 1, False, COVER)
     at = tl.program_id(0) + tl.arange(0, 1)[:, None]
     if RANGES:
         tl.store(first + at, found[0])

@@ -20,29 +20,6 @@ Out = Mapping[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-__all__ = [
-    "Launches",
-    "checked_planes",
-    "codebooks",
-    "hardware",
-    "in_rows",
-    "in_runs",
-    "is_readable",
-    "laid_out_like",
-    "level_of",
-    "plane_facts",
-    "planes",
-    "programs",
-    "quantized_like",
-    "readable",
-    "registers",
-    "six",
-    "template",
-    "usable",
-    "writable",
-]
-
-
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

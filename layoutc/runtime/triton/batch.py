@@ -89,24 +89,16 @@ def address(field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def amax_batch_kernel(
-    table,
-    amax,
-    DTYPE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
+    table, amax,
+    DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
     """As amax_kernel, for all matrices of a table. `amax` has room for the amaxes of all of them."""
     fields, row, column, m, k = member_of(table, TILE_M, TILE_K // BLOCK_K * BLOCK_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
-    own_amax = amax_at(amax, fields, ROWS)
-    raise_amax(x, own_amax, row, column, m, k, k, 1, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
+    own, at = amax_at(amax, fields, ROWS), (row, column, m, k)
+    raise_amax(x, (own, columns, WHOLE), at, (k, 1), BLOCK_K, (TILE_M, TILE_K), EVEN, HARDWARE)
 
 
 @triton.jit
@@ -114,26 +106,10 @@ def rank_chunks_kernel(
     table,  # of gradients: ranks, elements of a chunk, where chunks begin in a rank's row, which it is, elements in all
     out,  # (ranks, row), of the gradients' dtype or fp32
     row,
-    grad0,
-    grad1,
-    grad2,
-    grad3,
-    grad4,
-    grad5,
-    grad6,
-    grad7,
-    grad8,
-    grad9,
-    grad10,
-    grad11,
-    grad12,
-    grad13,
-    grad14,
-    grad15,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7,
+    grad8, grad9, grad10, grad11, grad12, grad13, grad14, grad15,
+    TILE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """out[rank, start + i] = gradient[rank * chunk + i], flat; zeros beyond its end. Each program copies a tile.
 
     ALIGNED: all addresses, and numbers of the table, are multiples of 16.
@@ -161,13 +137,9 @@ def rank_chunks_kernel(
 def copy_in_kernel(
     table,
     sent,  # the row of this rank: bytes
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
+    SOURCE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
     """sent[start + i] = tensor[i], as DTYPE, which is SOURCE unless that is fp32. Each program copies a tile.
 
     ALIGNED: all numbers and addresses of the table are multiples of 16.
@@ -186,10 +158,7 @@ def copy_out_kernel(
     received,  # the rows of all ranks: bytes
     row,  # elements of one
     moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8,  # None: there are fewer
-    DTYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """tensor[rank * numel + i] = received[rank, start + i]. ALIGNED: as of copy_in_kernel."""
     fields, rank, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)

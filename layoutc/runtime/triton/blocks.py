@@ -134,69 +134,28 @@ def _halves(x):
 
 
 @triton.jit
-def _add_1(total, x):
-    """total plus the only entry of x's last dim."""
-    return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
-
-
-@triton.jit
-def _add_2(total, x):
-    """total plus the 2 entries of x's last dim, added one after the other."""
-    first, second = _halves(x)
-    return _add_1(_add_1(total, first), second)
-
-
-@triton.jit
-def _add_4(total, x):
-    """total plus the 4 entries of x's last dim, added one after the other."""
-    first, second = _halves(x)
-    return _add_2(_add_2(total, first), second)
-
-
-@triton.jit
-def _add_8(total, x):
-    """total plus the 8 entries of x's last dim, added one after the other."""
-    first, second = _halves(x)
-    return _add_4(_add_4(total, first), second)
-
-
-@triton.jit
-def _add_16(total, x):
-    """total plus the 16 entries of x's last dim, added one after the other."""
-    first, second = _halves(x)
-    return _add_8(_add_8(total, first), second)
-
-
-@triton.jit
-def _add_32(total, x):
-    """total plus the 32 entries of x's last dim, added one after the other."""
-    first, second = _halves(x)
-    return _add_16(_add_16(total, first), second)
+def _added(total, x):
+    """total plus the entries of x's last dim, a power of two of them, added one after the other."""
+    if x.shape[3] == 1:
+        return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
+    else:
+        first, second = _halves(x)
+        return _added(_added(total, first), second)
 
 
 @triton.jit
 def _sum_in_order(x):
     """(a, b, c, n) -> (a, b, c): the sum over the last dim, from the first entry to the last."""
     total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
-    if x.shape[3] == 1:
-        return _add_1(total, x)
-    elif x.shape[3] == 2:
-        return _add_2(total, x)
-    elif x.shape[3] == 4:
-        return _add_4(total, x)
-    elif x.shape[3] == 8:
-        return _add_8(total, x)
-    elif x.shape[3] == 16:
-        return _add_16(total, x)
-    elif x.shape[3] == 32:
-        return _add_32(total, x)
+    if x.shape[3] <= 32:
+        return _added(total, x)
     else:
         RUNS: tl.constexpr = x.shape[3] // 32
         runs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], RUNS, 32))
         number = tl.arange(0, RUNS)[None, None, None, :, None]
         for run in range(RUNS):
             # The sum over runs is exact in any order, since all runs but one are zeros.
-            total = _add_32(total, tl.sum(tl.where(number == run, runs, 0.0), 3))
+            total = _added(total, tl.sum(tl.where(number == run, runs, 0.0), 3))
         return total
 
 

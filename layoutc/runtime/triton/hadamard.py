@@ -35,16 +35,9 @@ def _signed(x, AXIS: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr):
 @triton.jit
 def _added(x, AXIS: tl.constexpr, SIZE: tl.constexpr):
     """Sums and differences of entries 1 apart, then of those 2 apart, up to SIZE / 2."""
-    if SIZE >= 2:
-        x = _apart(x, AXIS, 1)
-    if SIZE >= 4:
-        x = _apart(x, AXIS, 2)
-    if SIZE >= 8:
-        x = _apart(x, AXIS, 4)
-    if SIZE >= 16:
-        x = _apart(x, AXIS, 8)
-    if SIZE >= 32:
-        x = _apart(x, AXIS, 16)
+    for bit in tl.static_range(5):
+        if 1 << bit < SIZE:
+            x = _apart(x, AXIS, 1 << bit)
     tl.static_assert(SIZE <= 32)
     return x
 

@@ -50,24 +50,20 @@ def quantize_kernel(
         stride_k = 1
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
-        if PLANES > 0:
-            p0 = _plane_of(fields, 0, DTYPES, SCALARS, ROWS, ALIGNED)
-        if PLANES > 1:
-            p1 = _plane_of(fields, 1, DTYPES, SCALARS, ROWS, ALIGNED)
-        if PLANES > 2:
-            p2 = _plane_of(fields, 2, DTYPES, SCALARS, ROWS, ALIGNED)
-        if PLANES > 3:
-            p3 = _plane_of(fields, 3, DTYPES, SCALARS, ROWS, ALIGNED)
-        if PLANES > 4:
-            p4 = _plane_of(fields, 4, DTYPES, SCALARS, ROWS, ALIGNED)
-        if PLANES > 5:
-            p5 = _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED)
+        planes = (
+            _plane_of(fields, 0, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 0 else p0,
+            _plane_of(fields, 1, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 1 else p1,
+            _plane_of(fields, 2, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 2 else p2,
+            _plane_of(fields, 3, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 3 else p3,
+            _plane_of(fields, 4, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 4 else p4,
+            _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 5 else p5,
+        )
     else:
         row, column = tile_of(m, cover_k, STEP_M, 0 if WHOLE_ROWS else STEP_K)
+        planes = (p0, p1, p2, p3, p4, p5)
     if AMAXES:
         amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
-    planes = (p0, p1, p2, p3, p4, p5)
     buffers = (b0, b1, b2, b3, b4, b5)
     # COVER_M and COVER_K stay constants because tuples with them are made inside of calls.
     if WHOLE_ROWS:
@@ -75,23 +71,27 @@ def quantize_kernel(
         columnwise = 0
         if ROWWISE_ROWS:
             rowwise = measured_rows(
-                x, row, m, k, stride_m, stride_k, ROWWISE_ROWS, RANGES & 1, TILE_M, TILE_K, PIECES, EVEN,
+                source, (row, column, m, k), ROWWISE_ROWS, RANGES & 1, (TILE_M, TILE_K), PIECES, EVEN,
                 (COVER_M, COVER_K),
             )  # fmt: skip
         if COLUMNWISE_ROWS:
             columnwise = measured_rows(
-                x, row, m, k, stride_m, stride_k, COLUMNWISE_ROWS, RANGES & 2, TILE_M, TILE_K, PIECES, EVEN,
+                source, (row, column, m, k), COLUMNWISE_ROWS, RANGES & 2, (TILE_M, TILE_K), PIECES, EVEN,
                 (COVER_M, COVER_K),
             )  # fmt: skip
         for first in range(0, k, STEP_K):
             at = column + first
-            tile = load_runs(x, row, at, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+            tile = load_runs(
+                x, (row, at, m, k), (stride_m, stride_k), (TILE_M, TILE_K), PIECES, EVEN, (COVER_M, COVER_K)
+            )
             QUANTIZE(
                 tile, source, (amax, input_max, seed, rowwise, columnwise), planes, buffers,
                 (row, at, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
             )  # fmt: skip
     else:
-        tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
+        tile = load_runs(
+            x, (row, column, m, k), (stride_m, stride_k), (TILE_M, TILE_K), PIECES, EVEN, (COVER_M, COVER_K)
+        )
         QUANTIZE(
             tile, source, (amax, input_max, seed, None, None), planes, buffers,
             (row, column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
@@ -100,12 +100,7 @@ def quantize_kernel(
 
 @triton.jit
 def _plane_of(
-    fields,
-    NUMBER: tl.constexpr,
-    DTYPES: tl.constexpr,
-    SCALARS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    fields, NUMBER: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """A pointer to a plane of a matrix in a table.
 
@@ -146,18 +141,14 @@ def dequantize_kernel(
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
         out = plane_like(out, fields, 0, ROWS, ALIGNED)
-        if p0 is not None:
-            p0 = plane_like(p0, fields, 1, ROWS, ALIGNED)
-        if p1 is not None:
-            p1 = plane_like(p1, fields, 2, ROWS, ALIGNED)
-        if p2 is not None:
-            p2 = plane_like(p2, fields, 3, ROWS, ALIGNED)
-        if p3 is not None:
-            p3 = plane_like(p3, fields, 4, ROWS, ALIGNED)
-        if p4 is not None:
-            p4 = plane_like(p4, fields, 5, ROWS, ALIGNED)
-        if p5 is not None:
-            p5 = plane_like(p5, fields, 6, ROWS, ALIGNED)
+        planes = (
+            plane_like(p0, fields, 1, ROWS, ALIGNED) if p0 is not None else p0,
+            plane_like(p1, fields, 2, ROWS, ALIGNED) if p1 is not None else p1,
+            plane_like(p2, fields, 3, ROWS, ALIGNED) if p2 is not None else p2,
+            plane_like(p3, fields, 4, ROWS, ALIGNED) if p3 is not None else p3,
+            plane_like(p4, fields, 5, ROWS, ALIGNED) if p4 is not None else p4,
+            plane_like(p5, fields, 6, ROWS, ALIGNED) if p5 is not None else p5,
+        )
         if PARTED:
             part_rows = tl.load(fields + 10 * ROWS).to(tl.int32)
             part_bytes = tl.load(fields + 11 * ROWS)
@@ -165,28 +156,27 @@ def dequantize_kernel(
                 part_bytes = tl.multiple_of(part_bytes, 16)
     else:
         row, column = tile_of(m, k, TILE_M, TILE_K)
+        planes = (p0, p1, p2, p3, p4, p5)
     if PARTED:
         covered = round_up(part_rows, TILE_M)
         part = row // covered
         row -= part * covered
         out += part * part_rows * k
         m = tl.minimum(m - part * part_rows, part_rows)  # the last parts may have fewer rows, or none
-        if PARTED & 1:
-            p0 = _in_part(p0, part, part_bytes)
-        if PARTED & 2:
-            p1 = _in_part(p1, part, part_bytes)
-        if PARTED & 4:
-            p2 = _in_part(p2, part, part_bytes)
-        if PARTED & 8:
-            p3 = _in_part(p3, part, part_bytes)
-        if PARTED & 16:
-            p4 = _in_part(p4, part, part_bytes)
-        if PARTED & 32:
-            p5 = _in_part(p5, part, part_bytes)
-    planes = (p0, p1, p2, p3, p4, p5, codebooks)
+        planes = (
+            _in_part(planes[0], part, part_bytes) if PARTED & 1 else planes[0],
+            _in_part(planes[1], part, part_bytes) if PARTED & 2 else planes[1],
+            _in_part(planes[2], part, part_bytes) if PARTED & 4 else planes[2],
+            _in_part(planes[3], part, part_bytes) if PARTED & 8 else planes[3],
+            _in_part(planes[4], part, part_bytes) if PARTED & 16 else planes[4],
+            _in_part(planes[5], part, part_bytes) if PARTED & 32 else planes[5],
+        )
     at = (row, column, m, k)
-    values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)
-    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+    p0, p1, p2, p3, p4, p5 = planes
+    values = DEQUANTIZE(
+        (p0, p1, p2, p3, p4, p5, codebooks), amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE
+    )
+    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), at, EVEN)
 
 
 @triton.jit
@@ -208,34 +198,26 @@ def lay_out_kernel(
     """Lays out: each program moves one tile of codes, and the scales of its blocks, into every buffer."""
     if ROWS:
         fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        if p0 is not None:
-            p0 = plane_like(p0, fields, 0, ROWS, ALIGNED)
-        if p1 is not None:
-            p1 = plane_like(p1, fields, 1, ROWS, ALIGNED)
-        if p2 is not None:
-            p2 = plane_like(p2, fields, 2, ROWS, ALIGNED)
-        if p3 is not None:
-            p3 = plane_like(p3, fields, 3, ROWS, ALIGNED)
-        if p4 is not None:
-            p4 = plane_like(p4, fields, 4, ROWS, ALIGNED)
-        if p5 is not None:
-            p5 = plane_like(p5, fields, 5, ROWS, ALIGNED)
-        if b0 is not None:
-            b0 = plane_like(b0, fields, PLANES, ROWS, ALIGNED)
-        if b1 is not None:
-            b1 = plane_like(b1, fields, PLANES + 1, ROWS, ALIGNED)
-        if b2 is not None:
-            b2 = plane_like(b2, fields, PLANES + 2, ROWS, ALIGNED)
-        if b3 is not None:
-            b3 = plane_like(b3, fields, PLANES + 3, ROWS, ALIGNED)
-        if b4 is not None:
-            b4 = plane_like(b4, fields, PLANES + 4, ROWS, ALIGNED)
-        if b5 is not None:
-            b5 = plane_like(b5, fields, PLANES + 5, ROWS, ALIGNED)
+        planes = (
+            plane_like(p0, fields, 0, ROWS, ALIGNED) if p0 is not None else p0,
+            plane_like(p1, fields, 1, ROWS, ALIGNED) if p1 is not None else p1,
+            plane_like(p2, fields, 2, ROWS, ALIGNED) if p2 is not None else p2,
+            plane_like(p3, fields, 3, ROWS, ALIGNED) if p3 is not None else p3,
+            plane_like(p4, fields, 4, ROWS, ALIGNED) if p4 is not None else p4,
+            plane_like(p5, fields, 5, ROWS, ALIGNED) if p5 is not None else p5,
+        )
+        buffers = (
+            plane_like(b0, fields, PLANES + 0, ROWS, ALIGNED) if b0 is not None else b0,
+            plane_like(b1, fields, PLANES + 1, ROWS, ALIGNED) if b1 is not None else b1,
+            plane_like(b2, fields, PLANES + 2, ROWS, ALIGNED) if b2 is not None else b2,
+            plane_like(b3, fields, PLANES + 3, ROWS, ALIGNED) if b3 is not None else b3,
+            plane_like(b4, fields, PLANES + 4, ROWS, ALIGNED) if b4 is not None else b4,
+            plane_like(b5, fields, PLANES + 5, ROWS, ALIGNED) if b5 is not None else b5,
+        )
     else:
         row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    planes = (p0, p1, p2, p3, p4, p5)
-    buffers = (b0, b1, b2, b3, b4, b5)
+        planes = (p0, p1, p2, p3, p4, p5)
+        buffers = (b0, b1, b2, b3, b4, b5)
     at = (row, column, m, k)
     LAY_OUT(planes, buffers, at, SWIZZLED, WORDS, TILE_M, TILE_K, HARDWARE)
 
@@ -254,9 +236,9 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Quantizes what each rank is sent: a program reads TILE values of a row, and writes their codes and scales."""
     row, column = tile_of(ranks, k, 1, TILE)
-    tile = load_runs(x, row, column, ranks, n, n, 1, 1, TILE, PIECES, EVEN)
+    tile = load_runs(x, (row, column, ranks, n), (n, 1), (1, TILE), PIECES, EVEN)
     if rest is not None:
-        tile = to_float(tile) + load_runs(rest, row, column, ranks, n, n, 1, 1, TILE, 1, EVEN)
+        tile = to_float(tile) + load_runs(rest, (row, column, ranks, n), (n, 1), (1, TILE), 1, EVEN)
     p0 += row * gap0  # tile functions place a row as if nothing lay between rows
     if p1 is not None:
         p1 += row * gap1
@@ -270,7 +252,7 @@ def quantize_rows_kernel(
         tl.debug_barrier()  # other threads have written what this one reads
         planes = (p0, p1, p2, none, none, none, none)
         missed = tile - DEQUANTIZE(planes, none, (row, column, ranks, k), True, False, 1, TILE, EVEN, HARDWARE)
-        store(rest, tl.where(tl.abs(missed) < float("inf"), missed, 0.0), row, column, ranks, n, EVEN)
+        store(rest, tl.where(tl.abs(missed) < float("inf"), missed, 0.0), (row, column, ranks, n), EVEN)
 
 
 @triton.jit
@@ -296,6 +278,6 @@ def sum_rows_kernel(
         planes = (p0, p1, p2, none, none, none, none)
         total += DEQUANTIZE(planes, none, (row, column, 1, k), True, False, 1, TILE, EVEN, HARDWARE)
     total = tl.div_rn(total, tl.full((1, TILE), 0.0, tl.float32) + number) if DIVIDE else total * number
-    store(out, to_dtype(total, out.dtype.element_ty, HARDWARE), row, column, 1, n, EVEN)
+    store(out, to_dtype(total, out.dtype.element_ty, HARDWARE), (row, column, 1, n), EVEN)
     if seed is not None:
         tl.store(seed, tl.load(seed) + 1, mask=tl.program_id(0) == 0)

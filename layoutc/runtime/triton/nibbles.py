@@ -73,24 +73,9 @@ def put_nibbles_of(
     of each block. BOUNDED: amax * multiplier rounds to at most MAX.
     """
     if HARDWARE and not (HARDWARE >= 100 and CARD_CONVERTS):
-        x, stride_m, stride_k = source
-        store_nibbles(
-            plane,
-            transposed_out,
-            x,
-            tile,
-            amax,
-            multiplier,
-            at,
-            stride_m,
-            stride_k,
-            EVEN,
-            BLOCK,
-            MANTISSA,
-            BIAS,
-            MAX,
-            LOW_FIRST,
-            BOUNDED,
+        FORM: tl.constexpr = (MANTISSA, BIAS, MAX, LOW_FIRST)
+        _put_nibbles_of_blocks(
+            (plane, transposed_out), source, tile, (amax, multiplier), at, EVEN, (BLOCK[0], BLOCK[1], BOUNDED), FORM
         )
     else:
         put_nibbles(
@@ -99,62 +84,35 @@ def put_nibbles_of(
 
 
 @triton.jit
-def store_nibbles(
-    plane,
-    transposed_out,
-    x,
-    tile,
-    amax,
-    multiplier,
-    at,
-    stride_m,
-    stride_k,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+def _put_nibbles_of_blocks(into, source, tile, scales, at, EVEN: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Writes the codes of a tile of x times the multipliers of its blocks, as put_words.
 
-    tile: in x's dtype. amax: of each block. BOUNDED: amax * multiplier rounds to at most MAX, so nothing needs
-    clamping. bf16 takes a shorter way, which is wrong for blocks with NaN, infinities or extreme multipliers: a program
-    whose tile has such a block reads the tile again, and overwrites its codes.
+    into: (plane, transposed_out). scales: (amax, multiplier). BLOCK: (rows, columns, BOUNDED). FORM: (MANTISSA, BIAS,
+    MAX, LOW_FIRST). bf16 takes a shorter way, which is wrong for blocks with NaN, infinities or extreme multipliers: a
+    program whose tile has such a block reads the tile again, and overwrites its codes.
     """
-    row, column, m, k = at[:4]
-    BLOCK_M: tl.constexpr = BLOCK[0]
-    BLOCK_K: tl.constexpr = BLOCK[1]
+    x, stride_m, stride_k = source
+    amax, multiplier = scales
+    BIAS: tl.constexpr = FORM[1]
     if tl.bfloat16 == tile.dtype:
         factor = multiplier * (2.0 ** (BIAS - 7))
-        words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST, BOUNDED)
-        put_words(words, plane, transposed_out, at, 4, EVEN, True)
+        words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK, FORM)
+        put_words(words, into[0], into[1], at, 4, EVEN, True)
         ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
-            tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN, at[4:])
-            words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
+            tile = load(x, at[:4], (stride_m, stride_k), tile.shape, EVEN, at[4:])
+            words = _values_to_nibbles(tile, multiplier, BLOCK, FORM)
             tl.debug_barrier()  # other threads may have written these words just before
-            put_words(words, plane, transposed_out, at, 4, EVEN, True)
+            put_words(words, into[0], into[1], at, 4, EVEN, True)
     else:
-        words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
-        put_words(words, plane, transposed_out, at, 4, EVEN, True)
+        put_words(_values_to_nibbles(tile, multiplier, BLOCK, FORM), into[0], into[1], at, 4, EVEN, True)
 
 
 @triton.jit
-def _values_to_nibbles(
-    tile,
-    multiplier,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-):
+def _values_to_nibbles(tile, multiplier, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """As _pairs_to_nibbles for any dtype, any values and any multipliers."""
-    blocks = to_blocks(to_float(tile), BLOCK_M, BLOCK_K)
-    return to_nibbles(from_blocks(blocks * multiplier[:, None, :, None]), MANTISSA, BIAS, MAX, LOW_FIRST)
+    blocks = to_blocks(to_float(tile), BLOCK[0], BLOCK[1])
+    return to_nibbles(from_blocks(blocks * multiplier[:, None, :, None]), FORM[0], FORM[1], FORM[2], FORM[3])
 
 
 @triton.jit
@@ -171,31 +129,24 @@ def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
 
 
 @triton.jit
-def _pairs_to_nibbles(
-    pairs,
-    factor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+def _pairs_to_nibbles(pairs, factor, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """As to_nibbles for bf16 in pairs, (rows, columns / 2) int32.
 
     factor: multipliers that also scale the format's lowest binade to e4m3's. Magnitudes are clamped two at a time,
     before they are scaled. Signs are merged four at a time, afterwards. Factors must be normal, and values not NaN.
     """
+    BLOCK_K: tl.constexpr = BLOCK[1]
+    MANTISSA: tl.constexpr = FORM[0]
+    BIAS: tl.constexpr = FORM[1]
     if BLOCK_K == 1:
         even_factor, odd_factor = tl.split(tl.reshape(factor, (factor.shape[0], factor.shape[1] // 2, 2)))
     else:
         even_factor = factor
         odd_factor = factor
     WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
-    blocks = to_blocks(pairs, BLOCK_M, WIDTH)
-    if not BOUNDED:
-        MOST: tl.constexpr = MAX * 2.0 ** (BIAS - 7)
+    blocks = to_blocks(pairs, BLOCK[0], WIDTH)
+    if not BLOCK[2]:
+        MOST: tl.constexpr = FORM[2] * 2.0 ** (BIAS - 7)
         even_most = bits_of(_reciprocal(even_factor) * MOST)  # gives MAX when scaled, or slightly more
         odd_most = bits_of(_reciprocal(odd_factor) * MOST)
         most = ((even_most >> 16) & 0xFFFF) | (odd_most & -0x10000)
@@ -212,7 +163,7 @@ def _pairs_to_nibbles(
     second = permute_bytes(w2, w3, "prmt.b32 $0, $1, $2, 0x7351;")
     even_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x5410;") & -0x7F7F7F80
     odd_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x7632;") & -0x7F7F7F80
-    return _merged(even_bytes, odd_bytes, MANTISSA, LOW_FIRST)
+    return _merged(even_bytes, odd_bytes, MANTISSA, FORM[3])
 
 
 @triton.jit
@@ -280,7 +231,7 @@ def load_nibbles(
     row, column, m, k = at
     if HARDWARE:
         words_at = plane.to(tl.pointer_type(tl.int32))
-        words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
+        words = load(words_at, (row, column // 8, m, k // 8), (k // 8, 1), (TILE_M, TILE_K // 8), EVEN)
         return from_nibbles(words, MANTISSA, BIAS, LOW_FIRST)
     else:
         return DECODE(load_codes(plane, at, TILE_M, TILE_K, 4, LOW_FIRST), HARDWARE)

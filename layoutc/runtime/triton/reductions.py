@@ -15,118 +15,80 @@ from layoutc.runtime.triton.units import largest_of_units, smallest_of_units
 
 @triton.jit
 def raise_amax(
-    x,
-    amax,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    columns,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    x, amaxes, at, strides, BLOCK_K: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Reads the tile of x at (row, column), and raises the amax of each of its column blocks by an atomic maximum."""
-    COVER: tl.constexpr = TILE_K // BLOCK_K * BLOCK_K
+    """Reads a tile of x, and raises the amax of each of its column blocks by an atomic maximum.
+
+    amaxes: (amax, columns, WHOLE), as of amax_kernel.
+    """
+    TILE_M: tl.constexpr = TILE[0]
+    BLOCKS: tl.constexpr = TILE[1] // BLOCK_K
+    COVER: tl.constexpr = BLOCKS * BLOCK_K
     UNIT: tl.constexpr = BLOCK_K & -BLOCK_K
-    if COVER == TILE_K:
-        tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-        largest = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
-        j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
-        tl.atomic_max(amax + j, largest, mask=j < columns, sem="relaxed")
+    WHOLE: tl.constexpr = amaxes[2]
+    column = at[1]
+    if TILE[1] == COVER:
+        largest = bits_of(block_amax(load(x, at, strides, TILE, EVEN), TILE_M, BLOCK_K, HARDWARE))
+        j = tl.arange(0, BLOCKS)[None, :] + (0 if WHOLE else column // BLOCK_K)
+        tl.atomic_max(amaxes[0] + j, largest, mask=j < amaxes[1], sem="relaxed")
     else:
-        tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN, (TILE_M, COVER))
+        tile = load(x, at, strides, TILE, EVEN, (TILE_M, COVER))
         largest = bits_of(largest_of_units(block_amax(tile, TILE_M, UNIT, HARDWARE), (1, BLOCK_K // UNIT)))
-        own = tl.arange(0, power_above(TILE_K // BLOCK_K))[None, :]
+        own = tl.arange(0, power_above(BLOCKS))[None, :]
         j = column // BLOCK_K + own
-        tl.atomic_max(amax + j, largest, mask=(j < columns) & (own < TILE_K // BLOCK_K), sem="relaxed")
+        tl.atomic_max(amaxes[0] + j, largest, mask=(j < amaxes[1]) & (own < BLOCKS), sem="relaxed")
 
 
 @triton.jit
 def amax_kernel(
-    x,
-    amax,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    columns,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
+    x, amax, m, k, stride_m, stride_k, columns,
+    BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
-):
+):  # fmt: skip
     """Raises amax, (1, columns) fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
 
     WHOLE: there is one amax, for all columns. Each program reads one tile, and does one atomic maximum for each of the
     tile's column blocks. The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K // BLOCK_K * BLOCK_K)
-    raise_amax(x, amax, row, column, m, k, stride_m, stride_k, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
+    at = (row, column, m, k)
+    raise_amax(x, (amax, columns, WHOLE), at, (stride_m, stride_k), BLOCK_K, (TILE_M, TILE_K), EVEN, HARDWARE)
 
 
 @triton.jit
 def measured_rows(
-    x, row, m, k, stride_m, stride_k,
-    BLOCK: tl.constexpr, RANGES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr,
+    source, at, BLOCK: tl.constexpr, RANGES: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+    EVEN: tl.constexpr, COVER: tl.constexpr,
 ):  # fmt: skip
-    """What scales of blocks of whole rows depend on, of TILE_M rows from `row` on: row_amaxes, or row_ranges."""
-    if RANGES:
-        return row_ranges(x, row, m, k, stride_m, stride_k, BLOCK, TILE_M, TILE_K, PIECES, EVEN, COVER)
-    else:
-        return row_amaxes(x, row, m, k, stride_m, stride_k, BLOCK, TILE_M, TILE_K, PIECES, EVEN, COVER)
+    """What scales of blocks of whole rows depend on, of TILE[0] rows from at[0] on: of each BLOCK rows, over all
+    columns, the largest magnitude; with RANGES the lowest and the highest value, where 0 counts as one. NaN propagates.
 
-
-@triton.jit
-def row_amaxes(
-    x, row, m, k, stride_m, stride_k,
-    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
-    COVER: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitude of each BLOCK rows over all columns, of TILE_M rows from `row` on; NaN propagates.
-
-    (m blocks, 1) fp32, with their number rounded up to a power of two. Other arguments: as of load_runs.
+    source: (x, stride_m, stride_k). (m blocks, 1) fp32, with their number rounded up to a power of two. Other
+    arguments: as of load_runs.
     """
-    STEP_K: tl.constexpr = COVER[1] if COVER[1] else TILE_K
-    largest = tl.zeros((TILE_M, TILE_K), tl.int32)
-    for column in range(0, k, STEP_K):
-        tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, COVER)
-        largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
-    UNIT: tl.constexpr = BLOCK & -BLOCK
-    units = tl.max(tl.max(to_blocks(largest, UNIT, TILE_K), 3), 1)
-    return largest_of_units(float_of(units), (BLOCK // UNIT, 1))
-
-
-@triton.jit
-def row_ranges(
-    x, row, m, k, stride_m, stride_k,
-    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
-    COVER: tl.constexpr,
-):  # fmt: skip
-    """The lowest and the highest value of each BLOCK rows over all columns, as row_amaxes; NaN propagates.
-
-    0 counts as one of the values.
-    """
-    STEP_K: tl.constexpr = COVER[1] if COVER[1] else TILE_K
-    lowest = tl.zeros((TILE_M, TILE_K), tl.float32)
-    highest = tl.zeros((TILE_M, TILE_K), tl.float32)
-    for column in range(0, k, STEP_K):
-        values = to_float(load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, COVER))
-        lowest = minimum(lowest, values)
-        highest = maximum(highest, values)
+    x, stride_m, stride_k = source
+    row, _, m, k = at
+    STEP_K: tl.constexpr = COVER[1] if COVER[1] else TILE[1]
     UNIT: tl.constexpr = BLOCK & -BLOCK
     UNITS: tl.constexpr = (BLOCK // UNIT, 1)
-    lowest = block_lowest(to_blocks(lowest, UNIT, TILE_K))
-    highest = block_highest(to_blocks(highest, UNIT, TILE_K))
-    return smallest_of_units(lowest, UNITS), largest_of_units(highest, UNITS)
+    if RANGES:
+        lowest = tl.zeros(TILE, tl.float32)
+        highest = tl.zeros(TILE, tl.float32)
+        for column in range(0, k, STEP_K):
+            tile = load_runs(x, (row, column, m, k), (stride_m, stride_k), TILE, PIECES, EVEN, COVER)
+            values = to_float(tile)
+            lowest = minimum(lowest, values)
+            highest = maximum(highest, values)
+        lowest = block_lowest(to_blocks(lowest, UNIT, TILE[1]))
+        highest = block_highest(to_blocks(highest, UNIT, TILE[1]))
+        return smallest_of_units(lowest, UNITS), largest_of_units(highest, UNITS)
+    else:
+        largest = tl.zeros(TILE, tl.int32)
+        for column in range(0, k, STEP_K):
+            tile = load_runs(x, (row, column, m, k), (stride_m, stride_k), TILE, PIECES, EVEN, COVER)
+            largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
+        units = tl.max(tl.max(to_blocks(largest, UNIT, TILE[1]), 3), 1)
+        return largest_of_units(float_of(units), UNITS)
 
 
 @triton.jit

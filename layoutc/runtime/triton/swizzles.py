@@ -49,29 +49,24 @@ def move_swizzled(
                 value, there = ORIGIN(number, m, k)
                 tl.store(to + number, tl.load(plane + value, mask=mine & there, other=0), mask=mine)
             else:
-                _put_group(plane, to, number, mine, m, k, ORIGIN, BITS, GROUP, LOW_FIRST, WHOLE)
+                _put_group((plane, to), number, mine, (m, k), ORIGIN, (BITS, GROUP, LOW_FIRST, WHOLE))
 
 
 @triton.jit
-def _put_group(
-    plane,
-    to,
-    number,
-    mine,
-    m,
-    k,
-    ORIGIN: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Writes GROUP codes of BITS bits, which fill whole bytes, where `mine` is set: those of group `number`."""
+def _put_group(planes, number, mine, sizes, ORIGIN: tl.constexpr, FORM: tl.constexpr):
+    """Writes a group of codes, which fill whole bytes, where `mine` is set: those of group `number`.
+
+    planes: (plane, to). sizes: (m, k). FORM: (BITS, GROUP, LOW_FIRST, WHOLE).
+    """
+    plane, to = planes
+    BITS: tl.constexpr = FORM[0]
+    GROUP: tl.constexpr = FORM[1]
+    LOW_FIRST: tl.constexpr = FORM[2]
     NBYTES: tl.constexpr = BITS * GROUP // 8
     words = tl.zeros(number.shape, tl.int64 if NBYTES > 4 else tl.int32)
     for c in tl.static_range(GROUP):
-        value, there = ORIGIN(number * GROUP + c, m, k)
-        if WHOLE:
+        value, there = ORIGIN(number * GROUP + c, sizes[0], sizes[1])
+        if FORM[3]:
             code = tl.load(plane + value, mask=mine & there, other=0).to(words.dtype)
         else:
             code = _code_at(plane, value, mine & there, BITS, LOW_FIRST).to(words.dtype)

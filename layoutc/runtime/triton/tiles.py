@@ -1,6 +1,8 @@
 """Tiles in generated kernels, as Triton functions: loads and stores.
 
-A program works on a tile of TILE_M rows and TILE_K columns of a matrix (m, k). EVEN: every tile is inside the matrix.
+A program works on a tile of TILE_M rows and TILE_K columns, or TILE[0] and TILE[1], of a matrix (m, k). at: (row,
+column, m, k): where the tile begins, and the sizes of the matrix. strides: from one of its rows, or columns, to the
+next. Tuples are made inside of calls, where their constants stay constants. EVEN: every tile is inside the matrix.
 COVER: the rows and columns of a tile that hold whole blocks. The others are idle: they are neither loaded nor stored.
 (0, 0): no row or column is idle.
 """
@@ -36,33 +38,23 @@ def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def load(
-    pointer,
-    row,
-    column,
-    rows,
-    columns,
-    stride_row,
-    stride_column,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    COVER: tl.constexpr = ALL,
-):
-    """A tile (TILE_M, TILE_K) of a (rows, columns) matrix, with zeros outside the matrix."""
-    i = tl.arange(0, TILE_M)[:, None]
-    j = tl.arange(0, TILE_K)[None, :]
-    pointers = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
+def load(pointer, at, strides, TILE: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
+    """A tile of a matrix, with zeros outside the matrix."""
+    row, column, rows, columns = at
+    i = tl.arange(0, TILE[0])[:, None]
+    j = tl.arange(0, TILE[1])[None, :]
+    pointers = pointer + row * strides[0] + column * strides[1] + (i * strides[0] + j * strides[1])
     if COVER[0]:
-        return tl.load(pointers, mask=_covered(i, j, row, column, rows, columns, EVEN, COVER), other=0)
+        return tl.load(pointers, mask=_covered(i, j, at, EVEN, COVER), other=0)
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(row + i < rows) & (column + j < columns), other=0)
 
 
 @triton.jit
-def _covered(i, j, row, column, rows, columns, EVEN: tl.constexpr, COVER: tl.constexpr):
+def _covered(i, j, at, EVEN: tl.constexpr, COVER: tl.constexpr):
     """True for entries (i, j) of a tile that are not idle and inside the matrix."""
+    row, column, rows, columns = at
     covered = (i < COVER[0]) & (j < COVER[1])
     if EVEN:
         return covered
@@ -71,27 +63,19 @@ def _covered(i, j, row, column, rows, columns, EVEN: tl.constexpr, COVER: tl.con
 
 @triton.jit
 def load_runs(
-    pointer,
-    row,
-    column,
-    rows,
-    columns,
-    stride_row,
-    stride_column,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    COVER: tl.constexpr = ALL,
+    pointer, at, strides, TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL
 ):
     """As load, with PIECES (1, 2 or 4) adjacent pieces of 16 bytes of a row in one thread.
 
     Each piece is a load of its own. That way, fewer threads share a block along a row, and compute its scale.
     """
     if PIECES == 1:
-        return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN, COVER)
+        return load(pointer, at, strides, TILE, EVEN, COVER)
     else:
         tl.static_assert(COVER[0] == 0)
+        TILE_M: tl.constexpr = TILE[0]
+        TILE_K: tl.constexpr = TILE[1]
+        row, column, rows, columns = at
         WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
         RUNS: tl.constexpr = TILE_K // (PIECES * WIDTH)
         # These shapes matter: with two dims for one row, or three for several, Triton moves data or repeats amaxes.
@@ -102,8 +86,8 @@ def load_runs(
             run = tl.arange(0, TILE_M * RUNS)[:, None]
             i = run // RUNS
             j = (run % RUNS) * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, :]
-        pointers = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
-        step = WIDTH * stride_column
+        pointers = pointer + row * strides[0] + column * strides[1] + (i * strides[0] + j * strides[1])
+        step = WIDTH * strides[1]
         inside = row + i < rows
         a = _load_piece(pointers, inside & (column + j < columns), EVEN)
         b = _load_piece(pointers + step, inside & (column + j + WIDTH < columns), EVEN)
@@ -137,14 +121,14 @@ def _load_piece(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
-    """Writes a tile into a contiguous (rows, columns) matrix, in the matrix's dtype; nothing outside the matrix."""
+def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
+    """Writes a tile into a contiguous matrix, in the matrix's dtype; nothing outside the matrix."""
+    row, column, rows, columns = at
     i = tl.arange(0, tile.shape[0])[:, None]
     j = tl.arange(0, tile.shape[1])[None, :]
     pointers = pointer + row * columns + column + (i * columns + j)
     if COVER[0]:
-        inside = _covered(i, j, row, column, rows, columns, EVEN, COVER)
-        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=inside)
+        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=_covered(i, j, at, EVEN, COVER))
     elif EVEN:
         tl.store(pointers, tile.to(pointer.dtype.element_ty))
     else:
@@ -152,19 +136,9 @@ def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr, COVER: 
 
 
 @triton.jit
-def store_words(
-    pointer,
-    words,
-    row,
-    word,
-    rows,
-    row_words,
-    NBYTES: tl.constexpr,
-    SPAN: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    COVER: tl.constexpr = ALL,
-):
-    """Writes packed words of NBYTES bytes into rows of `row_words` words. SPAN: NBYTES, or the next power of 2."""
+def store_words(pointer, words, at, NBYTES: tl.constexpr, LOW_FIRST: tl.constexpr, COVER: tl.constexpr = ALL):
+    """Writes packed words of NBYTES bytes into rows of words. at: as for `store`, in words."""
+    row, word, rows, row_words = at
     i = tl.arange(0, words.shape[0])[:, None]
     j = tl.arange(0, words.shape[1])[None, :]
     inside = (row + i < rows) & (word + j < row_words)
@@ -174,35 +148,24 @@ def store_words(
     if NBYTES == 1:
         tl.store(pointers, words.to(tl.uint8), mask=inside)
     else:
-        b = tl.arange(0, SPAN)[None, None, :]
+        b = tl.arange(0, power_above(NBYTES))[None, None, :]
         shifts = 8 * b if LOW_FIRST else 8 * (NBYTES - 1 - tl.minimum(b, NBYTES - 1))
         bytes_ = ((words[:, :, None] >> shifts) & 0xFF).to(tl.uint8)
         tl.store(pointers[:, :, None] + b, bytes_, mask=inside[:, :, None] & (b < NBYTES))
 
 
 @triton.jit
-def load_words(
-    pointer,
-    row,
-    word,
-    rows,
-    row_words,
-    TILE_M: tl.constexpr,
-    TILE_W: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SPAN: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Inverse of store_words: (TILE_M, TILE_W) words, int64 if WIDE, else int32; zeros outside the matrix."""
-    i = tl.arange(0, TILE_M)[:, None]
-    j = tl.arange(0, TILE_W)[None, :]
+def load_words(pointer, at, TILE: tl.constexpr, NBYTES: tl.constexpr, LOW_FIRST: tl.constexpr, WIDE: tl.constexpr):
+    """Inverse of store_words: a tile of words, int64 if WIDE, else int32; zeros outside the matrix."""
+    row, word, rows, row_words = at
+    i = tl.arange(0, TILE[0])[:, None]
+    j = tl.arange(0, TILE[1])[None, :]
     inside = (row + i < rows) & (word + j < row_words)
     pointers = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
     if NBYTES == 1:
         return tl.load(pointers, mask=inside, other=0).to(tl.int32)
     else:
-        b = tl.arange(0, SPAN)[None, None, :]
+        b = tl.arange(0, power_above(NBYTES))[None, None, :]
         bytes_ = tl.load(pointers[:, :, None] + b, mask=inside[:, :, None] & (b < NBYTES), other=0)
         shifts = 8 * b if LOW_FIRST else 8 * (NBYTES - 1 - tl.minimum(b, NBYTES - 1))
         lanes = bytes_.to(tl.int64 if WIDE else tl.int32)
@@ -210,25 +173,16 @@ def load_words(
 
 
 @triton.jit
-def store_packed(
-    pointer,
-    codes,
-    row,
-    column,
-    rows,
-    columns,
-    BITS: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    COVER: tl.constexpr = ALL,
-):
+def store_packed(pointer, codes, at, BITS: tl.constexpr, LOW_FIRST: tl.constexpr, COVER: tl.constexpr = ALL):
     """Writes a tile of codes of BITS bits into contiguous rows, packed in groups that fill whole bytes."""
     GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
     NBYTES: tl.constexpr = BITS * GROUP // 8
-    SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
     words = pack(codes, BITS, GROUP, LOW_FIRST) if GROUP > 1 else codes
+    row, column, rows, columns = at
     KEPT_M: tl.constexpr = COVER[0]
     KEPT_K: tl.constexpr = COVER[1] // GROUP
-    store_words(pointer, words, row, column // GROUP, rows, columns // GROUP, NBYTES, SPAN, LOW_FIRST, (KEPT_M, KEPT_K))
+    of_words = (row, column // GROUP, rows, columns // GROUP)
+    store_words(pointer, words, of_words, NBYTES, LOW_FIRST, (KEPT_M, KEPT_K))
 
 
 @triton.jit
@@ -243,20 +197,16 @@ def load_codes(
 ):
     """Inverse of store_packed: a tile of codes, (TILE_M, TILE_K) int32.
 
-    at: (row, column, rows, columns), as for `load`. EVEN only has an effect on codes of 8 bits.
+    EVEN only has an effect on codes of 8 bits.
     """
     row, column, rows, columns = at
     if BITS == 8:
-        return load(pointer, row, column, rows, columns, columns, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
+        return load(pointer, at, (columns, 1), (TILE_M, TILE_K), EVEN).to(tl.int32)
     else:
         GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else 2)
-        NBYTES: tl.constexpr = BITS * GROUP // 8
-        SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
+        of_words = (row, column // GROUP, rows, columns // GROUP)
         W: tl.constexpr = TILE_K // GROUP
-        WIDE: tl.constexpr = BITS * GROUP >= 32
-        words = load_words(
-            pointer, row, column // GROUP, rows, columns // GROUP, TILE_M, W, NBYTES, SPAN, LOW_FIRST, WIDE
-        )
+        words = load_words(pointer, of_words, (TILE_M, W), BITS * GROUP // 8, LOW_FIRST, BITS * GROUP >= 32)
         return unpack(words, BITS, GROUP, LOW_FIRST)
 
 
@@ -293,7 +243,7 @@ def load_blocks(
         SPAN_M: tl.constexpr = power_above(TILE_M // BLOCK_M) if BLOCK_M else 1
         SPAN_K: tl.constexpr = power_above(TILE_K // BLOCK_K) if BLOCK_K else 1
         WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
-        return load(plane, at_m, at_k, count_m, count_k, count_k, 1, SPAN_M, SPAN_K, WHOLE)
+        return load(plane, (at_m, at_k, count_m, count_k), (count_k, 1), (SPAN_M, SPAN_K), WHOLE)
 
 
 @triton.jit
@@ -327,7 +277,7 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
             KEPT_M: tl.constexpr = COVER_M // BLOCK_M if BLOCK_M else (1 if COVER_M else 0)
             KEPT_K: tl.constexpr = COVER_K // BLOCK_K if BLOCK_K else (1 if COVER_K else 0)
             entries = as_stored(entries, plane.dtype.element_ty)
-            store(plane, entries, at_m, at_k, count_m, count_k, WHOLE, (KEPT_M, KEPT_K))
+            store(plane, entries, (at_m, at_k, count_m, count_k), WHOLE, (KEPT_M, KEPT_K))
         else:
             tl.store(plane, as_stored(entries, plane.dtype.element_ty), mask=(row == 0) & (column == 0))
 

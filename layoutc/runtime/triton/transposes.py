@@ -47,8 +47,9 @@ def _swap_bytes(a, b, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _transpose_four(a, b, c, d, HARDWARE: tl.constexpr):
-    """Transposes 4 x 4 bytes: words a to d are four rows before, and four columns after."""
+def _transpose_four(words, HARDWARE: tl.constexpr):
+    """Transposes 4 x 4 bytes: words are four rows before, and four columns after."""
+    a, b, c, d = words
     a, c = _swap_halves(a, c, HARDWARE)
     b, d = _swap_halves(b, d, HARDWARE)
     a, b = _swap_bytes(a, b, HARDWARE)
@@ -57,8 +58,9 @@ def _transpose_four(a, b, c, d, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
+def _transpose_eight(words, HARDWARE: tl.constexpr):
     """Transposes 8 x 8 nibbles, as _transpose_four does bytes. Low bits come first."""
+    a, b, c, d, e, f, g, h = words
     a, e = _swap_halves(a, e, HARDWARE)
     b, f = _swap_halves(b, f, HARDWARE)
     c, g = _swap_halves(c, g, HARDWARE)
@@ -75,46 +77,26 @@ def _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _put_column(words, out, row, column, m, k, NTH: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
-    """Writes words (G, W), of N rows and of every Nth column from column + NTH on, into a contiguous (k, m).
+def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+    """Writes N words of codes, (G, W) each, of rows n, N + n, ... in order, transposed into a contiguous (k, m).
 
     Each column of a word is a store of its own, so that Triton's layout along the rows goes back to the loads.
     """
-    g = row // N + tl.arange(0, words.shape[0])[:, None]
-    at = column + tl.arange(0, words.shape[1])[None, :] * N + NTH
-    pointers = out.to(tl.pointer_type(tl.int32)) + at * (m // N) + g
-    if EVEN:
-        tl.store(pointers, words)
-    else:
-        tl.store(pointers, words, mask=(g < m // N) & (at < k))
+    row, column, m, k = at[:4]
+    columns = _transpose_four(words, HARDWARE) if N == 4 else _transpose_eight(words, HARDWARE)
+    for nth in tl.static_range(N):
+        word = columns[nth]
+        g = row // N + tl.arange(0, word.shape[0])[:, None]
+        j = column + tl.arange(0, word.shape[1])[None, :] * N + nth
+        pointers = out.to(tl.pointer_type(tl.int32)) + j * (m // N) + g
+        if EVEN:
+            tl.store(pointers, word)
+        else:
+            tl.store(pointers, word, mask=(g < m // N) & (j < k))
 
 
 @triton.jit
-def _put_four(a, b, c, d, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Writes words of rows 4n (a) to 4n + 3 (d), (G, W) each, transposed into a contiguous (k, m)."""
-    a, b, c, d = _transpose_four(a, b, c, d, HARDWARE)
-    _put_column(a, out, row, column, m, k, 0, 4, EVEN)
-    _put_column(b, out, row, column, m, k, 1, 4, EVEN)
-    _put_column(c, out, row, column, m, k, 2, 4, EVEN)
-    _put_column(d, out, row, column, m, k, 3, 4, EVEN)
-
-
-@triton.jit
-def _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """As _put_four, for words of eight nibbles and rows 8n (a) to 8n + 7 (h)."""
-    a, b, c, d, e, f, g, h = _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE)
-    _put_column(a, out, row, column, m, k, 0, 8, EVEN)
-    _put_column(b, out, row, column, m, k, 1, 8, EVEN)
-    _put_column(c, out, row, column, m, k, 2, 8, EVEN)
-    _put_column(d, out, row, column, m, k, 3, 8, EVEN)
-    _put_column(e, out, row, column, m, k, 4, 8, EVEN)
-    _put_column(f, out, row, column, m, k, 5, 8, EVEN)
-    _put_column(g, out, row, column, m, k, 6, 8, EVEN)
-    _put_column(h, out, row, column, m, k, 7, 8, EVEN)
-
-
-@triton.jit
-def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """Writes words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
     rows: tl.constexpr = words.shape[0]
     w: tl.constexpr = words.shape[1]
@@ -123,7 +105,7 @@ def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.
         ac, bd = tl.split(lanes)
         a, c = tl.split(ac)
         b, d = tl.split(bd)
-        _put_four(a, b, c, d, out, row, column, m, k, EVEN, HARDWARE)
+        _put_columns((a, b, c, d), out, at, 4, EVEN, HARDWARE)
     else:
         tl.static_assert(BITS == 4)
         lanes = tl.reshape(tl.permute(tl.reshape(words, (rows // 8, 8, w)), (0, 2, 1)), (rows // 8, w, 2, 2, 2))
@@ -134,7 +116,7 @@ def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.
         b, f = tl.split(bf)
         c, g = tl.split(cg)
         d, h = tl.split(dh)
-        _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN, HARDWARE)
+        _put_columns((a, b, c, d, e, f, g, h), out, at, 8, EVEN, HARDWARE)
 
 
 @triton.jit
@@ -149,9 +131,9 @@ def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.con
     COVER_M: tl.constexpr = at[4]
     COVER_K: tl.constexpr = at[5] // N
     if plane is not None:
-        store(plane.to(tl.pointer_type(tl.int32)), words, row, column // N, m, k // N, EVEN, (COVER_M, COVER_K))
+        store(plane.to(tl.pointer_type(tl.int32)), words, (row, column // N, m, k // N), EVEN, (COVER_M, COVER_K))
     if transposed_out is not None:
-        _put_transposed(words, transposed_out, row, column, m, k, BITS, EVEN, HARDWARE)
+        _put_transposed(words, transposed_out, at, BITS, EVEN, HARDWARE)
 
 
 @triton.jit
@@ -180,22 +162,21 @@ def put_codes(
     LOW_FIRST: tl.constexpr = True,
 ):
     """As put_words, for a tile of codes of any width. With a buffer: of 8 bits, or of 4 bits with low bits first."""
-    row, column, m, k = at[:4]
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
         put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, HARDWARE)
     elif plane is not None:
         if BITS == 8:
-            store(plane, codes, row, column, m, k, EVEN, at[4:])
+            store(plane, codes, at[:4], EVEN, at[4:])
         else:
-            store_packed(plane, codes, row, column, m, k, BITS, LOW_FIRST, at[4:])
+            store_packed(plane, codes, at[:4], BITS, LOW_FIRST, at[4:])
 
 
 @triton.jit
-def _row_words(
-    pointer, row, word, rows, row_words, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr
-):
-    """Loads words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, with zeros outside the matrix."""
+def _row_words(pointer, at, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr):
+    """Loads words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, with zeros outside the matrix. at: in
+    words."""
+    row, word, rows, row_words = at
     i = tl.arange(0, GROUPS)[:, None] * N + FIRST
     j = tl.arange(0, WORDS)[None, :]
     pointers = pointer + (row + i) * row_words + word + j
@@ -203,36 +184,20 @@ def _row_words(
 
 
 @triton.jit
-def transpose_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """Transposes the bytes of a tile of (m, k) into a contiguous (k, m). m and k must be multiples of 4.
+def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Transposes codes of 8 bits, or of 4 with low bits first, of a tile of (m, k) into a contiguous (k, m). m and k
+    must be multiples of as many codes as a word has.
 
-    4 x 4 bytes are transposed in words, which takes a quarter of the accesses to shared memory that bytes would take.
+    N x N codes are transposed in N words, which takes an Nth of the accesses to shared memory that codes would take.
     """
+    N: tl.constexpr = 32 // BITS
     source = data.to(tl.pointer_type(tl.int32))
-    G: tl.constexpr = TILE_M // 4
-    W: tl.constexpr = TILE_K // 4
-    a = _row_words(source, row, column // 4, m, k // 4, G, W, 4, 0)
-    b = _row_words(source, row, column // 4, m, k // 4, G, W, 4, 1)
-    c = _row_words(source, row, column // 4, m, k // 4, G, W, 4, 2)
-    d = _row_words(source, row, column // 4, m, k // 4, G, W, 4, 3)
-    _put_four(a, b, c, d, out, row, column, m, k, False, HARDWARE)
-
-
-@triton.jit
-def transpose_nibbles(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """As transpose_bytes for codes of 4 bits, low bits first, 8 x 8 at a time. m and k must be multiples of 8."""
-    source = data.to(tl.pointer_type(tl.int32))
-    G: tl.constexpr = TILE_M // 8
-    W: tl.constexpr = TILE_K // 8
-    a = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 0)
-    b = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 1)
-    c = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 2)
-    d = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 3)
-    e = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 4)
-    f = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 5)
-    g = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 6)
-    h = _row_words(source, row, column // 8, m, k // 8, G, W, 8, 7)
-    _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, False, HARDWARE)
+    row, column, m, k = at
+    words = ()
+    for first in tl.static_range(N):
+        loaded = _row_words(source, (row, column // N, m, k // N), TILE[0] // N, TILE[1] // N, N, first)
+        words = words + (loaded,)  # noqa: RUF005  what Triton has
+    _put_columns(words, out, at, N, False, HARDWARE)
 
 
 @triton.jit
@@ -257,18 +222,15 @@ def move_codes(
     row, column, m, k = at
     if out is not None:
         if WORDS:
-            if BITS == 8:
-                transpose_bytes(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-            else:
-                transpose_nibbles(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
+            transpose_words(data, out, at, (TILE_M, TILE_K), BITS, HARDWARE)
         else:
             codes = load_codes(data, at, TILE_M, TILE_K, BITS, LOW_FIRST)
             rows = round_up(m, PAD[0])
             columns = round_up(k, PAD[1])
             if DIMS == "km":
-                store_packed(out, tl.trans(codes), column, row, columns, rows, BITS, LOW_FIRST)
+                store_packed(out, tl.trans(codes), (column, row, columns, rows), BITS, LOW_FIRST)
             else:
-                store_packed(out, codes, row, column, rows, columns, BITS, LOW_FIRST)
+                store_packed(out, codes, (row, column, rows, columns), BITS, LOW_FIRST)
 
 
 @triton.jit
@@ -315,7 +277,7 @@ def move_scales(
         at_k = j * STEP_K // BLOCK[1] if BLOCK[1] else j * 0
         columns = tl.cdiv(k, BLOCK[1]) if BLOCK[1] else 1
         values = tl.load(plane + at_m * columns + at_k, mask=inside, other=0)
-        _put_scales(tl.where(inside, values, 0), out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
+        _put_scales(tl.where(inside, values, 0), out, (i, j, m, k), PER, PAD, (DIMS, FREE), PLACE)
 
 
 @triton.jit
@@ -338,32 +300,22 @@ def spread_scales(
         i = row // PER[0] + tl.arange(0, values.shape[0])[:, None]
         j = column // PER[1] + tl.arange(0, values.shape[1])[None, :]
         values = tl.where((i * PER[0] < m) & (j * PER[1] < k), values, 0)
-        _put_scales(values, out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
+        _put_scales(values, out, (i, j, m, k), PER, PAD, (DIMS, FREE), PLACE)
 
 
 @triton.jit
-def _put_scales(
-    values,
-    out,
-    i,
-    j,
-    m,
-    k,
-    PER: tl.constexpr,
-    PAD: tl.constexpr,
-    DIMS: tl.constexpr,
-    FREE: tl.constexpr,
-    PLACE: tl.constexpr,
-):
-    """Writes entries (i, j) of a buffer with one entry for each PER[0] rows and PER[1] columns.
+def _put_scales(values, out, at, PER: tl.constexpr, PAD: tl.constexpr, ORDER: tl.constexpr, PLACE: tl.constexpr):
+    """Writes entries of a buffer with one entry for each PER[0] rows and PER[1] columns.
 
-    PAD: what the counts of entries are rounded up to. DIMS: "mk" or "km". PLACE: the recipe's gemm_place, for a buffer
-    in the GEMM's order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
+    at: (i, j, m, k): the numbers of the entries, and the sizes of the matrix. PAD: what the counts of entries are
+    rounded up to. ORDER: (DIMS, FREE). DIMS: "mk" or "km". PLACE: the recipe's gemm_place, for a buffer in the GEMM's
+    order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
     """
+    i, j, m, k = at
     out_m = tl.cdiv(tl.cdiv(m, PER[0]), PAD[0]) * PAD[0] if PER[0] else 1
     out_k = tl.cdiv(tl.cdiv(k, PER[1]), PAD[1]) * PAD[1] if PER[1] else 1
     if PLACE is not None:
-        at = PLACE(i, j, out_m, out_k) if FREE == "m" else PLACE(j, i, out_k, out_m)
+        entry = PLACE(i, j, out_m, out_k) if ORDER[1] == "m" else PLACE(j, i, out_k, out_m)
     else:
-        at = j * out_m + i if DIMS == "km" else i * out_k + j
-    tl.store(out + at, as_stored(values, out.dtype.element_ty), mask=(i < out_m) & (j < out_k))
+        entry = j * out_m + i if ORDER[0] == "km" else i * out_k + j
+    tl.store(out + entry, as_stored(values, out.dtype.element_ty), mask=(i < out_m) & (j < out_k))
