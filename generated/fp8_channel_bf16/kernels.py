@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -134,15 +135,17 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
-        (2, False, True): (128, 64, 1, 2, 168),  # one row of large blocks
-        (4, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
-        (4, False, True): (128, 64, 1, 2, None),  # one row of large blocks
+        # a whole row, if it has no more columns: registers hold it
+        (2, "rowwise"): Tile(rows=1, columns=8192, warps=8),
+        (2, "columnwise"): Tile(rows=128, columns=64, warps=2, registers=168),  # one row of large blocks
+        # a whole row, if it has no more columns: registers hold it
+        (4, "rowwise"): Tile(rows=1, columns=8192, warps=8),
+        (4, "columnwise"): Tile(rows=128, columns=64, warps=2),  # one row of large blocks
     },
-    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (128, 64, 2)},
-    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=128, columns=64, warps=2)},
+    lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("columnwise_data", "columnwise_scale"),
     word=4,
     row_blocks={"rowwise": 1},

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -91,17 +92,17 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, True): (4, 1024, 1, 4, None),
+        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
     buffer_sizes={
-        (2, True): (128, 64, 1, 4, None),  # codes are transposed: whole sectors of a column
-        (4, True): (128, 128, 1, 8, None),
+        (2, "rowwise"): Tile(rows=128, columns=64, warps=4),  # codes are transposed: whole sectors of a column
+        (4, "rowwise"): Tile(rows=128, columns=128, warps=8),
     },
-    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},
-    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=4, columns=512, warps=2)},
+    lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_data",),
     word=4,
 )

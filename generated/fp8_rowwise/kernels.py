@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -114,17 +115,21 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True, True): (4, 1024, 1, 8, None),  # whole rows, of which four read each scale of a column
-        (2, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
-        (2, False, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, True, True): (4, 1024, 1, 8, None),  # whole rows, of which four read each scale of a column
-        (4, True, False): (1, 8192, 1, 8, None),  # a whole row, if it has no more columns: registers hold it
-        (4, False, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        # whole rows, of which four read each scale of a column
+        (2, "rowwise", "columnwise"): Tile(rows=4, columns=1024, warps=8),
+        # a whole row, if it has no more columns: registers hold it
+        (2, "rowwise"): Tile(rows=1, columns=8192, warps=8),
+        (2, "columnwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        # whole rows, of which four read each scale of a column
+        (4, "rowwise", "columnwise"): Tile(rows=4, columns=1024, warps=8),
+        # a whole row, if it has no more columns: registers hold it
+        (4, "rowwise"): Tile(rows=1, columns=8192, warps=8),
+        (4, "columnwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
     },
-    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},
-    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=4, columns=512, warps=2)},
+    lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("columnwise_data",),
     word=4,
     row_blocks={"rowwise": 1},

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -179,25 +180,29 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True, True): (128, 128, 1, 4, None),  # one row of large blocks
-        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (2, False, True): (128, 128, 1, 4, None),  # one row of large blocks
-        (4, True, True): (128, 128, 1, 4, None),
-        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, False, True): (128, 128, 1, 4, None),  # one row of large blocks
+        (2, "rowwise", "columnwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
+        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (2, "columnwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
+        (4, "rowwise", "columnwise"): Tile(rows=128, columns=128, warps=4),
+        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (4, "columnwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
     },
     buffer_sizes={
-        (2, True, True): (128, 128, 1, 8, None),  # codes are transposed: whole sectors of a column
-        (2, True, False): (128, 128, 1, 4, 168),
-        (2, False, True): (128, 128, 1, 4, 168),
-        (4, True, True): (128, 128, 1, 8, None),
-        (4, True, False): (128, 128, 1, 4, None),
-        (4, False, True): (128, 128, 1, 4, None),
+        # codes are transposed: whole sectors of a column
+        (2, "rowwise", "columnwise"): Tile(rows=128, columns=128, warps=8),
+        (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),
+        (2, "columnwise"): Tile(rows=128, columns=128, warps=4, registers=168),
+        (4, "rowwise", "columnwise"): Tile(rows=128, columns=128, warps=8),
+        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
+        (4, "columnwise"): Tile(rows=128, columns=128, warps=4),
     },
-    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (128, 128, 4)},
-    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={
+        "rowwise": Tile(rows=4, columns=512, warps=2),
+        "columnwise": Tile(rows=128, columns=128, warps=4),
+    },
+    lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_scale", "columnwise_data", "columnwise_scale"),
     word=4,
     padding=(((1, 128), (128, 4)), ((32, 4),)),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -158,25 +159,27 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True, True): (32, 256, 2, 2, 224),  # one row of blocks, all rows of a block in a warp
-        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (2, False, True): (32, 256, 1, 2, None),  # one row of blocks, all rows of a block in a warp
-        (4, True, True): (32, 128, 1, 1, None),
-        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, False, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+        # one row of blocks, all rows of a block in a warp
+        (2, "rowwise", "columnwise"): Tile(rows=32, columns=256, warps=2, pieces=2, registers=224),
+        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (2, "columnwise"): Tile(rows=32, columns=256, warps=2),  # one row of blocks, all rows of a block in a warp
+        (4, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=1),
+        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (4, "columnwise"): Tile(rows=32, columns=128, warps=2),  # one row of blocks, all rows of a block in a warp
     },
     buffer_sizes={
-        (2, True, True): (32, 256, 2, 2, None),  # as for planes, with whole entries of buffers
-        (2, True, False): (32, 128, 1, 4, None),
-        (2, False, True): (32, 256, 1, 2, None),
-        (4, True, True): (32, 128, 1, 1, None),
-        (4, True, False): (32, 128, 1, 4, None),
-        (4, False, True): (32, 128, 1, 2, None),
+        # as for planes, with whole entries of buffers
+        (2, "rowwise", "columnwise"): Tile(rows=32, columns=256, warps=2, pieces=2),
+        (2, "rowwise"): Tile(rows=32, columns=128, warps=4),
+        (2, "columnwise"): Tile(rows=32, columns=256, warps=2),
+        (4, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=1),
+        (4, "rowwise"): Tile(rows=32, columns=128, warps=4),
+        (4, "columnwise"): Tile(rows=32, columns=128, warps=2),
     },
-    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (32, 128, 2)},
-    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=32, columns=128, warps=2)},
+    lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale", "columnwise_scale"),
     padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
 )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -139,17 +140,20 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (32, 256, 1, 2, None),  # one row of blocks, all rows of a block in a warp
-        (4, True): (32, 64, 1, 2, None),
+        (2, "rowwise"): Tile(rows=32, columns=256, warps=2),  # one row of blocks, all rows of a block in a warp
+        (4, "rowwise"): Tile(rows=32, columns=64, warps=2),
     },
     buffer_sizes={
-        (2, True): (32, 256, 1, 2, None),  # as for planes, with whole entries of buffers
-        (4, True): (32, 64, 1, 2, None),
+        (2, "rowwise"): Tile(rows=32, columns=256, warps=2),  # as for planes, with whole entries of buffers
+        (4, "rowwise"): Tile(rows=32, columns=64, warps=2),
     },
-    dequantize_sizes={"rowwise": (32, 128, 2), "columnwise": (32, 128, 2)},
-    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
+    dequantize_sizes={
+        "rowwise": Tile(rows=32, columns=128, warps=2),
+        "columnwise": Tile(rows=32, columns=128, warps=2),
+    },
+    lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale",),
     padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
 )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -128,17 +129,17 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, True): (4, 1024, 1, 4, None),
+        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
     buffer_sizes={
-        (2, True): (32, 128, 1, 4, None),  # as for planes, with whole entries of buffers
-        (4, True): (32, 128, 1, 4, None),
+        (2, "rowwise"): Tile(rows=32, columns=128, warps=4),  # as for planes, with whole entries of buffers
+        (4, "rowwise"): Tile(rows=32, columns=128, warps=4),
     },
-    dequantize_sizes={"rowwise": (4, 512, 2)},
-    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
+    lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale",),
     padding=(((1, 128),), ((32, 4),)),
 )

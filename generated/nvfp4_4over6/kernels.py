@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -157,13 +158,17 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (16, 64, 1, 1, None),  # one row of blocks: registers hold the elements of every candidate
-        (4, True): (16, 64, 1, 2, None),
+        # one row of blocks: registers hold the elements of every candidate
+        (2, "rowwise"): Tile(rows=16, columns=64, warps=1),
+        (4, "rowwise"): Tile(rows=16, columns=64, warps=2),
     },
-    dequantize_sizes={"rowwise": (16, 256, 2), "columnwise": (16, 256, 2)},
-    lay_out_size=(128, 256, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={
+        "rowwise": Tile(rows=16, columns=256, warps=2),
+        "columnwise": Tile(rows=16, columns=256, warps=2),
+    },
+    lay_out_size=Tile(rows=128, columns=256, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_scale", "rowwise_data"),
     word=8,
     padding=(((1, 128), (16, 4)), ((1, 128), (16, 4))),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -135,17 +136,19 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (1, 2048, 2, 1, None),  # blocks along rows, codes of 4 bits: two pieces fill a word
-        (4, True): (4, 512, 2, 1, None),
+        # blocks along rows, codes of 4 bits: two pieces fill a word
+        (2, "rowwise"): Tile(rows=1, columns=2048, warps=1, pieces=2),
+        (4, "rowwise"): Tile(rows=4, columns=512, warps=1, pieces=2),
     },
     buffer_sizes={
-        (2, True): (16, 128, 2, 1, None),  # as for planes, with whole entries of buffers
-        (4, True): (16, 128, 2, 1, None),
+        # as for planes, with whole entries of buffers
+        (2, "rowwise"): Tile(rows=16, columns=128, warps=1, pieces=2),
+        (4, "rowwise"): Tile(rows=16, columns=128, warps=1, pieces=2),
     },
-    dequantize_sizes={"rowwise": (4, 1024, 2)},
-    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
+    lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale",),
     padding=(((1, 128),), ((16, 4),)),
 )

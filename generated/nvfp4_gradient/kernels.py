@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
@@ -177,25 +178,32 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True, True): (16, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
-        (2, True, False): (1, 2048, 2, 2, None),  # blocks along rows, codes of 4 bits: two pieces fill a word
-        (2, False, True): (16, 256, 1, 2, None),  # one row of blocks, all rows of a block in a warp
-        (4, True, True): (16, 128, 1, 2, None),
-        (4, True, False): (4, 512, 2, 2, None),  # blocks along rows, codes of 4 bits: two pieces fill a word
-        (4, False, True): (16, 256, 1, 4, None),  # one row of blocks, all rows of a block in a warp
+        # one row of blocks, all rows of a block in a warp
+        (2, "rowwise", "columnwise"): Tile(rows=16, columns=128, warps=2),
+        # blocks along rows, codes of 4 bits: two pieces fill a word
+        (2, "rowwise"): Tile(rows=1, columns=2048, warps=2, pieces=2),
+        (2, "columnwise"): Tile(rows=16, columns=256, warps=2),  # one row of blocks, all rows of a block in a warp
+        (4, "rowwise", "columnwise"): Tile(rows=16, columns=128, warps=2),
+        # blocks along rows, codes of 4 bits: two pieces fill a word
+        (4, "rowwise"): Tile(rows=4, columns=512, warps=2, pieces=2),
+        (4, "columnwise"): Tile(rows=16, columns=256, warps=4),  # one row of blocks, all rows of a block in a warp
     },
     buffer_sizes={
-        (2, True, True): (32, 128, 1, 4, None),  # codes are transposed: whole sectors of a column
-        (2, True, False): (64, 64, 1, 2, None),
-        (2, False, True): (64, 64, 1, 2, None),
-        (4, True, True): (32, 128, 1, 4, None),
-        (4, True, False): (64, 64, 1, 4, None),
-        (4, False, True): (64, 64, 1, 4, None),
+        # codes are transposed: whole sectors of a column
+        (2, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=4),
+        (2, "rowwise"): Tile(rows=64, columns=64, warps=2),
+        (2, "columnwise"): Tile(rows=64, columns=64, warps=2),
+        (4, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=4),
+        (4, "rowwise"): Tile(rows=64, columns=64, warps=4),
+        (4, "columnwise"): Tile(rows=64, columns=64, warps=4),
     },
-    dequantize_sizes={"rowwise": (4, 1024, 2), "columnwise": (16, 256, 2)},
-    lay_out_size=(128, 256, 8),  # square in bytes: both sides of a transpose have whole sectors
+    dequantize_sizes={
+        "rowwise": Tile(rows=4, columns=1024, warps=2),
+        "columnwise": Tile(rows=16, columns=256, warps=2),
+    },
+    lay_out_size=Tile(rows=128, columns=256, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_scale", "columnwise_data", "columnwise_scale"),
     word=8,
     padding=(((1, 128), (16, 4)), ((1, 128), (16, 4))),

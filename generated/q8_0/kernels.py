@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from . import reference
@@ -89,11 +90,11 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)
+    # by the bytes of a value of x, and the sources that are written
     quantize_sizes={
-        (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
-        (4, True): (4, 1024, 1, 4, None),
+        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
+        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
-    dequantize_sizes={"rowwise": (4, 512, 2)},
+    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
     by_reference=reference.lay_out,  # values of rowwise_record lie in records, whose bits are joined by torch
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from layoutc.emit import kernel_codecs
 from layoutc.emit.arithmetic_text import ConstantText, constants_of
@@ -83,9 +84,9 @@ def _facts(kernels: Kernels) -> Lines:
     served = {source.source.name: source.serves for source in kernels.sources}
     lines = [f"serves={served},"]
     if isinstance(quantize, QuantizeKernel):
-        lines += _quantize_facts(quantize)
-    reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
-    lines.append(f"dequantize_sizes={reading},")
+        lines += _quantize_facts(kernels, quantize)
+    reading = ", ".join(f'"{name}": {_tile(tile)}' for name, tile in kernels.dequantize_tiles)
+    lines.append(f"dequantize_sizes={{{reading}}},")
     if books := codebooks_of(kernels.layout).values():
         names = [f"reference.{prefix_of(one.suffix)}{one.kind.upper()}_VALUES" for one in books]
         lines.append(f"codebooks={' + '.join(names)},")
@@ -93,7 +94,8 @@ def _facts(kernels: Kernels) -> Lines:
         lines.append(f"by_reference=reference.lay_out,  # {lay_out.reason}")
     elif lay_out is not None:
         tile = lay_out.tile
-        lines.append(f"lay_out_size=({tile.rows}, {tile.columns}, {tile.warps}),  # {tile.reason}")
+        sizes = f"rows={tile.rows}, columns={tile.columns}, warps={tile.warps}"
+        lines.append(f"lay_out_size=Tile({sizes}),  # {tile.reason}")
         lines.append(f"moved={lay_out.planes},")
         lines += [f"word={lay_out.word},"] if lay_out.word > 1 else []
         lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
@@ -113,29 +115,29 @@ def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     return tuple(lines)
 
 
-def _quantize_facts(quantize: QuantizeKernel) -> Lines:
+def _quantize_facts(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     """Lines of arguments with the tiles of launches that quantize."""
-    lines = ["# (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)"]
-    lines += ["quantize_sizes={", *_tiles(quantize.tiles), "},"]
-    covers = [(size, flags, tile) for size, flags, tile in quantize.tiles if tile.covers]
-    if covers:
-        lines += ["# The rows and columns of a tile that hold whole blocks; the others are idle."]
-        lines += [
-            "covers={",
-            *(f"    ({', '.join(map(str, (size, *flags)))}): {tile.covers}," for size, flags, tile in covers),
-            "},",
-        ]
-    if quantize.fused:
-        lines += ["buffer_sizes={", *_tiles(quantize.buffer_tiles), "},"]
-    return tuple(lines)
+    names = [source.source.name for source in kernels.sources]
+    lines = ["# by the bytes of a value of x, and the sources that are written", "quantize_sizes={"]
+    lines += [*_tiles(names, quantize.tiles), "},"]
+    return tuple([*lines, "buffer_sizes={", *_tiles(names, quantize.buffer_tiles), "},"] if quantize.fused else lines)
 
 
-def _tiles(tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]) -> Lines:
+def _tiles(names: list[str], tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]) -> Lines:
     lines: list[str] = []
     reason = ""
     for size, flags, tile in tiles:
-        key = ", ".join(map(str, (size, *flags)))
-        value = ", ".join(map(str, (tile.rows, tile.columns, tile.pieces, tile.warps, tile.registers)))
-        lines.append(f"    ({key}): ({value}),{f'  # {tile.reason}' if tile.reason != reason else ''}")
+        key = ", ".join([str(size), *(f'"{name}"' for name in compress(names, flags))])
+        line, said = f"    ({key}): {_tile(tile)},", f"# {tile.reason}" if tile.reason != reason else ""
+        lines += [f"    {said}", line] if len(line) + len(said) > 110 else [f"{line}  {said}" if said else line]
         reason = tile.reason
     return tuple(lines)
+
+
+def _tile(tile: Tile) -> str:
+    """A tile, without what is as usual."""
+    said = {"rows": tile.rows, "columns": tile.columns, "warps": tile.warps}
+    said |= {"pieces": tile.pieces} if tile.pieces > 1 else {}
+    said |= {"registers": tile.registers} if tile.registers else {}
+    cover = f", cover={tile.covers}" if tile.covers else ""
+    return f"Tile({', '.join(f'{name}={value}' for name, value in said.items())}{cover})"

@@ -36,6 +36,7 @@ from triton.compiler import ASTSource
 
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, launch, rank_chunks, rank_sums
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import (
     dequantize_kernel,
@@ -46,7 +47,6 @@ from layoutc.runtime.triton.kernels import (
 )
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
 POINTERS = {torch.uint8: "*u8", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -64,9 +64,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
     for (size, *written), tile in kernels.quantize_sizes.items():
         if size != 2 and not EVERY:
             continue
-        flags = dict(zip(kernels.serves, written, strict=True))
-        asked = [flags.get(name, False) for name in ("rowwise", "columnwise")]
-        label = "+".join(itertools.compress(layout.orientations, written)) if len(written) > 1 else "all"
+        asked = [name in written for name in ("rowwise", "columnwise")]
+        label = "+".join(written) if len(kernels.serves) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", quantize_kernel, asked, tile, dtype
         # Of a batch, whose tiles and arithmetic are the same, inputs of one dtype.
@@ -78,7 +77,7 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
             if layout.name in BY_ROWS:
                 yield f"quantize_buffers_by_rows {label} {dtype}", quantize_kernel, asked, tile, dtype
     if kernels.lay_out_tile is not None:
-        tile = (*kernels.lay_out_size[:2], 1, kernels.lay_out_size[2], None)
+        tile = kernels.lay_out_size
         yield "lay_out", lay_out_kernel, [], tile, "bf16"
         if layout.name in BATCHES_LAID_OUT:
             yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
@@ -90,7 +89,7 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         asked = [orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise")]
         for form in ("", "_batch", "_parts", "_batch_parts") if layout.name in BATCHES_READ else ("",):
             label = f"dequantize{form} {orientation} bf16"
-            yield label, dequantize_kernel, asked, (*tile[:2], 1, tile[2], None), "bf16"
+            yield label, dequantize_kernel, asked, tile, "bf16"
 
 
 MATRIX = {"x", "m", "k", "stride_m", "stride_k", "cover_k"}  # in place of a table
@@ -131,20 +130,20 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     kernel = batch.amax_batch_kernel
     for dtype in ("bf16", "fp32"):
         tile_m, tile_k, warps = batches.AMAX_TILE
-        yield f"amax_batch {dtype}", kernel, {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
-        tile = (*amaxes.column_tile(1)[:2], 1, amaxes.column_tile(1)[2], None)
+        yield f"amax_batch {dtype}", kernel, {"BLOCK_K": tile_k, "WHOLE": True}, Tile(tile_m, tile_k, warps), dtype
+        tile = Tile(*amaxes.column_tile(1))
         yield f"amax_batch columns {dtype}", kernel, {"BLOCK_K": 1, "WHOLE": False}, tile, dtype
-    tile = (*amaxes.column_tile(24)[:2], 1, amaxes.column_tile(24)[2], None)
+    tile = Tile(*amaxes.column_tile(24))
     yield "amax_batch 24 columns bf16", kernel, {"BLOCK_K": 24, "WHOLE": False}, tile, "bf16"
-    tile = (1, rank_sums.TILE, 1, rank_sums.WARPS, None)
+    tile = Tile(1, rank_sums.TILE, rank_sums.WARPS)
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
     yield "rank_chunks bf16", batch.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
     for source in (tl.float32, tl.bfloat16, tl.int64):
         dtype = tl.int64 if source == tl.int64 else tl.bfloat16
         constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
-        yield f"copy_in {source}", batch.copy_in_kernel, constants, (1, copies.TILE, 1, copies.WARPS, None), "bf16"
-    tile = (1, copies.TILE, 1, copies.WARPS, None)
+        yield f"copy_in {source}", batch.copy_in_kernel, constants, Tile(1, copies.TILE, copies.WARPS), "bf16"
+    tile = Tile(1, copies.TILE, copies.WARPS)
     for moving in (0, 2, copies.MOVING):  # tensors whose addresses are arguments
         constants = {"TILE": copies.TILE, "DTYPE": tl.int64}
         constants |= {f"moving{index + 1}": None for index in range(moving, copies.MOVING)}
@@ -164,8 +163,15 @@ def compiled(
     fixed: constants of its own. given: types of pointers, and None of what is not given.
     """
     level, given = launch.level_of(divmod(capability, 10)), given or {}
-    constant = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
-    constant |= {"PIECES": tile[2], "SWIZZLED": True, "ROWS": batches.ROWS[-1], "ALIGNED": True}
+    constant = {
+        "TILE_M": tile.rows,
+        "TILE_K": tile.columns,
+        "EVEN": True,
+        "HARDWARE": level,
+        "stride_k": 1,
+        "WORDS": True,
+    }
+    constant |= {"PIECES": tile.pieces, "SWIZZLED": True, "ROWS": batches.ROWS[-1], "ALIGNED": True}
     constant |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32}
     constant |= {"ROWS": 0, "ALIGNED": False, "DTYPE": None} if "table" in given else {}
     constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
@@ -208,7 +214,11 @@ def compiled(
         if name not in ("input_max", "number", "ranks"):
             attributes[index,] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tile[3], "maxnreg": tile[4] if capability == 90 else None, "enable_fp_fusion": False}
+    options = {
+        "num_warps": tile.warps,
+        "maxnreg": tile.registers if capability == 90 else None,
+        "enable_fp_fusion": False,
+    }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -224,8 +234,8 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
         mask = (1 << len(kernels._written)) - 1 if "_parts" in name else 0
         return {"DEQUANTIZE": kernels.dequantize_tile, **sources, "PARTED": mask}
     masks = kernels._masks if "batch" in name else (0, 0, 0)
-    written = (flag for source, flag in zip(("rowwise", "columnwise"), asked, strict=True) if source in kernels.serves)
-    cover = kernels.covers.get((2 if name.endswith("bf16") else 4, *written), (0, 0))
+    written = itertools.compress(("rowwise", "columnwise"), asked)
+    cover = kernels.quantize_sizes[2 if name.endswith("bf16") else 4, *written].cover
     return {
         "QUANTIZE": kernels.quantize_tile,
         "AMAXES": 512 if "by_rows" in name else 0,
@@ -284,7 +294,7 @@ def counts(code: str, tile: Tile) -> dict[str, Any]:
     real = [one for one in operations if not one.startswith("NOP")]
     return {
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
-        "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
+        "per_element": round(len(real) * tile.warps * 32 / (tile.rows * tile.columns), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
 
@@ -352,7 +362,7 @@ def answer(arguments: list[str]) -> None:
         tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in asked else ():
-        tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
+        tell("checks", name, compiled_check(convert, expect, capability), Tile(*conversion_checks.TILE, 4))
     if "all" in asked:
         folder = Path(layoutc.recipes.__file__).parent
         asked |= {path.parent.name: ["*"] for path in folder.glob("*/kernels.py")}

@@ -158,7 +158,8 @@ def test_quantize_and_dequantize_equal_the_reference(name: str) -> None:
     layout, made = recipe(name).LAYOUT, kernels(name)
     widest = max(tile[1] for tile in made.quantize_sizes.values())
     shapes = [(8, 8), (104, 200), (24, widest + 16)]
-    covers = {(lcm(m, layout.multiple_m), lcm(k, layout.multiple_k)) for m, k in made.covers.values()}
+    covers = [tile.cover for tile in made.quantize_sizes.values() if tile.cover[0]]
+    covers = {(lcm(m, layout.multiple_m), lcm(k, layout.multiple_k)) for m, k in covers}
     shapes += [(m, k) for m, k in sorted(covers) if m * k < 10_000]
     for seed, (m, k) in enumerate(dict.fromkeys(shapes)):
         compare(name, weight(m, k, seed).to(torch.bfloat16), layout.orientations)

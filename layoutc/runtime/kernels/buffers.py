@@ -102,7 +102,7 @@ def split(
     made: Sequence[Mapping[str, Tensor]],
     shapes: Sequence[tuple[int, int]],
     covers: Sequence[tuple[int, int]],
-    tile: tuple[int, int, int],
+    tile: tuple[int, int],
     word: int,
 ) -> list[tuple[int, batches.Table | None]]:
     """The launches that fill buffers. For each, the index of a weight, and a table of all its weights; None for one.
@@ -118,7 +118,7 @@ def split(
     ms, ks = zip(*shapes, strict=True)
     fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
     some = next(iter(made[0].values()))
-    tables, single = batches.tables_of(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))
+    tables, single = batches.tables_of(some.device, covers, fields, wide, tile, (word, word))
     return [*((0, table) for table in tables), *((index, None) for index in single)]
 
 

@@ -7,12 +7,24 @@ from typing import Any, NamedTuple
 
 from layoutc.runtime.kernels.direct import Constants
 
-Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
-Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes per value of x, and which sources are written
-Covers = Mapping[tuple[int, *tuple[bool, ...]], tuple[int, int]]  # by the same: rows and columns of a tile
-
 _ALL = 1 << 62  # more columns than a matrix has
 _LEAST = 512  # columns of a tile that is fitted to few
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, its warps, adjacent 16-byte pieces of a row in a thread, the most registers of a
+    thread, and the rows and columns that hold whole blocks, where those beside them are idle; (0, 0): all of them."""
+
+    rows: int
+    columns: int
+    warps: int
+    pieces: int = 1
+    registers: int | None = None
+    cover: tuple[int, int] = (0, 0)
+
+
+NO_TILE = Tile(0, 0, 0)
+Tiles = Mapping[tuple[int, *tuple[str, ...]], Tile]  # by bytes per value of x, and the sources that are written
 
 
 class Choice(NamedTuple):
@@ -22,14 +34,13 @@ class Choice(NamedTuple):
     columnwise: bool
     input_max: float | None
     tile: Tile
-    cover: tuple[int, int]  # the tile's rows and columns that hold whole blocks; (0, 0): all of them
     rows: tuple[int, int, int]  # of blocks that span all columns, of both sources; which depend on ranges (a bit each)
     constants: dict[Any, Constants]  # by everything else that they depend on
 
     @property
     def step(self) -> tuple[int, int]:
         """Rows and columns from one tile to the next."""
-        return self.cover if self.cover[0] else (self.tile[0], self.tile[1])
+        return self.tile.cover if self.tile.cover[0] else self.tile[:2]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -41,11 +52,10 @@ class Choice(NamedTuple):
 
         Blocks of another source may need these.
         """
-        rows, columns, pieces, warps, registers = self.tile
-        fit, alone = fitting(k), self.rowwise != self.columnwise
-        if not (alone and any(self.rows[:2])) or self.cover[0] or pieces > 1 or fit >= columns:
+        tile, fit, alone = self.tile, fitting(k), self.rowwise != self.columnwise
+        if not (alone and any(self.rows[:2])) or tile.cover[0] or tile.pieces > 1 or fit >= tile.columns:
             return self
-        return self._replace(tile=(rows, fit, pieces, max(warps * fit // columns, 1), registers))
+        return self._replace(tile=tile._replace(columns=fit, warps=max(tile.warps * fit // tile.columns, 1)))
 
 
 def fitting(k: int) -> int:

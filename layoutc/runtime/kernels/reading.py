@@ -11,6 +11,7 @@ from torch import Tensor
 from layoutc.ints.sizes import up
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.triton.kernels import dequantize_kernel
@@ -27,7 +28,7 @@ class Kernels(Protocol):
     @property
     def dequantize_tile(self) -> Any: ...
     @property
-    def dequantize_sizes(self) -> Mapping[str, tuple[int, int, int]]: ...
+    def dequantize_sizes(self) -> Mapping[str, Tile]: ...
     @property
     def serves(self) -> Mapping[str, tuple[str, ...]]: ...
     @property
@@ -50,7 +51,7 @@ def dequantizing(kernels: Kernels, out: Tensor, read: Planes, orientation: str, 
     """The launch that dequantizes such planes into such a tensor, (m, k), kept for the next of them."""
     (m, k), key = out.shape, (*out.shape, out.device, orientation, out.dtype, tuple(read), parts)
     if (bound := kernels._reading.get(key)) is None:
-        tile_m, tile_k, _ = kernels.dequantize_sizes[orientation]
+        tile_m, tile_k, *_ = kernels.dequantize_sizes[orientation]
         grid = launch.programs(*_covered(m, k, tile_m, parts), tile_m, tile_k)
         kind = 0, False, _is_even(m, k, (tile_m, tile_k), parts)
         bound = kernels._reading[key] = _bound(kernels, None, grid, (m, k), read, orientation, out, parts, kind)
@@ -202,7 +203,7 @@ def _bound(
     kind: tuple[int, bool, bool],
 ) -> Bound:
     """kind: ROWS, ALIGNED and EVEN of the kernel."""
-    tile_m, tile_k, warps = kernels.dequantize_sizes[orientation]
+    tile_m, tile_k, warps, *_ = kernels.dequantize_sizes[orientation]
     serves = (orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise"))
     stored, parted = kernels.layout.stored, 0
     for at, name in enumerate(kernels._written if parts is not None else ()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch, reading
-from layoutc.runtime.kernels.choices import Choice, Covers, Tiles, fitting
+from layoutc.runtime.kernels.choices import NO_TILE, Choice, Tile, Tiles, fitting
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import Again, PreparedLaunch
 from layoutc.runtime.kernels.prepared_batch import Binding
@@ -41,11 +41,10 @@ class Kernels:
     serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles = field(default_factory=dict)
     buffer_sizes: Tiles | None = None  # None: quantizing into buffers that are no planes takes two launches
-    covers: Covers = field(default_factory=dict)  # what holds whole blocks, of tiles that do not consist of them
-    dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
+    dequantize_sizes: Mapping[str, Tile]  # by orientation
     codebooks: tuple[float, ...] = ()  # values that dequantizing looks up in memory
     by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
-    lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
+    lay_out_size: Tile = NO_TILE
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
     word: int = 1  # how many rows and columns of codes are moved at a time
     padding: tuple[buffers.Padding, buffers.Padding] = ((), ())  # of m and k, over all buffers
@@ -91,7 +90,7 @@ class Kernels:
     @cached_property
     def _apart(self) -> bool:
         """Whether each source is quantized in a launch of its own: there are no tiles for all."""
-        return len(self.serves) > 1 and not any(all(key[1:]) for key in self.quantize_sizes)
+        return len(self.serves) > 1 and not any(len(key) > len(self.serves) for key in self.quantize_sizes)
 
     def quantize_buffers(
         self,
@@ -164,7 +163,7 @@ class Kernels:
 
     def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
         """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, rows, cached = choice
+        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, cached = choice
         kind = table.rows, table.aligned, table.even, launch.hardware(x.device)
         constants = cached.get(kind)
         if constants is None:
@@ -200,7 +199,7 @@ class Kernels:
     ) -> Arguments:
         """Of a launch that quantizes x, which lies in runs, into planes and buffers; what is missing is not written."""
         m, k = x.shape
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, rows, cached = choice
+        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, cached = choice
         step_m, step_k = choice.step
         even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
         device = x.device
@@ -240,11 +239,11 @@ class Kernels:
         if choice is None:
             written = {name: any(one in orientations for one in served) for name, served in self.serves.items()}
             input_max = torch.finfo(dtype).max if self.takes_input_max else None
-            at: tuple[int, *tuple[bool, ...]] = (dtype.itemsize, *written.values())
+            at: tuple[int, *tuple[str, ...]] = (dtype.itemsize, *[name for name, asked in written.items() if asked])
             flags = written.get("rowwise", False), written.get("columnwise", False)
             spanning = [self.row_blocks.get(name, 0) if written.get(name) else 0 for name in _SOURCES]
             rows = spanning[0], spanning[1], sum(1 << bit for bit in (0, 1) if _SOURCES[bit] in self.row_ranges)
-            choice = Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), rows, {}).fitted(k)
+            choice = Choice(*flags, input_max, tiles[at], rows, {}).fitted(k)
             self._choices[key] = choice
         return choice
 
@@ -332,7 +331,7 @@ class Kernels:
         made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
         covers = [buffers.cover(self.padding, *shape) for shape in shapes]
         launches = buffers.split(
-            self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size, self.word
+            self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size[:2], self.word
         )
         for index, table in launches:
             self._lay_out(weights[index], made[index], *shapes[index], swizzled, table)
@@ -353,7 +352,7 @@ class Kernels:
         The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
         """
         cover_m, cover_k = buffers.cover(self.padding, m, k)
-        tile_m, tile_k, warps = self.lay_out_size
+        tile_m, tile_k, warps, *_ = self.lay_out_size
         if table is None:
             programs = cdiv(cover_m, tile_m) * cdiv(cover_k, tile_k)
             table = batches.Table(None, 0, programs, False, m % self.word == 0 and k % self.word == 0)
