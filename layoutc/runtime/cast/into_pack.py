@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from layoutc.runtime.cast.tensor import CastOnGather
     from layoutc.runtime.fsdp2.pack import Member
 
-Launches = Sequence[tuple[Any, Tensor]]  # what is called with a table, and perhaps an amax
 _MOST = 16  # places that a pack is sent from, whose launches are kept
 
 
@@ -42,7 +41,7 @@ class Kind(NamedTuple):
     """Weights of one recipe and dtype."""
 
     members: tuple[int, ...]
-    launches: Launches
+    launches: Any  # a LaunchPlan
 
 
 class Source:
@@ -160,8 +159,7 @@ class IntoPack:
         self._take(decide_all(shards, lambda at: self.sources[at].matrix))
         for members, launches in kinds:
             amax = self.sources[members[0]].amax
-            for bound, entries in launches:
-                bound(entries) if amax is None else bound(entries, amax)
+            launches(*() if amax is None else (amax,))
         return True
 
     def _take(self, decided: Sequence[tuple[Tensor | None, dict[str, Tensor]]]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.fsdp2 import hooks, on_gather, steady
 from layoutc.runtime.fsdp2.wire import Gathering, Leg
-from layoutc.runtime.kernels.copies import WORD, Copies, as_words, copies_in
+from layoutc.runtime.kernels.copies import WORD, as_words, copies_in
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.streams import stream_of
@@ -28,6 +28,7 @@ from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from layoutc.runtime.kernels.direct import LaunchPlan
     from layoutc.runtime.kernels.reading import Launch
 
 _MOST = 16  # places that a pack has lain in, whose launches are kept
@@ -100,7 +101,7 @@ class Pack:
     nbytes: int  # that each rank sends
     is_all: bool  # no other weight of the group is dequantized on gather
     sources: list[Tensor] = field(default_factory=list)  # what was sent last, of one dim, if that is shards' own planes
-    copies: dict[int, Copies | None] = field(default_factory=dict)  # of the sources, by the stream that they run on
+    copies: dict[int, LaunchPlan | None] = field(default_factory=dict)  # of the sources, by the stream that they run on
     quantizing: Quantizing | None = None  # weights that are cast on gather, where all of them are
     received: Tensor | None = None  # FSDP2's gather output, which it frees and allocates
     launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
@@ -119,7 +120,7 @@ class Pack:
             sources = self._by_hooks(mesh())
         foreach_copy_(list(torch.split_with_sizes(sent, [one.numel() for one in sources])), sources)
 
-    def _copies_into(self, sent: Tensor) -> Copies | None:
+    def _copies_into(self, sent: Tensor) -> LaunchPlan | None:
         """What copies the sources, on the current stream; None where no kernel does it."""
         if capturing(sent.device):
             return None

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.kernels.copies import MOVING, WORD, Copies, copies_in, copies_out
+from layoutc.runtime.kernels.copies import MOVING, WORD, copies_in, copies_out
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
 
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.direct import LaunchPlan
+
 _MOST = 16  # places that tensors have lain in, whose launches are kept
-Kept = dict[tuple[int, ...], Copies]  # by addresses, and the stream on which a table was copied to the card
+Kept = dict[tuple[int, ...], "LaunchPlan"]  # by addresses, and the stream on which a table was copied to the card
 
 
 class Piece(Protocol):
@@ -198,7 +201,9 @@ def in_words(source: Tensor, output: Tensor, ranks: int) -> PlaneInPlace | None:
     return PlaneInPlace(flat.view(WORD), output.view(WORD))
 
 
-def _kept(kept: Kept, tensors: list[Tensor], device: torch.device, make: Callable[[], Copies | None]) -> Copies | None:
+def _kept(
+    kept: Kept, tensors: list[Tensor], device: torch.device, make: Callable[[], LaunchPlan | None]
+) -> LaunchPlan | None:
     """The launches for tensors that lie where these do; None where there are none."""
     if capturing(device):
         return None

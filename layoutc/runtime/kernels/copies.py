@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,25 +11,14 @@ from torch import Tensor
 from layoutc.runtime.kernels import batches, launch
 
 if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.direct import Bound
+    from layoutc.runtime.kernels.direct import LaunchPlan
 
 WORD = torch.int64  # as which bytes are copied
 TILE, WARPS = 2048, 8
 MOVING = 8  # how many of a launch's tensors may be given in each call
 
 
-class Copies(NamedTuple):
-    """Launches of one kernel."""
-
-    launches: tuple[Bound, ...]
-
-    def __call__(self, row: Tensor, *moving: Tensor) -> None:
-        """With the bytes of one rank, or of all, and the tensors whose addresses are no part of the launch."""
-        for bound in self.launches:
-            bound(row, *moving)
-
-
-def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> Copies | None:
+def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> LaunchPlan | None:
     """What writes tensors of one dtype into such bytes as `row`, as `dtype`, each where it starts in elements of that.
 
     None where no kernel does it, or while a CUDA graph is captured, which could outlive the table.
@@ -48,7 +37,7 @@ def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dty
 
 def copies_out(
     targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor, moving: Sequence[int] = ()
-) -> Copies | None:
+) -> LaunchPlan | None:
     """What writes tensors of one dtype from such bytes of all ranks as `rows`: a rank's part of each after another's.
 
     starts: where a tensor starts in each rank's row, in its elements. moving: the positions of tensors, MOVING at most,
@@ -92,9 +81,9 @@ def _copies(
     others: tuple[Any, ...],
     dtypes: tuple[Any, ...],
     options: tuple[Any, ...],
-) -> Copies | None:
+) -> LaunchPlan | None:
     """others: the kernel's arguments after the row."""
-    from layoutc.runtime.kernels.direct import Bound, Constants
+    from layoutc.runtime.kernels.direct import Bound, Constants, LaunchPlan
 
     tile, wide = (1, TILE), [False, True, True, True, False][: len(fields)]
     tables, alone = batches.tables_of(row.device, [*zip(*fields[:2], strict=True)], fields, wide, tile, tile)
@@ -105,4 +94,4 @@ def _copies(
         constants = Constants((*dtypes, TILE, table.rows, table.aligned, *options))
         args = table.entries, row, *others
         launches.append(Bound(kernel, (table.programs,), args, WARPS, None, constants, table.entries))
-    return Copies(tuple(launches))
+    return LaunchPlan(launches)

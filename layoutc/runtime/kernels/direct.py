@@ -194,6 +194,16 @@ class Bound:
         return sum(1 << bit for bit, at in enumerate(self._at) if values[at] & 15)
 
 
+class LaunchPlan(tuple[Bound, ...]):
+    """Launches, each with a table that it keeps: good while what the tables list stays in place, on the stream that
+    they were copied on."""
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launches all, with the tensors whose addresses are no part of a table."""
+        for bound in self:
+            bound(*tensors)
+
+
 def _state() -> tuple[Any, ...]:
     """What a compiled kernel depends on beside its arguments."""
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode

@@ -21,12 +21,11 @@ from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.batches import Table
-from layoutc.runtime.kernels.direct import Arguments, Bound, Constants
+from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, LaunchPlan
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.triton.kernels import quantize_kernel
 
 _MOST = 16  # places that planes were allocated at, whose tables are kept
-Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
 
 
 class Binding(NamedTuple):
@@ -49,9 +48,10 @@ class Binding(NamedTuple):
         """As batches.split."""
         return batches.split(self.layout, self.names, xs, amaxes, self.orientations, outs, self.span, self.step)
 
-    def bind(self, table: Table, amax: Tensor | None) -> Bound:
-        """The launch for a table, to be called again and again."""
-        return Bound(quantize_kernel, *self.arguments(table, amax))
+    def plan(self, tables: Sequence[Table], amax: Tensor | None) -> LaunchPlan:
+        """The launches for tables, to be called again and again: with an amax, if there are any."""
+        kept = [table for table in tables if table.entries is not None]
+        return LaunchPlan([Bound(quantize_kernel, *self.arguments(one, amax), one.entries) for one in kept])
 
 
 class Column(NamedTuple):
@@ -72,7 +72,7 @@ class PreparedBatch:
 
     def __init__(self, binding: Binding, xs: Sequence[Tensor]) -> None:
         layout, names, orientations, self._span, self._step, _ = binding
-        self._bind = binding.bind
+        self._plan = binding.plan
         self._device = xs[0].device
         self._shapes = [(x.shape[0], x.shape[1]) for x in xs]
         self._addresses = tuple(map(Tensor.data_ptr, xs))
@@ -84,7 +84,7 @@ class PreparedBatch:
         self._orders = [_order(columns) for columns in self._columns]
         self._amaxes: Sequence[Tensor] | None = None
         self._offsets: tuple[int, ...] = (0,) * len(xs)
-        self._launches: dict[tuple[int, ...], Launches] = {}
+        self._launches: dict[tuple[int, ...], LaunchPlan] = {}
         self._kept: dict[tuple[str, Column, int], Tensor] = {}  # the memory of columns that stay, by plane and stream
 
     def __call__(self, amaxes: Sequence[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
@@ -114,8 +114,7 @@ class PreparedBatch:
         launches = self._launches.get(key)
         if launches is None:
             launches = self._prepare(key, amaxes)
-        for bound, entries in launches:
-            bound(entries) if amaxes is None else bound(entries, amaxes[0])
+        launches(*amaxes[:1] if amaxes else ())
         return list(zip(*made, strict=True))
 
     def stored(self, index: int, planes: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -147,7 +146,7 @@ class PreparedBatch:
             self._launches.clear()
         self._amaxes = amaxes
 
-    def _prepare(self, key: tuple[int, ...], amaxes: Sequence[Tensor] | None) -> Launches:
+    def _prepare(self, key: tuple[int, ...], amaxes: Sequence[Tensor] | None) -> LaunchPlan:
         """The launches for planes that have been allocated in these places."""
         bases = iter(key[1:])
         placed = iter([self._addresses_of(columns, bases) for columns in self._columns])
@@ -160,9 +159,8 @@ class PreparedBatch:
         assert not alone
         if len(self._launches) >= _MOST:
             self._launches.clear()
-        launches = _bound([(self._bind(table, amaxes[0] if amaxes else None), table) for table in tables])
-        self._launches[key] = launches
-        return launches
+        self._launches[key] = plan = self._plan(tables, amaxes[0] if amaxes else None)
+        return plan
 
     def _addresses_of(self, columns: Sequence[Column], bases: Iterator[int]) -> tuple[int, ...]:
         """Of a plane of each matrix."""
@@ -179,38 +177,35 @@ def launches_into(
     xs: Sequence[Tensor],
     amaxes: Sequence[Tensor] | None,
     outs: Sequence[Mapping[str, Tensor]],
-) -> Launches | None:
+) -> LaunchPlan | None:
     """Launches that quantize matrices into planes, both of which stay where they are; None if no table takes them all.
 
     bindings: all that one matrix takes. amaxes: an example: later ones lie as they do from the first one. Raises as
     batches.split.
     """
-    launches: Launches = ()
+    bounds: list[Bound] = []
     for binding in bindings:
         tables, alone = binding.split(xs, amaxes, outs)
         if alone:
             return None
-        launches += _bound([(binding.bind(table, amaxes[0] if amaxes else None), table) for table in tables])
-    return launches
+        bounds += binding.plan(tables, amaxes[0] if amaxes else None)
+    return LaunchPlan(bounds)
 
 
-def amax_launches(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> Launches | None:
+def amax_launches(
+    packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
+) -> LaunchPlan | None:
     """Launches that do what batches.raise_amaxes does, with any `packed` of that size; None as launches_into."""
     from layoutc.runtime.triton.batch import amax_batch_kernel
 
     launches, alone = batches.amax_launches(packed, offsets, xs, block_k)
     if alone:
         return None
-    return _bound(
-        [
-            (Bound(amax_batch_kernel, (table.programs,), (table.entries, packed), warps, None, Constants(rest)), table)
-            for table, rest, warps in launches
-        ]
-    )
-
-
-def _bound(pairs: Sequence[tuple[Bound, Table]]) -> Launches:
-    return tuple([(bound, table.entries) for bound, table in pairs if table.entries is not None])
+    bounds = []
+    for table, rest, warps in launches:
+        args, grid = (table.entries, packed), (table.programs,)
+        bounds.append(Bound(amax_batch_kernel, grid, args, warps, None, Constants(rest), table.entries))
+    return LaunchPlan(bounds)
 
 
 def _columns(facts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Column, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from math import prod
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,16 @@ from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.direct import LaunchPlan
+
 Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
-Launches = Sequence[tuple[Any, Tensor]]  # what is called with a table, and perhaps an amax
 
 
 class Kind(NamedTuple):
     """Targets of one recipe that hold the same planes. first: the position of their first amax, if they share any."""
 
-    launches: Launches
+    launches: LaunchPlan
     first: int | None
 
 
@@ -45,7 +47,7 @@ class Requantization:
         self._places = _places(pairs)
         self._stream = _stream(pairs[0][1].device)
         self._device = pairs[0][1].device
-        self._amaxes: list[tuple[Launches, int]] = []
+        self._amaxes: list[LaunchPlan] = []
         self._kinds: list[Kind] = []
         self._sizes: list[int] = []
         self._fused = [target._fused for target, _ in pairs if target.LAYOUT.shares_amax]
@@ -64,14 +66,12 @@ class Requantization:
         pieces: Sequence[Tensor] = ()
         if self._sizes:
             packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
-            for launches, _ in self._amaxes:
-                for bound, entries in launches:
-                    bound(entries, packed)
+            for launches in self._amaxes:
+                launches(packed)
             pieces = torch.split_with_sizes(reduce_max(packed.view(torch.float32), self._groups), self._sizes)
             join(pieces, self._fused)
         for launches, first in self._kinds:
-            for bound, entries in launches:
-                bound(entries) if first is None else bound(entries, pieces[first])
+            launches(*() if first is None else (pieces[first],))
         if self._stored:
             planes = [pairs[at][0]._planes["amax"] for at in self._storing]
             layouts = [pairs[at][0].LAYOUT for at in self._storing]
@@ -97,7 +97,7 @@ class Requantization:
             found = amax_launches(packed, [offsets[number] for number in numbers], xs, block_k)
             if found is None:
                 return False
-            self._amaxes.append((found, len(xs)))
+            self._amaxes.append(found)
         examples = dict(zip(sharing, torch.split(packed.view(torch.float32), self._sizes), strict=True))
         kinds: dict[Any, list[int]] = defaultdict(list)
         for at, (target, _) in enumerate(pairs):

@@ -20,7 +20,8 @@ from layoutc.runtime.kernels import amaxes, batches, buffers, launch
 from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.prepared_batch import Launches, PreparedBatch
+    from layoutc.runtime.kernels.direct import LaunchPlan
+    from layoutc.runtime.kernels.prepared_batch import PreparedBatch
     from layoutc.runtime.kernels.reading import Launch, Reading
     from layoutc.runtime.kernels.recipe_kernels import Kernels
     from layoutc.runtime.parts import Parts
@@ -109,7 +110,7 @@ class RecipeMethods:
     @classmethod
     def _launches_into(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
-    ) -> Launches | None:
+    ) -> LaunchPlan | None:
         """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None as _batch_of."""
         kernels = cls._quantizing(xs[0])
         if kernels is None or not kernels.batched:
