@@ -62,7 +62,10 @@ def _saved(layer: Layer, runs: Runs) -> float:
 
 
 def _widest(layer: Layer) -> float:
-    return layer.width or max((share * max(m, k) for share, m, k in _products(layer)), default=0.0)
+    """Columns of the gradients that live at once: of elementwise work, and of tokens that several experts have."""
+    products = _products(layer)
+    routed = max((share * k for share, _, k in products if share > 1), default=0.0)
+    return routed + (layer.width or max((share * max(m, k) for share, m, k in products), default=0.0))
 
 
 def _entry(layer: Layer) -> int:

@@ -138,8 +138,8 @@ def tables(data: Mapping[str, Any], weights: bool = False) -> list[Table]:
     last = _of_largest_world(budgets)
     if weights:
         found += [_weights(one) for one in last]
-    found += [_plain(last)]
-    found += [table for one in budgets if (table := _cuts(one))]
+    found += [table] if (table := _plain(last)).rows else []
+    found += [cuts for one in budgets if (cuts := _cuts(one))]
     notes = [*too_large(data), *data["model"]["notes"], *data["notes"]]
     return [*found, Table("What this rests on", (), tuple((line,) for line in notes))]
 

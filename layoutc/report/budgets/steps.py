@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layoutc.report.budgets.figures import NOTES as MEMORY
 from layoutc.report.budgets.figures import faster, label, title
 from layoutc.report.tables import Table
 
@@ -22,7 +23,7 @@ NOTES = (
 def table(data: Mapping[str, Any]) -> list[Table]:
     """Of a plan in JSON values."""
     rows = tuple(_row(one, of) for one, of in zip(data["budgets"], faster(data["budgets"]), strict=True))
-    notes = [*NOTES, *data["model"]["notes"], *data["notes"]]
+    notes = [*NOTES, *data["model"]["notes"], *(note for note in data["notes"] if note not in MEMORY)]
     return [
         Table(title(data), HEADS, rows, frozenset({0, *range(2, len(HEADS))})),
         Table("What this rests on", (), tuple((line,) for line in notes)),
