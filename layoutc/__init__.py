@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.cast.precompute import precompute_amaxes
     from layoutc.runtime.fsdp2.exchange import exchange_gradients, explain_gradients
+    from layoutc.runtime.optim.adamw import AdamW
     from layoutc.runtime.product_mode import products
     from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.products.linear import products_without_kernel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.train.merging import merge_, unmerge_
 
 _RUNTIME = {
+    "AdamW": "layoutc.runtime.optim.adamw",
     "MasterWeights": "layoutc.runtime.train.master_weights",
     "buffers_of": "layoutc.runtime.quantize.batch_buffers",
     "cast_on_gather_": "layoutc.runtime.train.convert",
@@ -49,6 +51,7 @@ _RUNTIME = {
 }
 
 __all__ = [
+    "AdamW",
     "MasterWeights",
     "__version__",
     "buffers_of",

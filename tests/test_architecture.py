@@ -65,6 +65,10 @@ RUNTIME = {
         "runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.dispatch runtime.cast",
         "torch",
     ),
+    "runtime.optim": (
+        "ints runtime runtime.sharding runtime.triton runtime.kernels runtime.weight runtime.train",
+        "torch triton",
+    ),
 }
 ABOVE = {
     "checkpoint.untrusted": ("runtime", "torch"),
@@ -350,7 +354,7 @@ def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     word = re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, names)))})(?![\w-])")
     templates = sorted((ROOT / "layoutc" / "emit" / "templates").glob("*.j2"))
     assert templates
-    examples = {"layoutc.spec.checks.pydantic_errors"}  # its table of what to type
+    examples = {"layoutc.spec.checks.pydantic_errors", "layoutc.runtime.optim.states"}  # tables of what users type
     code = [
         path for name, path in NAMES.items() if room_of(name) in {*COMPILER, *RUNTIME, "cli"} and name not in examples
     ]

@@ -63,11 +63,14 @@ def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:
         zeros + stream,
         zeros,
     ]
-    return torch.stack(_philox(words, seed & _MASK, (seed >> 32) & _MASK), dim=-1).view(m, groups * WORDS)[:, :k]
+    return torch.stack(counted_words(words, seed & _MASK, (seed >> 32) & _MASK), dim=-1).view(m, groups * WORDS)[:, :k]
 
 
-def _philox(words: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:
-    """Ten rounds: each multiplies two of the four words, and mixes the products with the others and the key."""
+def counted_words(words: list[Tensor], low: Seed, high: Seed) -> list[Tensor]:
+    """The four words of Philox for a counter's four, under a key of two, all int64 from 0 to 2^32 - 1.
+
+    Ten rounds: each multiplies two of the four words, and mixes the products with the others and the key.
+    """
     c0, c1, c2, c3 = words
     for _ in range(_ROUNDS):
         (high0, low0), (high2, low2) = _multiply(_MULTIPLIERS[0], c0), _multiply(_MULTIPLIERS[1], c2)

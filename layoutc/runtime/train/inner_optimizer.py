@@ -8,6 +8,7 @@ AdamW does by itself, and refuses parameters of several meshes in one call.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ ELEMENTWISE = frozenset(
 
 def steps_shard(inner: torch.optim.Optimizer, master: Tensor) -> bool:
     """Whether an optimizer steps a master's shard, as a tensor of its own, and not the master."""
-    return isinstance(master, DTensor) and type(inner) in ELEMENTWISE
+    return isinstance(master, DTensor) and (type(inner) in ELEMENTWISE or getattr(inner, "STEPS_SHARDS", False))
 
 
 def step_instead(inner: torch.optim.Optimizer, old: Tensor, new: Tensor) -> None:
@@ -55,7 +56,7 @@ def value_for(master: Tensor, one: Tensor, name: str, value: Any) -> Any:
     value = value.to(one.device)
     if not isinstance(value, DTensor) or isinstance(one, DTensor):
         return value
-    if isinstance(master, DTensor) and value._spec != master._spec:
+    if isinstance(master, DTensor) and (value.device_mesh, value.placements) != (master.device_mesh, master.placements):
         value = value.redistribute(master.device_mesh, master.placements)
     return value._local_tensor
 
@@ -76,7 +77,10 @@ def as_of(master: Tensor, local: Tensor) -> Tensor:
     """A tensor for each element of a master's shard: a DTensor that is cut as the master, if that is one."""
     if not isinstance(master, DTensor):
         return local
-    return DTensor(local, master._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = master._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:  # moments of bf16 masters
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def push_options(outer_groups: list[dict[str, Any]], inner_groups: list[dict[str, Any]]) -> None:

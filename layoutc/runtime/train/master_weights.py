@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import is_
@@ -15,15 +15,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
-from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import cards, meshes, registry
+from layoutc.runtime.sharding import cards, meshes
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-KEPT = ("_kept", "_gradients", "_rewriting")  # attributes that are worked out anew in copies
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -51,6 +48,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     STEPS_MASTERS = True  # so `update_warnings` does not warn
+    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting")  # attributes that are worked out anew in copies
 
     _kept: Sequence[Entry] = ()  # from step to step; in no copy and no pickle
     _gradients = Gradients()
@@ -115,10 +113,15 @@ class MasterWeights(torch.optim.Optimizer):
                 loss = closure()
         replaced_parameters.follow(self)
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        self._check_parameters()
+        replaced_parameters.check(self)
         self._refresh_masters()
         self._loaded = False
-        entries = self._entries()
+        self._advance(self._entries())
+        self._places.clear()
+        return loss
+
+    def _advance(self, entries: Sequence[Entry]) -> None:
+        """Steps the inner optimizer, and rewrites weights."""
         self._gradients.give(entries)
         marks = inner_optimizer.marks(self.inner.param_groups)
         try:
@@ -126,10 +129,8 @@ class MasterWeights(torch.optim.Optimizer):
             inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
             self._collect_state()
             self._write_back()
-            self._places.clear()
         finally:
             self._gradients.take(entries)
-        return loss
 
     @property
     def train(self) -> Callable[[], None]:
@@ -155,7 +156,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _switch(self, switch: Callable[[], None]) -> None:
         replaced_parameters.follow(self)
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        self._check_parameters()
+        replaced_parameters.check(self)
         self._refresh_masters()
         marks = inner_optimizer.marks(self.inner.param_groups)
         switch()
@@ -170,7 +171,7 @@ class MasterWeights(torch.optim.Optimizer):
         Collective, as a step is, and raises as one. What was written into weights since the last step is lost.
         """
         replaced_parameters.follow(self)
-        self._check_parameters()
+        replaced_parameters.check(self)
         self._rewrite([entry for entry in self._entries() if entry.trains])
 
     def _rewrite(self, entries: list[Entry]) -> None:
@@ -236,7 +237,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
         self._forget_entries()
-        state = {name: value for name, value in self.__dict__.items() if name not in KEPT}
+        state = {name: value for name, value in self.__dict__.items() if name not in self._KEPT}
         return state | {"_loaded": True, "_places": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,7 +248,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Of a copy or a restored optimizer: shards of masters were copied apart from them."""
         self._step_masters()
         self._forget_entries()
-        for name in KEPT:
+        for name in self._KEPT:
             del self.__dict__[name]
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
@@ -267,19 +268,23 @@ class MasterWeights(torch.optim.Optimizer):
             self._written[param] = stamp(param)
 
     def _master(self, param: Tensor) -> Tensor:
-        """An fp32 copy of a parameter, sharded as it is; the parameter itself if it is fp32 or does not train."""
-        local = local_of(param)
+        """A copy of a parameter, sharded as it is; the parameter itself if it is fp32 or does not train."""
+        local, dtype = local_of(param), self._master_dtype(param)
         quantized = isinstance(local, QuantizedTensor)
-        if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
+        if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64, dtype)):
             return param
         if isinstance(local, QuantizedTensor):
             meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # raises now, not after the first step
             local._writes.trains = True
         with torch.no_grad():
             # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-            master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+            master = torch.zeros_like(param, dtype=dtype, requires_grad=False)
             self._take_values(param, master)
         return nn.Parameter(master)
+
+    def _master_dtype(self, param: Tensor) -> torch.dtype:
+        """The dtype of a parameter's master."""
+        return torch.float32
 
     def _take_values(self, param: Tensor, master: Tensor) -> None:
         """Copies a parameter's values into its master: those that it was quantized from, which are then freed, if
@@ -311,24 +316,6 @@ class MasterWeights(torch.optim.Optimizer):
         }
         if values:
             self.inner.state[stepped].update(values)
-
-    def _check_parameters(self) -> None:
-        """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
-        made."""
-        for param, (name, recipe) in self._recipes.items():
-            if not isinstance(local_of(param), QuantizedTensor):
-                raise LayoutError(
-                    f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                    f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
-                    "model.to(dtype), which does not"
-                )
-        if all(param.grad is None for param in self._masters):
-            for param, (name, _) in self._recipes.items():
-                if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
-                    raise LayoutError(
-                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
-                        "new parameters: create it after fully_shard"
-                    )
 
     def _entries(self) -> Sequence[Entry]:
         """All parameters with their masters, in the order of the groups."""
@@ -377,22 +364,28 @@ class MasterWeights(torch.optim.Optimizer):
         for entry in self._entries():
             entry.show(self.inner.state.get(entry.stepped), self.state)
 
-    def _write_back(self) -> None:
-        """Rewrites the parameters that have a gradient, of groups that move, from their masters."""
+    def _moves(self, group: dict[str, Any]) -> bool:
+        """Whether a step writes the weights of a group."""
+        return bool(group.get("lr", 1))
+
+    def _write_back(self, done: Collection[Entry] = ()) -> None:
+        """Rewrites the parameters that have a gradient, of groups that move, from their masters. done: those that are
+        written already."""
         entries, moved = iter(self._entries()), []
         for group in self.param_groups:
-            moves = bool(group.get("lr", 1))
+            moves = self._moves(group)
             moved += [
                 entry for entry in islice(entries, len(group["params"])) if moves and entry.param.grad is not None
             ]
         if self._coarse and (coarse := [entry.param for entry in moved if entry.param in self._coarse]):
             update_warnings.warn_of_coarse(*self._recipes[coarse[0]], len(coarse))
             self._coarse.clear()
-        if self._rewriting is None or not self._rewriting.holds(moved):
-            self._rewriting = WriteBack(moved, self._entries())
+        rest = [entry for entry in moved if entry not in done] if done else moved
+        if self._rewriting is None or not self._rewriting.holds(rest):
+            self._rewriting = WriteBack(rest, self._entries())
         self._rewriting()
         own = []
-        for entry in self._rewriting.rewritten:
+        for entry in (*done, *self._rewriting.rewritten):
             if entry.trains:
                 entry.stamp = stamp(entry.param)
             elif entry.steps_shard:

@@ -106,6 +106,25 @@ def follow(optimizer: MasterWeights) -> None:
                 optimizer._coarse.pop(param, None)
 
 
+def check(optimizer: MasterWeights) -> None:
+    """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
+    made."""
+    for param, (name, recipe) in optimizer._recipes.items():
+        if not isinstance(_local(param), QuantizedTensor):
+            raise LayoutError(
+                f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
+                f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
+                "model.to(dtype), which does not"
+            )
+    if all(param.grad is None for param in optimizer._masters):
+        for param, (name, _) in optimizer._recipes.items():
+            if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
+                raise LayoutError(
+                    f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
+                    "new parameters: create it after fully_shard"
+                )
+
+
 def _hand_gradient_over(old: Tensor, new: Tensor) -> None:
     """Gives the new parameter the old one's gradient: to initialize a state, torch's checkpoints set gradients of what
     is in the groups, and step once."""

@@ -177,6 +177,12 @@ class Gradients:
         ]
 
 
+def gradient_of(entry: Entry) -> Tensor:
+    """The gradient of a parameter that has one, or its shard: cut as the master; in its own dtype where it was."""
+    grad: Any = entry.param.grad
+    return _shard_of(grad if _is_cut_as_master(grad, entry) else _cut_as_master(grad, entry))
+
+
 def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
     """True if a gradient, or its shard, is a plain tensor that is cut as the master."""
     master: Any = entry.master

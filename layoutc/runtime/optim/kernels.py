@@ -1,0 +1,327 @@
+"""The kernels of AdamW: what each parameter's step is multiplied by, and the update of a group of weights.
+
+A table (triton/batch.py) has a row for each shard: rows, columns, its slot, the addresses of its master and of the
+master's low byte, the index of its amax, and the addresses of three planes of each moment and of six of the weight, or
+of its rounded values. Gradients, which move from step to step, have addresses of their own, by slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.batch import address, member_of
+from layoutc.runtime.triton.blocks import block_amax, to_float
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan
+from layoutc.runtime.triton.tiles import load, store, to_dtype
+
+SCALARS = 8  # of a slot
+MASTER, LOW, AMAX, FIRST, SECOND, PLANES = (tl.constexpr(at) for at in (3, 4, 5, 6, 9, 12))  # fields of a table
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def fma(a, b, c):
+    """a * b + c, rounded once. The interpreter rounds its own twice."""
+    if INTERPRETED:
+        product = a.to(tl.float64) * b.to(tl.float64)  # exact
+        other = c.to(tl.float64)
+        total = product + other
+        back = total - product
+        lost = (product - (total - back)) + (other - back)
+        bits = total.to(tl.int64, bitcast=True)
+        odd = bits + tl.where((lost > 0) == (total > 0), 1, -1)  # rounded to odd, so that fp32 rounds as if only once
+        bits = tl.where((lost != 0) & (lost == lost) & ((bits & 1) == 0), odd, bits)
+        return bits.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def divide_by_scalar(x, value, over_value):
+    """x / value, rounded to nearest, of x that is not subnormal: a product is mended by what it lacks (Markstein)."""
+    value = tl.broadcast_to(value, x.shape)
+    about = x * over_value
+    mended = fma(fma(-about, value, x), tl.broadcast_to(over_value, x.shape), about)
+    return tl.where(about == float("inf"), about, mended)
+
+
+@triton.jit
+def power(base, exponent):
+    """base^exponent, of fp64 and an integer, by squaring."""
+    result = base * 0 + 1.0
+    square = base
+    for _ in range(0, 30):
+        result = tl.where((exponent & 1) == 1, result * square, result)
+        square = square * square
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def scalars_kernel(
+    steps,  # (slots,) fp32: steps that each parameter has taken
+    groups,  # (slots,) int32: each parameter's group
+    settings,  # (groups, 8) fp64: lr, beta1, beta2, eps, weight decay
+    skipped,  # fp32: 1 where a gradient is not finite, and no parameter steps
+    scale,  # fp32: what gradients are divided by
+    scalars,  # (slots, 8) fp32
+    count,
+    TILE: tl.constexpr,
+):
+    """Counts a step of each parameter, and works out what its update multiplies by."""
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = slot < count
+    step = tl.load(steps + slot, mask=inside, other=1.0)
+    taken = 1.0
+    if skipped is not None:
+        taken = tl.where(tl.load(skipped) == 0.0, 1.0, 0.0)
+    step = step + taken
+    tl.store(steps + slot, step, mask=inside)
+    own = settings + tl.load(groups + slot, mask=inside, other=0) * 8
+    lr = tl.load(own, mask=inside, other=0.0)
+    beta1 = tl.load(own + 1, mask=inside, other=0.0)
+    beta2 = tl.load(own + 2, mask=inside, other=0.0)
+    eps = tl.load(own + 3, mask=inside, other=0.0)
+    decay = tl.load(own + 4, mask=inside, other=0.0)
+    number = step.to(tl.int32)
+    correction1 = 1.0 - power(beta1, number)
+    correction2 = 1.0 - power(beta2, number)
+    out = scalars + slot * 8
+    factor = 1.0
+    if scale is not None:
+        factor = 1.0 / tl.load(scale).to(tl.float64)
+    tl.store(out, (1.0 - lr * decay).to(tl.float32), mask=inside)
+    tl.store(out + 1, (1.0 - beta1).to(tl.float32), mask=inside)
+    tl.store(out + 2, beta2.to(tl.float32), mask=inside)
+    tl.store(out + 3, (1.0 - beta2).to(tl.float32), mask=inside)
+    tl.store(out + 4, (-(lr / correction1)).to(tl.float32), mask=inside)
+    tl.store(out + 5, tl.sqrt(correction2).to(tl.float32), mask=inside)
+    tl.store(out + 6, eps.to(tl.float32), mask=inside)
+    tl.store(out + 7, taken * factor, mask=inside)  # 0: nothing is written
+
+
+@triton.jit
+def update_kernel(
+    table, grads, scalars,
+    numbers,  # (slots, 4) int32: a parameter's number, and its shard's first row and column; for random bits
+    seed,  # () int64
+    steps,
+    amaxes,  # int32 bits of fp32; None: no weight of the table shares an amax
+    books_m, books_v,  # codebooks of the moments' recipes
+    input_max,  # the largest value of a master's dtype, for scales of weights
+    GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, HAS_LOW: tl.constexpr,
+    DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
+    DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr,
+    QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
+    ROUNDED: tl.constexpr,  # dtype of a plain weight; None: the weight is quantized, or is its own master
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    SPAN_M: tl.constexpr, SPAN_K: tl.constexpr, STRIP: tl.constexpr,  # rows that are updated at a time
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # in which they are quantized: a strip, or several that are read again
+    EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
+):  # fmt: skip
+    """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
+
+    It goes from strip to strip, with tables of codebooks that it makes once. Blocks of more rows than a strip are
+    quantized after all of their rows are written: masters are read again from the card's cache.
+    """
+    fields, row, column, m, k = member_of(table, SPAN_M, SPAN_K, ROWS, ALIGNED)
+    slot = tl.load(fields + 2 * ROWS)
+    own = scalars + slot * 8
+    factor = tl.load(own + 7)
+    if factor == 0.0:
+        return
+    grad = tl.load(grads + slot).to(tl.pointer_type(GRAD))
+    if ALIGNED:
+        grad = tl.multiple_of(grad, 16)
+    master = address(fields + MASTER * ROWS, MASTER_DTYPE, ALIGNED)
+    low = None
+    if HAS_LOW:
+        low = address(fields + LOW * ROWS, tl.uint8, ALIGNED)
+    first = (
+        _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
+        _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
+        _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
+        None, None, None, books_m,
+    )  # fmt: skip
+    second = (
+        _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
+        _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
+        _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
+        None, None, None, books_v,
+    )  # fmt: skip
+    planes = (
+        _plane(fields, PLANES, 0, KINDS, ROWS, ALIGNED) if KINDS >> 0 else None,
+        _plane(fields, PLANES, 1, KINDS, ROWS, ALIGNED) if KINDS >> 3 else None,
+        _plane(fields, PLANES, 2, KINDS, ROWS, ALIGNED) if KINDS >> 6 else None,
+        _plane(fields, PLANES, 3, KINDS, ROWS, ALIGNED) if KINDS >> 9 else None,
+        _plane(fields, PLANES, 4, KINDS, ROWS, ALIGNED) if KINDS >> 12 else None,
+        _plane(fields, PLANES, 5, KINDS, ROWS, ALIGNED) if KINDS >> 15 else None,
+    )
+    buffers = (None, None, None, None, None, None)
+    unused = (None, None, None, None, None)
+    decay, weight1 = tl.load(own), tl.load(own + 1)
+    beta2, weight2 = tl.load(own + 2), tl.load(own + 3)
+    rate, root, eps = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    over_root = tl.div_rn(1.0, root)
+    number = 0
+    first_row = 0
+    first_column = 0
+    key = 0
+    if tl.float32 != MASTER_DTYPE:
+        number = tl.load(numbers + slot * 4)
+        first_row = tl.load(numbers + slot * 4 + 1)
+        first_column = tl.load(numbers + slot * 4 + 2)
+        key = (tl.load(seed) & 0xFFFFFFFF) | (tl.load(steps + slot).to(tl.int64) << 32)
+    # Tuples with COVER_M and COVER_K are made inside of calls, where these stay constants.
+    largest = m * 0
+    for done in range(0, SPAN_M, STRIP):
+        at_row = row + done
+        place = (at_row, column, m, k)
+        g = to_float(load(grad, at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)) * factor
+        p = read_master(master, low, place, STRIP, SPAN_K, EVEN, HAS_LOW) * decay
+        if DEQUANTIZE_M is None:
+            moment = load(first[0], at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)
+        else:
+            moment = DEQUANTIZE_M(first, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
+        # As torch.lerp: from the end that is nearer.
+        is_near = weight1 < 0.5
+        share = tl.broadcast_to(tl.where(is_near, weight1, weight1 - 1.0), (STRIP, SPAN_K))
+        moment = fma(share, g - moment, tl.where(is_near, moment, g))
+        if DEQUANTIZE_M is None:
+            store(first[0], moment, at_row, column, m, k, EVEN)
+        else:
+            QUANTIZE_M(
+                _inside(moment, place, EVEN), None, unused, first, buffers,
+                (at_row, column, m, k, COVER_M, COVER_K), True, False, False, EVEN, HARDWARE,
+            )  # fmt: skip
+        if DEQUANTIZE_V is None:
+            square = load(second[0], at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)
+        else:
+            square = DEQUANTIZE_V(second, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
+        square = fma(g * weight2, g, square * beta2)
+        if DEQUANTIZE_V is None:
+            store(second[0], square, at_row, column, m, k, EVEN)
+        else:
+            QUANTIZE_V(
+                _inside(square, place, EVEN), None, unused, second, buffers,
+                (at_row, column, m, k, COVER_M, COVER_K), True, False, False, EVEN, HARDWARE,
+            )  # fmt: skip
+        divisor = divide_by_scalar(tl.sqrt_rn(square), root, over_root) + eps
+        p = p + tl.div_rn(moment * rate, divisor)
+        p = write_master(
+            p, master, low, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, HAS_LOW, HARDWARE
+        )
+        if ROUNDED is not None:
+            target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
+            store(target, to_dtype(p, ROUNDED, HARDWARE), at_row, column, m, k, EVEN)
+        if amaxes is not None:
+            inside = _inside(p, place, EVEN)
+            largest = tl.maximum(largest, bits_of(tl.max(block_amax(inside, STRIP, SPAN_K, HARDWARE))))
+        if QUANTIZE is not None and TILE_M == STRIP:
+            QUANTIZE(
+                _inside(p, place, EVEN), None, (None, input_max, None, None, None), planes, buffers,
+                (at_row, column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, False, EVEN, HARDWARE,
+            )  # fmt: skip
+    if amaxes is not None:
+        tl.atomic_max(amaxes + tl.load(fields + AMAX * ROWS), largest, sem="relaxed")
+    if QUANTIZE is not None and TILE_M != STRIP:
+        tl.debug_barrier()  # other threads have written what is read now
+        for done in range(0, (SPAN_M // TILE_M) * (SPAN_K // TILE_K)):
+            tile_row = row + done // (SPAN_K // TILE_K) * TILE_M
+            tile_column = column + done % (SPAN_K // TILE_K) * TILE_K
+            p = read_master(master, low, (tile_row, tile_column, m, k), TILE_M, TILE_K, EVEN, HAS_LOW)
+            QUANTIZE(
+                p, None, (None, input_max, None, None, None), planes, buffers,
+                (tile_row, tile_column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, False, EVEN, HARDWARE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _plane(
+    fields, FIELD: tl.constexpr, NUMBER: tl.constexpr, KINDS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """A pointer to a plane. KINDS: three bits for each: 1 uint8, 2 fp32, 3 fp16, 4 bf16; 0: there are no more."""
+    KIND: tl.constexpr = (KINDS >> (3 * NUMBER)) & 7
+    if KIND == 1:
+        return address(fields + (FIELD + NUMBER) * ROWS, tl.uint8, ALIGNED)
+    elif KIND == 2:
+        return address(fields + (FIELD + NUMBER) * ROWS, tl.float32, ALIGNED)
+    elif KIND == 3:
+        return address(fields + (FIELD + NUMBER) * ROWS, tl.float16, ALIGNED)
+    else:
+        return address(fields + (FIELD + NUMBER) * ROWS, tl.bfloat16, ALIGNED)
+
+
+@triton.jit
+def _inside(p, place, EVEN: tl.constexpr):
+    """A tile with zeros outside the matrix, as if it had been loaded."""
+    if EVEN:
+        return p
+    i = place[0] + tl.arange(0, p.shape[0])[:, None]
+    j = place[1] + tl.arange(0, p.shape[1])[None, :]
+    return tl.where((i < place[2]) & (j < place[3]), p, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- masters
+@triton.jit
+def read_master(
+    master, low, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr
+):
+    """A tile of masters: fp32, bf16, or bf16 with the signed byte below it."""
+    row, column, m, k = place
+    tile = load(master, row, column, m, k, k, 1, ROWS, COLUMNS, EVEN)
+    if HAS_LOW:
+        high = tile.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        byte = load(low, row, column, m, k, k, 1, ROWS, COLUMNS, EVEN).to(tl.int32)
+        return float_of(high + (((byte ^ 0x80) - 0x80) << 8))
+    else:
+        return to_float(tile)
+
+
+@triton.jit
+def write_master(
+    p, master, low, place, chance,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
+    row, column, m, k = place
+    if master.dtype.element_ty == tl.float32:
+        store(master, p, row, column, m, k, EVEN)
+        return p
+    else:
+        key, number, first_row, first_column = chance
+        COUNT: tl.constexpr = 8 if HAS_LOW else 16
+        bits = bits_of(p) + chance_bits(key, number, row + first_row, column + first_column, ROWS, COLUMNS, COUNT)
+        if HAS_LOW:
+            bits = tl.where(isnan(p), 0x7FC00000, bits & -256)
+            high = bits + 0x8000
+            store(low, ((bits >> 8) & 0xFF).to(tl.uint8), row, column, m, k, EVEN)
+        else:
+            bits = tl.where(isnan(p), 0x7FC00000, bits & -65536)
+            high = bits
+        store(master, (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), row, column, m, k, EVEN)
+        return float_of(bits)
+
+
+@triton.jit
+def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT random bits for each element, int32: eight elements of a row share a counter of Philox 4x32-10.
+
+    key: the seed and the step. number: of the parameter. row, column: in the whole weight; column divides by 8.
+    """
+    i = (row + tl.arange(0, ROWS)).to(tl.uint32)[:, None]
+    group = (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
+    i, group = tl.broadcast(i, group)
+    zero = group & 0
+    a, b, c, d = tl.philox(key, group, i, zero + number.to(tl.uint32), zero)
+    even = tl.join(tl.join(_half(a, 0, COUNT), _half(c, 0, COUNT)), tl.join(_half(b, 0, COUNT), _half(d, 0, COUNT)))
+    odd = tl.join(tl.join(_half(a, 1, COUNT), _half(c, 1, COUNT)), tl.join(_half(b, 1, COUNT), _half(d, 1, COUNT)))
+    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _half(word, WHICH: tl.constexpr, COUNT: tl.constexpr):
+    """The upper COUNT bits of the lower (0) or the upper half of a word."""
+    return ((word >> (16 * WHICH + 16 - COUNT)) & ((1 << COUNT) - 1)).to(tl.int32)

@@ -1,0 +1,163 @@
+"""What a state of an optimizer is held in: fp32, or the planes of a recipe for states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime import installed
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FORMS = {
+    "8bit": ("adam_m8", "adam_v8"),
+    "fp8": ("moment_fp8", "moment_fp8_sqrt"),
+    "4bit": ("adam_m4", "adam_v4"),
+}
+State = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The recipes of moments, by their names in `optimizer.state`; a moment without one is fp32.
+
+    least: the elements that a whole weight must have for it. Smaller ones, and those of one dim, stay in fp32.
+    """
+
+    recipes: Mapping[str, type[QuantizedTensor]]
+    least: int
+
+    @classmethod
+    def of(cls, state: State, least: int) -> Forms:
+        """Of an argument of users. Raises ValueError for what is none."""
+        if isinstance(state, str):
+            if state != "fp32" and state not in FORMS:
+                raise ValueError(
+                    f"state={state!r} is none of fp32, {', '.join(FORMS)}; a dict names a recipe for each moment, "
+                    'as {"exp_avg": "adam_m8"}'
+                )
+            names = dict(zip(MOMENTS, FORMS.get(state, ()), strict=False))
+        else:
+            names = {name: recipe for name, recipe in state.items() if recipe != "fp32"}
+        if unknown := sorted(names.keys() - set(MOMENTS)):
+            raise ValueError(
+                f"state={state!r}: {', '.join(unknown)} is no state of AdamW, which has exp_avg, exp_avg_sq"
+            )
+        return cls({name: _tensor_of(recipe) for name, recipe in names.items()}, least)
+
+    def applies(self, param: Tensor) -> bool:
+        """Whether a parameter is large enough, by its whole size, however it is sharded."""
+        return param.dim() >= 2 and param.numel() >= self.least
+
+    def recipe(self, param: Tensor, name: str) -> type[QuantizedTensor] | None:
+        """What a moment of a parameter is held in; None: fp32. The same on any number of ranks."""
+        cls = self.recipes.get(name)
+        if cls is None or not self.applies(param):
+            return None
+        try:
+            cls.LAYOUT.check_shape(tuple(param.shape))
+        except ValueError:  # no rows of whole blocks
+            return None
+        return cls
+
+    def check(self, param: Tensor, name: str) -> None:
+        """Raises LayoutError or ValueError, on all ranks, for a parameter whose cuts split blocks of its moments."""
+        for moment in self.recipes:
+            if (cls := self.recipe(param, moment)) is not None and isinstance(param, DTensor):
+                meshes.check_shards(cls.LAYOUT, param, f"{moment} of {name}")
+
+
+def _tensor_of(recipe: str) -> type[QuantizedTensor]:
+    cls: type[QuantizedTensor] = installed.find(recipe).Tensor
+    layout = cls.LAYOUT
+    if layout.shares_amax or layout.stochastic or layout.block_rows > 1:
+        raise ValueError(
+            f"{recipe} can't hold a state: that takes scales of blocks along rows alone, and elements rounded to "
+            "nearest, so that each shard of rows is what the whole state has there"
+        )
+    return cls
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """A shard as the matrix that kernels see: leading dims flattened; of one dim, a row."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.reshape(1, 1)
+
+
+def zeros(like: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
+    """A state of zeros for each element of a shard."""
+    if cls is None:
+        return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+    layout = cls.LAYOUT
+    m, k = prod(like.shape[:-1]), like.shape[-1]
+    planes = {}
+    for name, (shape, dtype) in layout.written(m, k, layout.orientations).items():
+        planes[name] = torch.empty(shape, dtype=dtype, device=like.device)
+        layout.fill_with_zeros(name, planes[name])
+    return cls(planes, like.shape, torch.float32, matrix=(m, k))
+
+
+def read(state: Tensor) -> Tensor:
+    """fp32 values of a state, as a matrix; of fp32 that is the state itself."""
+    if not isinstance(state, QuantizedTensor):
+        return as_matrix(state)
+    return type(state)._matrix_values(state._planes, *state._matrix, state.LAYOUT.orientations[0], torch.float32)
+
+
+def write(state: Tensor, values: Tensor) -> None:
+    """Writes fp32 values, a matrix, into a state."""
+    if not isinstance(state, QuantizedTensor):
+        if state.data_ptr() != values.data_ptr():
+            as_matrix(state).copy_(values)
+        return
+    made = type(state)._quantize_matrix(values, None, state.LAYOUT.orientations, state._planes)
+    for name, plane in made.items():
+        if plane is not state._planes[name]:
+            state._planes[name].copy_(plane)
+    written([state])
+
+
+def converted(value: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
+    """A loaded state of a shard, in the form that this optimizer holds it in: fp32, or a recipe.
+
+    Bytes of the same recipe are kept; others are dequantized, and quantized if this optimizer does.
+    """
+    if isinstance(value, QuantizedTensor):
+        if cls is not None and value.LAYOUT.layout_id == cls.LAYOUT.layout_id:
+            return value
+        value = read(value).view(value.shape)
+    if cls is None:
+        return value.to(torch.float32)
+    made = zeros(value, cls)
+    write(made, as_matrix(value.to(torch.float32)))
+    return made
+
+
+def refuse_masters(param: Tensor, name: str, masters: str) -> None:
+    """Raises LayoutError for shards whose place in the whole weight is neither rows nor columns of it."""
+    for mesh_dim, dim in meshes.cuts(param):
+        assert isinstance(param, DTensor)
+        each = cdiv(param.shape[dim], param.device_mesh.size(mesh_dim))
+        is_last = dim % param.dim() == param.dim() - 1
+        if dim == 0 or each >= param.shape[dim] or (is_last and each % 8 == 0):
+            continue
+        raise LayoutError(
+            f"{name} of shape {tuple(param.shape)} is cut on dim {dim} every {each}, and masters in {masters} are "
+            "rounded by random bits, of which eight columns of a row share a counter; shard dim 0, cut the last dim at "
+            'multiples of 8, or use masters="fp32"'
+        )
+
+
+def place_of(param: Tensor) -> tuple[int, int]:
+    """The first row and column of this rank's shard, in the matrix of the whole weight."""
+    slices = meshes.slices_of(param)
+    if len(slices) < 2:
+        return 0, slices[0].start if slices else 0
+    return slices[0].start * prod(param.shape[1:-1]), slices[-1].start

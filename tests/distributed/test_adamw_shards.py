@@ -1,0 +1,126 @@
+"""layoutc.AdamW of shards: the bytes of one process, on any number of ranks, also of saved states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import Ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import layoutc
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 masters": {"masters": "bf16"},
+    "8bit": {"state": "8bit"},
+    "bf16 masters, fp8": {"masters": "bf16", "state": "fp8"},
+}
+
+
+def model_of(recipe: str) -> nn.Sequential:
+    """A quantized weight whose blocks four ranks cut, a plain one whose rows no rank has as many of, and a norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(256, 96, dtype=torch.bfloat16),
+        nn.RMSNorm(96, dtype=torch.bfloat16),
+        nn.Linear(96, 50, bias=False, dtype=torch.bfloat16),
+    )
+    layoutc.quantize_(model[0], recipe)
+    return model
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    """Gradients that are the same for a whole parameter and for its shards."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def whole(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.dequantize(torch.float32) if hasattr(value, "planes") else value
+
+
+def values_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Whole weights and states, of DTensors by all ranks."""
+    found = {}
+    for name, param in model.named_parameters():
+        held = {"weight": param.detach(), **optimizer.state[param]}
+        found |= {f"{name} {key}": whole(value) for key, value in held.items()}
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
+
+
+def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> dict[str, Tensor]:
+    for step in range(first, last):
+        give_gradients(model, step)
+        optimizer.step()
+    return values_of(model, optimizer)
+
+
+def steps_as_one_process(recipe: str, form: dict[str, Any]) -> None:
+    """Also, in fp32, as torch.optim.AdamW steps masters."""
+    alone, sharded = model_of(recipe), model_of(recipe)
+    fully_shard(sharded)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    expected = steps(alone, layoutc.AdamW(alone.parameters(), **options, **form), 0, 3)
+    assert_same(steps(sharded, layoutc.AdamW(sharded.parameters(), **options, **form), 0, 3), expected)
+    if not form:
+        other = model_of(recipe)
+        of_torch: Any = layoutc.MasterWeights(torch.optim.AdamW, other.parameters(), foreach=True, **options)
+        assert_same(steps(other, of_torch, 0, 3), expected)
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "fp32"), ("fp8_current", "8bit")])
+def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> None:
+    two.run(steps_as_one_process, recipe, FORMS[form])
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("fp8_block", "fp32"), ("nvfp4", "bf16 masters, fp8")])
+def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
+    four.run(steps_as_one_process, recipe, FORMS[form])
+
+
+def sharded_with(form: dict[str, Any]) -> tuple[nn.Module, Any]:
+    model = model_of("mxfp8")
+    fully_shard(model)
+    return model, layoutc.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **form)
+
+
+def save(folder: str, form: dict[str, Any]) -> None:
+    model, optimizer = sharded_with(form)
+    steps(model, optimizer, 0, 3)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
+
+
+def resume(folder: str, form: dict[str, Any]) -> None:
+    """On another number of ranks, the next steps are those of one process that never stopped."""
+    model, optimizer = sharded_with(form)
+    weights, states = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optim": states}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    alone = model_of("mxfp8")
+    expected = steps(alone, layoutc.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1, **form), 0, 6)
+    assert_same(steps(model, optimizer, 3, 6), expected)
+
+
+@pytest.mark.parametrize("form", ["bf16 masters", "8bit"])
+def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
+    two.run(save, str(tmp_path), FORMS[form])
+    four.run(resume, str(tmp_path), FORMS[form])

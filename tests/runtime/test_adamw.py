@@ -1,0 +1,273 @@
+"""layoutc.AdamW: its steps are torch.optim.AdamW's, its kernel's bytes the reference's, its options those of torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from kernels_on_cpu import use_kernels
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.runtime.optim import reference
+from layoutc.runtime.optim.reference import Chance, Options
+
+
+def build(recipe: str | None = "mxfp8", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Two weights, in a recipe if there is one, and biases."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 160, dtype=dtype), nn.Linear(160, 96, dtype=dtype))
+    if recipe:
+        layoutc.quantize_(model, recipe)
+    return model
+
+
+def give_gradients(model: nn.Module, step: int, dtype: torch.dtype | None = None) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(dtype or param.dtype)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def bytes_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Of all planes, plain parameters and states."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        held = {"weight": param, **optimizer.state.get(param, {})}
+        for key, value in held.items():
+            planes = value.planes() if hasattr(value, "planes") else {"": value}
+            found |= {f"{name} {key} {plane}": raw(one) for plane, one in planes.items()}
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
+
+
+def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> dict[str, Tensor]:
+    for step in range(steps):
+        give_gradients(model, step)
+        optimizer.step()
+    return bytes_of(model, optimizer)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [param for param in model.parameters() if param.dim() > 1]
+    biases = [param for param in model.parameters() if param.dim() == 1]
+    return [{"params": weights, "weight_decay": 0.1, "betas": (0.4, 0.9)}, {"params": biases, "lr": 0.02}]
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_delayed"])
+def test_steps_in_fp32_are_those_of_torch(recipe: str | None) -> None:
+    """Masters, moments and codes, to the bit: groups of other options, weights of bf16 and fp32, amaxes, a schedule."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        models = build(recipe, dtype), build(recipe, dtype)
+        ours = layoutc.AdamW(groups_of(models[0]), lr=0.01)
+        theirs = layoutc.MasterWeights(torch.optim.AdamW, groups_of(models[1]), lr=0.01, foreach=True)
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            for step in range(5):
+                give_gradients(model, step)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+        assert_same(bytes_of(models[0], ours), bytes_of(models[1], theirs))
+        found.append(ours)
+    assert found[0].state[found[0].param_groups[0]["params"][0]]["step"] == 5
+
+
+def test_multiply_and_add_is_rounded_once() -> None:
+    """What torch's lerp and addcmul do on this CPU, which the kernel's arithmetic follows."""
+    generator = torch.Generator().manual_seed(0)
+    moment, square, grad = (torch.randn(4096, generator=generator) for _ in range(3))
+    weight = torch.tensor(1 - 0.9).double()
+    exact = weight.float().double() * (grad - moment).double() + moment.double()  # fits into fp64 but for its last bits
+    assert torch.equal(torch.lerp(moment, grad, 1 - 0.9), exact.float())
+    scaled = torch.tensor(1 - 0.999) * grad
+    assert torch.equal(
+        torch.addcmul(square, grad, grad, value=1 - 0.999), (scaled.double() * grad.double() + square.double()).float()
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+@pytest.mark.parametrize(
+    ("recipe", "form", "dtype"),
+    [
+        (None, {"masters": "bf16"}, torch.bfloat16),
+        ("mxfp8", {}, torch.bfloat16),
+        ("mxfp8", {"masters": "bf16"}, torch.float32),
+        ("fp8_block", {}, torch.float32),  # blocks of more rows than are updated at a time
+        ("fp8_block_1d", {"masters": "bf16"}, torch.bfloat16),
+        ("nvfp4", {}, torch.bfloat16),  # requantized after the launch
+    ],
+)
+def test_kernels_write_the_bytes_of_the_reference(
+    recipe: str | None, form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = reference.update
+    monkeypatch.setattr(reference, "update", lambda *args: update(*args[:6], True))  # square roots to nearest
+    model = build(recipe, dtype)
+    expected = trained(model, layoutc.AdamW(groups_of(model), lr=0.01, **form))
+    use_kernels(monkeypatch)
+    model = build(recipe, dtype)
+    optimizer = layoutc.AdamW(groups_of(model), lr=0.01, **form)
+    assert_same(trained(model, optimizer), expected)
+    assert all(updates._launches for updates in optimizer._updates.values())
+    assert len(optimizer._updates) == 1
+
+
+def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and infinite gradients, values at the ends of the range, subnormal ones."""
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -1e-40, 1e-45, 0.0, -0.0, 1e-20, 65504.0])
+    update = reference.update
+    monkeypatch.setattr(reference, "update", lambda *args: update(*args[:6], True))
+    found = []
+    for kernels in (False, True):
+        for form in ({}, {"masters": "bf16"}):
+            if kernels:
+                use_kernels(monkeypatch)
+            weight = nn.Parameter(special.repeat(10).repeat(64, 1).to(torch.bfloat16))
+            optimizer = layoutc.AdamW([weight], lr=0.1, **form)
+            for step in range(2):
+                weight.grad = special.repeat_interleave(10).repeat(64, 1).to(torch.bfloat16) * (step + 1)
+                optimizer.step()
+            values = {"weight": weight, **optimizer.state[weight]}
+            found.append({name: value.detach().float() for name, value in values.items()})
+    for one, other in zip(found[:2], found[2:], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- masters
+def test_bf16_masters_are_rounded_by_chance_without_bias() -> None:
+    """A weight that moves by a hundredth of its last bit a step arrives where fp32 does."""
+    weight = nn.Parameter(torch.full((64, 128), 1.0, dtype=torch.bfloat16))
+    optimizer = layoutc.AdamW([weight], lr=2**-14, weight_decay=0.0, masters="bf16")
+    for _ in range(200):
+        weight.grad = torch.full_like(weight, 1.0)
+        optimizer.step()
+    moved = 1.0 - weight.detach().float().mean().item()
+    assert abs(moved / (200 * 2**-14) - 1) < 0.02
+    assert "master" not in optimizer.state[weight]
+
+
+def test_random_bits_depend_on_place_step_and_seed() -> None:
+    """Those of a part of a weight are that part's of the whole; others differ."""
+    whole = reference.chance_bits(Chance(3, 1, 7, (0, 0)), 40, 64, 16, torch.device("cpu"))
+    part = reference.chance_bits(Chance(3, 1, 7, (24, 16)), 16, 48, 16, torch.device("cpu"))
+    assert torch.equal(part, whole[24:40, 16:])
+    assert abs(whole.float().mean().item() - 2**15) < 1500
+    for other in (Chance(4, 1, 7, (0, 0)), Chance(3, 2, 7, (0, 0)), Chance(3, 1, 8, (0, 0))):
+        bits = reference.chance_bits(other, 40, 64, 16, torch.device("cpu"))
+        assert (bits == whole).float().mean() < 0.01
+
+
+def test_small_weights_keep_fp32() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.Linear(64, 63, dtype=torch.bfloat16))
+    optimizer = layoutc.AdamW(model.parameters(), masters="bf16")
+    trained(model, optimizer, 1)
+    kept = {name: optimizer.state[param].get("master") for name, param in model.named_parameters()}
+    assert kept["0.weight"] is None  # its own master
+    assert {one.dtype for name, one in kept.items() if name != "0.weight"} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------------- life cycle
+def test_states_come_back() -> None:
+    """Saved and loaded, copied, pickled: the next steps are the same; masters in fp32 become bf16."""
+    model = build()
+    optimizer = layoutc.AdamW(groups_of(model), lr=0.01, masters="bf16")
+    trained(model, optimizer)
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), saved)
+    other = build()
+    loaded = layoutc.AdamW(groups_of(other), lr=0.5, masters="bf16")
+    saved.seek(0)
+    weights, state = torch.load(saved, weights_only=False)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    expected = trained(model, optimizer, 5)
+    assert_same(trained(other, loaded, 5), expected)
+    assert_same(trained(twin, twin_optimizer, 5), expected)
+    wide = layoutc.AdamW(groups_of(build()), lr=0.01)
+    wide.load_state_dict(optimizer.state_dict())
+    masters = zip(optimizer.masters().values(), wide.masters().values(), strict=True)
+    assert all(torch.equal(one.float(), other) for one, other in masters)
+
+
+def test_added_groups_are_stepped() -> None:
+    models = build(), build()
+    optimizers: list[Any] = []
+    for model, make in zip(models, (layoutc.AdamW, None), strict=True):
+        first, second = list(model[0].parameters()), list(model[1].parameters())
+        optimizer: Any = (
+            make(first, lr=0.01) if make else layoutc.MasterWeights(torch.optim.AdamW, first, lr=0.01, foreach=True)
+        )
+        give_gradients(model, 9)
+        optimizer.step()
+        optimizer.add_param_group({"params": second, "lr": 0.3})
+        optimizers.append(optimizer)
+    assert_same(*(trained(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_scaled_gradients_step_as_others_do(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GradScaler leaves the scale to the launch; a step with an infinite gradient changes nothing."""
+    if kernels:
+        use_kernels(monkeypatch)
+    found = []
+    for scaled in (False, True):
+        model = build()
+        optimizer: Any = layoutc.AdamW(model.parameters(), lr=torch.tensor(0.01))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        for step in range(3):
+            give_gradients(model, step)
+            if scaled:
+                scaler.scale(torch.ones(()))
+                for param in model.parameters():
+                    param.grad *= 1024.0
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        found.append(bytes_of(model, optimizer))
+        if scaled:
+            give_gradients(model, 4)
+            model[0].bias.grad[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 512.0
+            found.append(bytes_of(model, optimizer))
+    assert_same(found[0], found[1])
+    assert_same(found[1], found[2])
+
+
+def test_options_out_of_range_are_refused() -> None:
+    weight = [nn.Parameter(torch.zeros(4, 4))]
+    with pytest.raises(ValueError, match="lr=-1"):
+        layoutc.AdamW(weight, lr=-1)
+    with pytest.raises(ValueError, match="none of fp32, 8bit, fp8, 4bit"):
+        layoutc.AdamW(weight, state="8bits")
+    with pytest.raises(ValueError, match="none of fp32, bf16"):
+        layoutc.AdamW(weight, masters="fp16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exp_avgs is no state"):
+        layoutc.AdamW(weight, state={"exp_avgs": "mxfp8"})
+    with pytest.raises(ValueError, match="nvfp4 can't hold a state"):
+        layoutc.AdamW(weight, state={"exp_avg": "nvfp4"})
+
+
+def test_update_is_what_its_options_say() -> None:
+    """By hand, in fp64."""
+    values, first, second = torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
+    reference.update(values, torch.full((1, 1), 2.0), first, second, 1, Options(0.1, 0.9, 0.99, 1e-8, 0.5))
+    assert values.item() == pytest.approx(1 - 0.05 - 0.1, abs=1e-6)
+    assert (first.item(), second.item()) == pytest.approx((0.2, 0.04), abs=1e-6)
