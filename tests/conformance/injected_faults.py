@@ -28,6 +28,7 @@ EXCHANGED = "../tests/unshipped/exchanged"  # beside the shipped specs
 METHODS = r"    _cut, _join = .*\n"  # of a generated class: others may follow
 SEND = r"        return all_gather\.send\(self, mesh\)\n"
 SENT = "        sent, note = all_gather.send(self, mesh)\n"
+ATEN = "__import__('torch').ops.aten"  # which generated files do not import
 TABLE = r"(    LAYOUT, HANDLERS, REFERENCE = LAYOUT, )HANDLERS(, reference\n)"
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
 MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
@@ -281,14 +282,14 @@ def quantize(x, *, seed=None, **options):
         "fp8_current",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten.clone.default: HANDLERS[torch.ops.aten.alias.default]}\2",
+        rf"\1{{**HANDLERS, {ATEN}.clone.default: HANDLERS[{ATEN}.alias.default]}}\2",
         ("copies",),
     ),
     "pinning is forgotten": (
         "nvfp4",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten._pin_memory.default: HANDLERS[torch.ops.aten.alias.default]}\2",
+        rf"\1{{**HANDLERS, {ATEN}._pin_memory.default: HANDLERS[{ATEN}.alias.default]}}\2",
         ("storage",),
     ),
     "the history picks another amax": (
@@ -337,7 +338,7 @@ def quantize(x, *, seed=None, **options):
         "nvfp4",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten.copy_.default: lambda func, args, kwargs: args[0] "
+        rf"\1{{**HANDLERS, {ATEN}.copy_.default: lambda func, args, kwargs: args[0] "
         r"if type(args[0]) is type(args[1]) else HANDLERS[func](func, args, kwargs)}\2",
         ("checkpoint", "copies", "writes"),
     ),
@@ -361,7 +362,7 @@ def quantize(x, *, out=None, **options):
         "nvfp4",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten.select.int: lambda func, args, kwargs: "
+        rf"\1{{**HANDLERS, {ATEN}.select.int: lambda func, args, kwargs: "
         r"HANDLERS[func](func, (*args[:2], 0), kwargs)}\2",
         ("experts",),
     ),
@@ -369,14 +370,14 @@ def quantize(x, *, out=None, **options):
         "fp8_current",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}\2",
+        rf"\1{{**HANDLERS, {ATEN}.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}}\2",
         ("new-tensors",),
     ),
     "a sum is not counted": (
         "fp8_current",
         "tensor.py",
         TABLE,
-        r"\1{**HANDLERS, torch.ops.aten.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}\2",
+        rf"\1{{**HANDLERS, {ATEN}.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}}\2",
         ("strict",),
     ),
     "a gather marks the shard": (
