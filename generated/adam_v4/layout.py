@@ -7,7 +7,6 @@ A matrix has m rows (its leading dims, flattened) and k columns. m must be a mul
 It is for the state of optimizers, not for weights.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
-
 rowwise: quantized directly.
 """
 

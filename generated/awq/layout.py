@@ -8,7 +8,6 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 Shards may be cut at any row. A cut at a multiple of 8 rows is free: 8 rows share tiles of rowwise_data.
 At other cuts, the shards on both sides have no buffers of their own.
 Each pass gathers rowwise_data, rowwise_scale and rowwise_zero: 0.523438 B/element.
-
 rowwise: quantized directly.
 """
 

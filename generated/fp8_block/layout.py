@@ -8,7 +8,6 @@ Shards may be cut at any row. A cut at a multiple of 128 rows is free: one rowwi
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
 own.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
-
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed; scale transposed, zero-padded to multiples of 1 x 4.
 """

@@ -10,7 +10,6 @@ If a cut splits a block, the ranks on both sides store and send its scales, and 
 own.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data and columnwise_scale:
 1.01562 B/element. A weight that stays gathered after forward gets all of them at once: 2.01562 B/element.
-
 rowwise: has its own codes: blocks are 1xall rowwise, 128x1 columnwise.
 columnwise: has its own codes: blocks are 128x1 columnwise, 1xall rowwise.
 """

@@ -6,7 +6,6 @@ A weight has m rows (its leading dims, flattened) and k columns. Both may have a
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
-
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 """

@@ -10,7 +10,6 @@ own.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.00024 B/element. A weight that stays gathered after forward gets all of them at once: 2.03149
 B/element.
-
 rowwise: has its own codes: blocks are 1x32 rowwise, 128x128 columnwise.
 columnwise: has its own codes: blocks are 128x128 columnwise, 1x32 rowwise.
 """

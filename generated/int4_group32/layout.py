@@ -11,7 +11,6 @@ own.
 Forward gathers rowwise_data, rowwise_scale and rowwise_zero: 0.65625 B/element. Backward gathers columnwise_data,
 columnwise_scale and columnwise_zero: 0.65625 B/element. A weight that stays gathered after forward gets all of them at
 once: 1.3125 B/element.
-
 rowwise: has its own codes: blocks are 1x32 rowwise, 32x1 columnwise.
 columnwise: has its own codes: blocks are 32x1 columnwise, 1x32 rowwise.
 """

@@ -6,7 +6,6 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data and rowwise_scale: 0.5625 B/element.
-
 rowwise: quantized directly.
 """
 

@@ -7,7 +7,6 @@ A weight has m rows (its leading dims, flattened) and k columns. Both may have a
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data: 1 B/element. A weight
 that stays gathered after forward gets all of them at once: 2 B/element.
-
 rowwise: has its own codes: blocks are 1xall rowwise, allx1 columnwise.
 columnwise: has its own codes: blocks are allx1 columnwise, 1xall rowwise.
 """

@@ -9,7 +9,6 @@ If a cut splits a block, the ranks on both sides store and send its scales, and 
 own.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
 0.5625 B/element. A weight that stays gathered after forward gets all of them at once: 1.125 B/element.
-
 rowwise: has its own codes: blocks are 1x16 rowwise, 16x1 columnwise.
 columnwise: has its own codes: blocks are 16x1 columnwise, 1x16 rowwise.
 """
