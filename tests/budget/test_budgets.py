@@ -77,6 +77,35 @@ def test_the_largest_rank_is_the_largest_of_all(
     assert largest(pieces, AT.dtypes).total == max(totals)
 
 
+@given(st.sampled_from(RECIPES), st.integers(1, 40), st.integers(1, 4), st.integers(1, 70), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_masters_and_moments_of_all_ranks_are_those_of_the_weight(
+    recipe: str, m: int, k: int, ranks: int, cast: bool
+) -> None:
+    """However few rows the last ranks have: a quantized weight has fp32 masters, one that is cast is its own."""
+    layout = plan(recipe).layout
+    shape = m * layout.multiple_m, k * layout.multiple_k * 8
+    piece = Piece(Placed(shape, ranks), plan(recipe), cast)
+    held = [resident(piece, rank, AT.dtypes) for rank in range(ranks)]
+    assert sum(one.masters for one in held) == (0 if cast else 4 * prod(shape))
+    assert sum(one.moments - AT.dtypes.state.counter for one in held) == 8 * prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stays", "left"),
+    [
+        ("nvfp4", False, 4),  # the amax of the whole weight
+        ("mxfp8", True, 0),
+        ("fp8_current", True, 4),  # its scale
+        ("fp8_delayed", False, 4 + 4096 + 4),  # its scale, its history, and the amax that the cast remembers
+        ("fp8_delayed", True, 4 + 4096 + 4 + 4096),
+    ],
+)
+def test_what_gathers_of_cast_weights_leave_by_hand(recipe: str, stays: bool, left: int) -> None:
+    piece = Piece(Placed((256, 256), 2), plan(recipe), cast=True, stays=stays)
+    assert resident(piece, 0, AT.dtypes).left == left
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("world", [2, 3, 8, 24])
 def test_what_is_sent_is_what_the_layout_says(recipe: str, world: int) -> None:
