@@ -790,6 +790,26 @@ def test_experts_of_their_own_scales_go_into_a_plain_model_part_by_part(tmp_path
             assert torch.equal(stacks.down_proj[number], read(f"mlp.experts.{number}.down_proj.weight"))
 
 
+def test_experts_of_their_own_scales_are_quantized_anew_when_asked_to(tmp_path: Path) -> None:
+    """Into a stack that has one amax, as the values of all parts would be; and refused, in words, when not."""
+    model, expected = of_experts(nvfp4_experts(tmp_path / "in")), of_experts(Stacks(384)).float()
+    load_safetensors(expected, tmp_path / "in", convert=True)
+    assert len(quantize_as_stored(model, tmp_path / "in")) == 2
+    with pytest.raises(LayoutError, match=r"values of their own, .* convert=True quantizes their values anew"):
+        load_safetensors(model, tmp_path / "in")
+    assert load_safetensors(model, tmp_path / "in", convert=True) == ((), ())
+    recipe = next(type(param).LAYOUT.name for param in model.parameters() if isinstance(param, QuantizedTensor))
+    layoutc.quantize_(expected, recipe, param_filter=lambda name, _: True)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert isinstance(one, QuantizedTensor)
+        assert isinstance(other, QuantizedTensor)
+        assert all(torch.equal(plane, other.planes()[key]) for key, plane in one.planes().items())
+    export_safetensors(model, tmp_path / "out", files="compressed_tensors", source=tmp_path / "in")
+    again = of_experts(Stacks(384))
+    quantize_as_stored(again, tmp_path / "out")
+    assert load_safetensors(again, tmp_path / "out") == ((), ())
+
+
 def writes(name: str, path: str, out: str) -> None:
     """On ranks: load shards, and export."""
     model = Mlp()

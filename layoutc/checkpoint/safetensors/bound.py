@@ -65,13 +65,10 @@ class BoundSource(NamedTuple):
         spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
         rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
         if self.shared:
-            found = [self._part(i, rows, columns, fetch) for i in range(len(self.parts))]
-            if any(not torch.equal(one, found[0]) for one in found):
-                raise LayoutError(
-                    f"{self.name}: its parts in the files have values of their own, but the weight has one for all: "
-                    "quantize the parts as weights of their own"
-                )
-            return found[0]
+            if not self.is_one(fetch):
+                what = "its parts in the files have values of their own, but the weight has one for all"
+                raise LayoutError(f"{self.name}: {what}: convert=True quantizes their values anew, or keeps them plain")
+            return self._part(0, rows, columns, fetch)
         each = self.shape[0] // len(self.parts)
         pieces = []
         for i in range(rows.start // max(each, 1), len(self.parts)):
@@ -82,6 +79,11 @@ class BoundSource(NamedTuple):
         if not pieces:
             return torch.empty((0, len(columns)), dtype=self.facts.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def is_one(self, fetch: Read) -> bool:
+        """True if all parts have the same values, of a plane that is shared."""
+        found = [self._part(i, range(self.shape[0]), range(self.shape[-1]), fetch) for i in range(len(self.parts))]
+        return all(torch.equal(one, found[0]) for one in found)
 
     def codes(self, number: int, fetch: Read) -> tuple[Encoded, Tensor]:
         """The codes that a part has for its values, and what these stand for; of planes that have meanings."""

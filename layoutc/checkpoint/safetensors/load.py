@@ -56,7 +56,8 @@ def load_safetensors(
     Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight would have, whatever the cuts;
     weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` go into the same
     layout byte for byte; with convert=True they are dequantized for another layout or a plain parameter. So do those of
-    other programs, by the bindings that specs state under `files`. files: the binding (`deepseek`, or
+    other programs, by the bindings that specs state under `files`; with convert=True a stack of experts takes
+    parts that have an amax each, dequantized and quantized under one. files: the binding (`deepseek`, or
     `fp8_block/deepseek`); by default the one that the folder's config.json tells of.
 
     Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
@@ -85,11 +86,14 @@ def load_safetensors(
             contents = read_folder(Path(folder))
             theirs = planning.bindings(model, Path(folder), contents, files, rename)
             steps, loaded, unread = planning.plan(model, contents, rename, strict, theirs, problems)
-            for step in steps:
+            steps, planned = [], steps
+            for step in planned:
                 with noted(problems):
-                    check(step, convert)
                     for source in planning.sources_of(step):
                         slices.open(source.path)
+                    step = planning.in_parts(step, slices.read) if convert else step
+                    steps.append(step)
+                    check(step, convert)
                     _check_single_values(step, slices, scales)
                     rounded += rounds(step, slices)
         agree(problems, process_group, contents.digest, f"read different files in {folder}")
@@ -284,7 +288,7 @@ def _is_same(local: Tensor, source: Stored | Entry) -> bool:
     """True if the files have a weight quantized in the layout that the model has it in."""
     if not (isinstance(source, Entry) and isinstance(local, QuantizedTensor)):
         return False
-    return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id
+    return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id and bool(source.planes)
 
 
 def _plain_values(step: Step, slices: Reader) -> Tensor:

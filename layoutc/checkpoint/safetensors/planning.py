@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
-from layoutc.checkpoint.held.stored import DTYPES, Stored
+from layoutc.checkpoint.held.stored import DTYPES, Read, Stored
 from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
@@ -34,7 +34,8 @@ class Loaded(NamedTuple):
 
 class Entry(NamedTuple):
     """A quantized weight in the files. found: as another program's files hold it, whole or in parts; () for layoutc's
-    own. apart: equal shares of its rows, each by itself, in place of planes."""
+    own. apart: equal shares of its rows, each by itself, in place of planes. instead: it in such shares, for a weight
+    whose planes have one value for all of them."""
 
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class Entry(NamedTuple):
     planes: Mapping[str, Stored | PlaneSource]
     found: tuple[bound.Found, ...] = ()
     apart: tuple[Entry, ...] = ()
+    instead: Entry | None = None
 
 
 class Step(NamedTuple):
@@ -150,18 +152,17 @@ def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) ->
         if not recognize.is_for(one, name, tuple(param.shape), contents.tensors, theirs):
             continue
         shape, sources = tuple(param.shape), one.cls.LAYOUT.sources
-        if own == one.cls.LAYOUT.layout_id:
-            whole = bound.find(name, shape, one, contents.tensors)
-            found = [whole] if whole is not None else []
-        else:
-            found = bound.find_apart(name, shape, one, contents.tensors)
         first = next(iter(sources.values()))
         orientations = tuple(name for name, planes in sources.items() if planes == first)
+        found = bound.find_apart(name, shape, one, contents.tensors)
         parts = tuple(Entry(one.cls, part.shape, orientations, part.planes, (part,)) for part in found)
-        if len(parts) > 1:
-            return Entry(one.cls, shape, orientations, {}, tuple(found), parts)
+        apart = Entry(one.cls, shape, orientations, {}, tuple(found), parts) if len(parts) > 1 else None
+        if own == one.cls.LAYOUT.layout_id and apart is not None:
+            whole = bound.find(name, shape, one, contents.tensors)
+            assert whole is not None
+            return Entry(one.cls, shape, orientations, whole.planes, (whole,), (), apart)
         if parts:
-            return parts[0]
+            return apart or parts[0]
     return None
 
 
@@ -188,6 +189,16 @@ def _source(name: str, contents: Contents) -> Stored | Entry:
                 f"{stored.shape} {stored.dtype}"
             )
     return Entry(cls, shape, tuple(entry["orientations"]), planes)
+
+
+def in_parts(step: Step, fetch: Read) -> Step:
+    """A step by a weight's parts in the files, if these have values that the weight has one of for all."""
+    source = step.source
+    if isinstance(source, Entry) and source.instead is not None:
+        shared = (plane for plane in source.planes.values() if isinstance(plane, BoundSource) and plane.shared)
+        if not all(plane.is_one(fetch) for plane in shared):
+            return step._replace(source=source.instead)
+    return step
 
 
 def sources_of(step: Step) -> list[Stored]:
