@@ -481,8 +481,10 @@ def test_conversions_take_small_files_along_and_say_what_they_did(tmp_path: Path
     plain, codes, back = tmp_path / "plain", tmp_path / "codes", tmp_path / "back"
     export_safetensors(nn.Sequential(nn.Linear(32, 64, bias=False)), plain, config={"model_type": "llama"})
     beside = ("generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "LICENSE")
-    for name in (*beside, "hf_quant_config.json", "quantize_config.json", "notes.bin", "README.md"):
+    for name in (*beside, "notes.bin", "README.md"):
         (plain / name).write_text(name)
+    for name in ("hf_quant_config.json", "quantize_config.json"):
+        (plain / name).write_text("{}")
     done = CliRunner().invoke(main, ["convert", str(plain), str(codes), "--files", "mxfp8/compressed_tensors"])
     assert done.exit_code == 1
     assert "nothing says which of its plain ones to quantize: name them with match= (--match)" in done.stderr

@@ -105,7 +105,6 @@ def test_a_folder_with_codes_that_nothing_decodes_is_not_converted(
 
 def test_the_command_says_which_recipes_read_such_tensors(tmp_path: Path) -> None:
     path = folder(tmp_path / "in", fp8("a"), None)
-    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     options = ["convert", str(path), str(tmp_path / "out"), "--dtype", "bfloat16"]
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 1

@@ -75,7 +75,8 @@ def config_in(folder: Path) -> dict[str, Any]:
     if holder(config) is None and (name := next(older, None)) is not None:
         stated = _json_in(folder / name)
         inner = stated.get(KEYS[-1])  # ModelOpt's
-        config[KEYS[0]] = {"quant_method": OLDER_FILES[name], **(inner if isinstance(inner, Mapping) else stated)}
+        if stated:
+            config[KEYS[0]] = {"quant_method": OLDER_FILES[name], **(inner if isinstance(inner, Mapping) else stated)}
     return config
 
 
