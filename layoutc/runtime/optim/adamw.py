@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.optim import launches, reference, states
+from layoutc.runtime.optim import foreign_states, launches, reference, states
 from layoutc.runtime.optim.explain import Held, form_of, nbytes_of
 from layoutc.runtime.optim.launches import Member, Updates
 from layoutc.runtime.optim.reference import Chance, Options
@@ -106,6 +106,11 @@ class AdamW(MasterWeights):
     def _forget_entries(self) -> None:
         super()._forget_entries()
         self._updates = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As MasterWeights has it. States in fp32 and in other recipes are converted, and so are those of torchao's and
+        bitsandbytes' AdamW, whose bytes are kept where this optimizer's recipe has their layout."""
+        super().load_state_dict(foreign_states.translated(state_dict))
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         """States in other recipes, or in fp32, are converted."""

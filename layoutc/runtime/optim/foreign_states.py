@@ -1,0 +1,110 @@
+"""States of torchao's and bitsandbytes' AdamW as those of layoutc.AdamW: the same bytes in the same layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime import installed
+from layoutc.runtime.optim.states import FORMS, MOMENTS
+from layoutc.runtime.train.steps import local_of
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_WRAPPED = "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts have what is no DTensor
+
+
+class Coded(NamedTuple):
+    """A moment in blocks of its flattened values. codes: of its shape, two of 4 bits in a byte; table: their values."""
+
+    codes: Tensor
+    scales: Tensor
+    block: int
+    table: Tensor | None  # None: codes are values in a dtype of 8 bits
+    shape: torch.Size
+
+
+def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of an optimizer whose moments go by AdamW's names, in recipes or in fp32; others as they are.
+
+    Raises ValueError for states of amsgrad, which layoutc.AdamW does not have.
+    """
+    return {**state_dict, "state": {key: _of_parameter(key, saved) for key, saved in state_dict["state"].items()}}
+
+
+def _of_parameter(key: Any, saved: Any) -> Any:
+    if not isinstance(saved, Mapping):
+        return saved
+    state = {**saved, **saved.get(_WRAPPED, {})}
+    if "max_exp_avg_sq" in state:
+        raise ValueError(
+            f"the state of parameter {key} has max_exp_avg_sq, of amsgrad, which layoutc.AdamW does not have"
+        )
+    state.pop(_WRAPPED, None)
+    for number, name in enumerate(MOMENTS, 1):
+        if f"state{number}" in state:
+            state[name] = state.pop(f"state{number}")
+            table, scales = state.pop(f"qmap{number}", None), state.pop(f"absmax{number}", None)
+            if table is not None:
+                codes = local_of(state[name])
+                held = Coded(codes, scales[: cdiv(codes.numel(), 256)], 256, table, codes.shape)
+                state[name] = _beside(state[name], _read(held))
+        elif isinstance(state.get(name), Tensor) and (found := _of_torchao(local_of(state[name]))) is not None:
+            state[name] = _beside(state[name], _read(found))
+    return state
+
+
+def _of_torchao(value: Any) -> Coded | None:
+    """What torchao's tensors of states hold; None for other tensors."""
+    if not all(isinstance(getattr(value, name, None), Tensor) for name in ("codes", "scale")):
+        return None
+    return Coded(value.codes, value.scale, value.block_size, getattr(value, "qmap", None), value.shape)
+
+
+def _beside(value: Tensor, local: Tensor) -> Tensor:
+    """A shard's moment, as a DTensor where it came as one."""
+    return DTensor(local, value._spec, requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
+
+
+def _read(held: Coded) -> Tensor:
+    """A moment in the recipe of its layout, with its bytes; in fp32 if there is none."""
+    for cls in (installed.find(name).Tensor for names in FORMS.values() for name in names):
+        if _is_layout(cls, held):
+            m, k = held.shape[:-1].numel(), held.shape[-1]
+            planes = {}
+            for (name, facts), source in zip(cls.LAYOUT.planes(m, k).items(), (held.codes, held.scales), strict=True):
+                planes[name] = source.view(facts.dtype).reshape(facts.shape).clone()
+            made: QuantizedTensor = cls(planes, held.shape, torch.float32, matrix=(m, k))
+            return made
+    return _values(held)
+
+
+def _values(held: Coded) -> Tensor:
+    """In fp32, as its package reads them."""
+    codes = torch.stack([held.codes >> 4, held.codes & 15], -1) if _per_byte(held) == 2 else held.codes
+    values = codes.float() if held.table is None else held.table.float()[codes.long()]
+    return (values.flatten() * held.scales.repeat_interleave(held.block)[: values.numel()]).view(held.shape)
+
+
+def _is_layout(cls: type[QuantizedTensor], held: Coded) -> bool:
+    """Whether codes and scales are a recipe's planes: rows of whole blocks, in which each byte has the same values."""
+    per_byte, block = _per_byte(held), held.block
+    stored = [plane.columns_per_value for plane in cls.LAYOUT.stored.values()]
+    if len(held.shape) < 2 or held.shape[-1] % block or stored != [per_byte, block] or 256 * per_byte % block:
+        return False
+    m, every = 256 * per_byte // block, torch.arange(256, dtype=torch.uint8, device=held.codes.device)
+    ones = held.scales.new_ones(m, 1, dtype=torch.float32)
+    facts = cls.LAYOUT.planes(m, block)
+    data, scale = facts
+    planes = {data: every.view(facts[data].dtype).view(facts[data].shape), scale: ones}
+    ours = cls._matrix_values(planes, m, block, cls.LAYOUT.orientations[0], torch.float32)
+    theirs = _values(Coded(every.view(held.codes.dtype), ones.flatten(), block, held.table, torch.Size((m, block))))
+    return torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _per_byte(held: Coded) -> int:
+    return 2 if 2 * held.codes.numel() == held.shape.numel() > 0 else 1
