@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,12 @@ def test_state_is_not_for_weights(name: str) -> None:
 
 def test_plans_count_the_bytes_of_recipes() -> None:
     """What plan and estimate take of each form of state is what its recipes store, partial blocks included."""
-    from layoutc.estimate.state import STATES
+    from layoutc.estimate.state import LEAST, STATES
+    from layoutc.runtime.optim.states import FORMS
 
-    recipes = {"8bit": ("adam_m8", "adam_v8"), "fp8": ("moment_fp8", "moment_fp8_sqrt"), "4bit": ("adam_m4", "adam_v4")}
-    assert set(recipes) == set(STATES) - {"fp32"}
-    for form, names in recipes.items():
+    assert set(FORMS) == set(STATES) - {"fp32"}
+    assert inspect.signature(layoutc.AdamW).parameters["least"].default == LEAST
+    for form, names in FORMS.items():
         for stored, name in zip(STATES[form].moments, names, strict=True):
             for m, k in ((1, 256), (24, 1000), (7, 2880), (3, 2)):
                 planes = package(name).LAYOUT.planes(m, k).values()
