@@ -364,6 +364,21 @@ def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
         assert not word.search(prose_free), (path.name, word.search(prose_free))
 
 
+def test_parameters_of_kernels_are_none_of_their_launcher() -> None:
+    """Triton writes a function with them, beside names of its own, when a kernel is first launched on a card."""
+    own = {"options", "grid", "warmup", "stream", "device", "num_warps", "num_stages", "num_ctas", "maxnreg", "debug"}
+    kernels = 0
+    for path in (*MODULES, *GENERATED):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(one) == "triton.jit" for one in node.decorator_list
+            ):
+                kernels += 1
+                names = {argument.arg for argument in node.args.args}
+                assert not names & own, (path.name, node.name, names & own)
+    assert kernels > 200
+
+
 def _without_prose(text: str) -> str:
     """Code without docstrings, comments, and messages that give an example in backquotes."""
     text = re.sub(r'"""[\s\S]*?"""|#.*', "", text)

@@ -33,8 +33,8 @@ from layoutc.runtime.optim import launches
 SHAPE, COUNT, UNIT = (4096, 14336), 5, 2**28
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "8bit": {"state": "8bit"},
-    "bf16 masters, 8bit": {"state": "8bit", "masters": "bf16"},
+    **{state: {"state": state} for state in ("8bit", "fp8", "4bit")},
+    **{f"bf16 masters, {state}": {"state": state, "masters": "bf16"} for state in ("8bit", "fp8")},
 }
 
 

@@ -179,10 +179,10 @@ def update_kernel(
     for done in range(0, SPAN_M, STRIP):
         at_row = row + done
         place = (at_row, column, m, k)
-        g = to_float(load(grad, at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)) * factor
+        g = to_float(load(grad, place, (k, 1), (STRIP, SPAN_K), EVEN)) * factor
         p = read_master(master, low, place, STRIP, SPAN_K, EVEN, HAS_LOW) * decay
         if DEQUANTIZE_M is None:
-            moment = load(first[0], at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)
+            moment = load(first[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
         else:
             moment = DEQUANTIZE_M(first, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
         # As torch.lerp: from the end that is nearer.
@@ -190,19 +190,19 @@ def update_kernel(
         share = tl.broadcast_to(tl.where(is_near, weight1, weight1 - 1.0), (STRIP, SPAN_K))
         moment = fma(share, g - moment, tl.where(is_near, moment, g))
         if DEQUANTIZE_M is None:
-            store(first[0], moment, at_row, column, m, k, EVEN)
+            store(first[0], moment, place, EVEN)
         else:
             QUANTIZE_M(
                 _inside(moment, place, EVEN), None, unused, first, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), True, False, False, EVEN, HARDWARE,
             )  # fmt: skip
         if DEQUANTIZE_V is None:
-            square = load(second[0], at_row, column, m, k, k, 1, STRIP, SPAN_K, EVEN)
+            square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
         else:
             square = DEQUANTIZE_V(second, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
         square = fma(g * weight2, g, square * beta2)
         if DEQUANTIZE_V is None:
-            store(second[0], square, at_row, column, m, k, EVEN)
+            store(second[0], square, place, EVEN)
         else:
             QUANTIZE_V(
                 _inside(square, place, EVEN), None, unused, second, buffers,
@@ -215,7 +215,7 @@ def update_kernel(
         )
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
-            store(target, to_dtype(p, ROUNDED, HARDWARE), at_row, column, m, k, EVEN)
+            store(target, to_dtype(p, ROUNDED, HARDWARE), place, EVEN)
         if amaxes is not None:
             inside = _inside(p, place, EVEN)
             largest = tl.maximum(largest, bits_of(tl.max(block_amax(inside, STRIP, SPAN_K, HARDWARE))))
@@ -270,11 +270,10 @@ def read_master(
     master, low, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr
 ):
     """A tile of masters: fp32, bf16, or bf16 with the signed byte below it."""
-    row, column, m, k = place
-    tile = load(master, row, column, m, k, k, 1, ROWS, COLUMNS, EVEN)
+    tile = load(master, place, (place[3], 1), (ROWS, COLUMNS), EVEN)
     if HAS_LOW:
         high = tile.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        byte = load(low, row, column, m, k, k, 1, ROWS, COLUMNS, EVEN).to(tl.int32)
+        byte = load(low, place, (place[3], 1), (ROWS, COLUMNS), EVEN).to(tl.int32)
         return float_of(high + (((byte ^ 0x80) - 0x80) << 8))
     else:
         return to_float(tile)
@@ -286,22 +285,23 @@ def write_master(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
-    row, column, m, k = place
     if master.dtype.element_ty == tl.float32:
-        store(master, p, row, column, m, k, EVEN)
+        store(master, p, place, EVEN)
         return p
     else:
         key, number, first_row, first_column = chance
         COUNT: tl.constexpr = 8 if HAS_LOW else 16
-        bits = bits_of(p) + chance_bits(key, number, row + first_row, column + first_column, ROWS, COLUMNS, COUNT)
+        bits = bits_of(p) + chance_bits(
+            key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS, COUNT
+        )
         if HAS_LOW:
             bits = tl.where(isnan(p), 0x7FC00000, bits & -256)
             high = bits + 0x8000
-            store(low, ((bits >> 8) & 0xFF).to(tl.uint8), row, column, m, k, EVEN)
+            store(low, ((bits >> 8) & 0xFF).to(tl.uint8), place, EVEN)
         else:
             bits = tl.where(isnan(p), 0x7FC00000, bits & -65536)
             high = bits
-        store(master, (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), row, column, m, k, EVEN)
+        store(master, (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN)
         return float_of(bits)
 
 

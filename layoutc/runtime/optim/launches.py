@@ -86,7 +86,7 @@ def why_apart(target: QuantizedTensor) -> str:
         return f"no kernel quantizes many weights in {layout.name} here"
     if layout.shares_amax:
         return f"scales of {layout.name} follow from an amax of the whole weight"
-    if layout.stochastic or kernels.row_blocks or kernels.covers:
+    if layout.stochastic or kernels.row_blocks or any(tile.cover[0] for tile in kernels.quantize_sizes.values()):
         return f"blocks of {layout.name} span whole rows, or no power of two, or are rounded by random bits"
     if target._halo.rows or target._part is not None or target._matrix[0] != target._rows:
         return "its shards cut blocks"
