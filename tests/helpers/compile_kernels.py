@@ -81,7 +81,7 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         yield "lay_out", lay_out_kernel, [], tile, "bf16"
         if layout.name in BATCHES_LAID_OUT:
             yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
-    tile = (1, rank_sums.CODES_TILE, rank_sums.CODES_PIECES, rank_sums.CODES_WARPS, None)
+    tile = Tile(1, rank_sums.CODES_TILE, rank_sums.CODES_WARPS, rank_sums.CODES_PIECES)
     for label, kernel in (("quantize", quantize_rows_kernel), ("sum", sum_rows_kernel)):
         if layout.name in IN_ROWS:
             yield f"{label}_rows bf16", kernel, [True, False], tile, "bf16"

@@ -24,11 +24,11 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: pip install 'layoutc[integrations]'")
 
-OPERANDS = ("nvfp4_activation", "nvfp4_gradient")  # of products, not weights
-GENERATED = Path(import_module("layoutc.recipes").__path__[0])
-RECIPES = sorted(
-    path.name for path in GENERATED.iterdir() if (path / "tensor.py").exists() and path.name not in OPERANDS
-)
+RECIPES = [
+    name
+    for name in import_module("layoutc.recipes").RECIPES
+    if not import_module(f"layoutc.recipes.{name}.layout").LAYOUT.not_weights
+]
 
 
 def model_of(recipe: str, *, rows: int = 128) -> Any:

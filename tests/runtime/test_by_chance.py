@@ -115,7 +115,7 @@ def test_philox_gives_the_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     """The runtime's, the conformance suite's and this file's."""
-    words = random_bits._philox([torch.tensor(word) for word in counter], *(torch.tensor(word) for word in key))
+    words = random_bits.counted_words([torch.tensor(word) for word in counter], *(torch.tensor(word) for word in key))
     assert tuple(int(word) for word in words) == expected
     assert tuple(int(word) for word in model_philox(tuple(map(np.asarray, counter)), key)) == expected
     assert philox(counter, key) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -408,9 +409,25 @@ def test_each_name_has_a_test() -> None:
         if name.isidentifier()
         and not name.startswith("_")
         and name not in ("annotations", "torch", "dist", "functional", "Any", "Tensor")
-        if name not in ("Callable", "AbstractContextManager", "Iterator", "contextmanager")
+        if name not in ("Callable", "AbstractContextManager", "Iterator", "Mapping", "contextmanager")
+        if name not in ("cache", "warnings")
     }
     assert {name for name in own if f"private.{name}" not in text} == set()
+
+
+def test_foreach_maximum_takes_the_larger_of_each() -> None:
+    ones, others = [torch.tensor([1.0, 5.0]), torch.tensor([2.0])], [torch.tensor([3.0, 4.0]), torch.tensor([-2.0])]
+    found = private.foreach_maximum(ones, others)
+    assert [one.tolist() for one in found] == [[3.0, 5.0], [2.0]]
+
+
+def test_names_that_torch_has_changed_are_said_once_for_each_text() -> None:
+    assert private.changed({"a": True, "b": False, "c": False}) == "b, c"
+    with pytest.warns(RuntimeWarning, match="has changed b, c of FSDP2, so gathers take FSDP2's own steps"):
+        private.say_changed("b, c", "gathers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.say_changed("b, c", "gathers")
 
 
 @pytest.mark.usefixtures("alone")

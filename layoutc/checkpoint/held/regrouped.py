@@ -69,13 +69,16 @@ def _wider(codes: Tensor, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _class_of(cls: type[QuantizedTensor], columns: int | None) -> type[Regrouped]:
-    """The class that decodes blocks of so many columns, None for a whole row, with scales that fp32 holds."""
+def _class_of(cls: type[QuantizedTensor], columns: int | None, divides: bool) -> type[Regrouped]:
+    """The class that decodes blocks of so many columns, None for a whole row, with scales that fp32 holds. divides:
+    blocks of other rows' lengths go on in the next row, so they are no blocks of a row, and fit no file."""
     layout, data = cls.LAYOUT, cls.LAYOUT.stored["rowwise_data"]
     dtypes = {name: layout.dtypes[name] for name in PER_BLOCK if name in layout.stored} | {SCALE: torch.float32}
 
     def planes(m: int, k: int) -> dict[str, Facts]:
         blocks = cdiv(k, columns) if columns else 1
+        if divides and columns and k % columns:
+            blocks = 0
         of_blocks = {name: Facts((m, blocks), dtype) for name, dtype in dtypes.items()}
         return {"rowwise_data": layout.planes(m, k)["rowwise_data"], **of_blocks}
 
@@ -107,7 +110,7 @@ def regrouped(
         if columns == own and not in_halves:
             continue
         yield (
-            _class_of(cls, columns),
+            _class_of(cls, columns, binding.text is not None),
             changed._replace(
                 name=f"{binding.name}, {_words(columns, columns == own)}",
                 planes={**binding.planes, SCALE: scale._replace(dtype="F32", bits=32) if in_halves else scale},
