@@ -29,6 +29,7 @@ from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.work import Use
 from layoutc.models.adapters import adapted
+from layoutc.models.weights import Model as PlannedModel
 from layoutc.models.weights import Weight, in_layers
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -145,15 +146,20 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def planned(recipe: str, model: nn.Module) -> int:
     """Bytes that this rank keeps between steps, by the plan of a frozen base with adapters, and a norm that trains."""
-    spec = (ROOT / "specs" if recipe in BINDINGS else EXCHANGED) / f"{recipe}.yaml"
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     base = [Weight(name, shape, "linear", 1.0) for name, shape in shapes.items() if name.endswith(".base.weight")]
     made = adapted(in_layers("model", "", base), RANK)
     norms = tuple(Weight(name, shape, "norm") for name, shape in shapes.items() if name.startswith("norm."))
     made = replace(made, root=replace(made.root, weights=norms))
     assert made.elements == sum(map(prod, shapes.values()))
+    return kept_of(recipe, made, Picks())
+
+
+def kept_of(recipe: str, model: PlannedModel, picks: Picks) -> int:
+    """Bytes that this rank keeps of a model between steps, by the plan."""
+    spec = (ROOT / "specs" if recipe in BINDINGS else EXCHANGED) / f"{recipe}.yaml"
     mesh, dtypes = Mesh(dist.get_world_size()), Dtypes(4, 4, 4)
-    groups = groups_of(made, Use(recipe, plan_of(spec)), Picks(), mesh, dtypes)
+    groups = groups_of(model, Use(recipe, plan_of(spec)), picks, mesh, dtypes)
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:
         here += resident(piece, dist.get_rank(), dtypes)

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
 from storages import live_bytes, look_at_what_comes
-from test_frozen_bases import planned
+from test_frozen_bases import kept_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
+from layoutc.budget.choice import Picks
 from layoutc.checkpoint import load_safetensors, quantize_as_stored
+from layoutc.models.weights import Weight, in_layers
 
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[integrations,formats]'")
@@ -112,7 +114,11 @@ def sharded(model: Any) -> Any:
 def trains(folder: str) -> tuple[list[float], int, int]:
     """(losses, which are those of one process; bytes of the base that this rank holds, and planned ones)."""
     expected = steps(adapted("layoutc", folder))
-    kept = planned("nf4_bitsandbytes", of_layoutc(folder), only="*_proj.weight")
+    weights = [
+        Weight(name, tuple(param.shape), "norm" if "norm" in name else "linear", trains=param.requires_grad)
+        for name, param in of_layoutc(folder).named_parameters()
+    ]
+    kept = kept_of("nf4_bitsandbytes", in_layers("model", "", weights), Picks(only=("*_proj.weight",)))
     mesh_of(dist.get_world_size())  # which has tensors of its own
     look_at_what_comes()
     before = live_bytes()
