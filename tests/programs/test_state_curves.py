@@ -35,10 +35,3 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert state_curves.main(["--seeds", "2", "--forms", "4bit"]) == 0
     assert state_curves.main(["--seeds", "2", "--forms", "8bit"]) == 1
     assert "8bit                 1.0060  +0.60%, bound 0.5%, BEYOND" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_thousand_steps_of_five_seeds() -> None:
-    """In half an hour on one core."""
-    assert state_curves.main(["--steps", "1000", "--seeds", "5", "--dim", "64", "--layers", "1"]) == 0
