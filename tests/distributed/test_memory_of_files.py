@@ -71,7 +71,7 @@ def test_ranks_hold_their_shard_and_some_weights(recipe: str, two: Ranks, tmp_pa
     results = two.run(loads_and_writes, recipe, str(tmp_path / "in"), str(tmp_path / "out"))
     for (load, export), shards, weight in results:
         beyond = load - shards
-        assert -2 * MIB <= beyond <= weight + 2 * MIB, f"loading took {beyond / MIB:.0f} MiB beyond the shard"
+        assert -8 * MIB <= beyond <= weight + 2 * MIB, f"loading took {beyond / MIB:.0f} MiB beyond the shard"
         assert export <= WRITING * weight + 2 * MIB, f"writing took {export / MIB:.0f} MiB, a weight {weight / MIB:.0f}"
     first, second = (tmp_path / name / "model.safetensors" for name in ("in", "out"))
     with open(first, "rb") as one, open(second, "rb") as other:

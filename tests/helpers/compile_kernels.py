@@ -112,7 +112,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     types |= {"codebooks": "*fp32"} if kernels.codebooks else {}
     types |= {"amax": "*bf16"} if "by_rows" in name else {}
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
-    if "_rows " in name:
+    if name.startswith(("quantize_rows", "sum_rows")):
         none = {"rest", "none", "input_max", *(f"{kind}2" for kind in ("p", "gap", "stride"))}
         return types | {"out": "*fp32"} | dict.fromkeys(none)
     none |= MATRIX if name.startswith("quantize_batch") else set()
@@ -226,7 +226,7 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     """What a recipe's kernel is compiled for."""
     if name.startswith("lay_out"):
         return {"LAY_OUT": kernels.lay_out_tile, "PLANES": len(kernels.moved)}
-    if "_rows " in name:
+    if name.startswith(("quantize_rows", "sum_rows")):
         tiles = {"QUANTIZE": kernels.quantize_tile, "DEQUANTIZE": kernels.dequantize_tile}
         return {**tiles, "TILE": rank_sums.CODES_TILE, "DIVIDE": False}
     sources = dict(zip(("ROWWISE", "COLUMNWISE"), asked, strict=True))
