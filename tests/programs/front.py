@@ -1,10 +1,11 @@
-"""Fills in what README shows of other files: the spec, what is generated from it, and what was measured.
+"""Fills in what README and a page show of other files: the spec, what is generated from it, and what was measured.
 
     python tests/programs/front.py [--check]
 
 A block between `<!-- from SOURCE -->` and `<!-- end -->` is written anew. SOURCE is a file; a file and a function of
-it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; or `measured`, a chart and a table of the runs in
-`tests/bench/runs`, which `tests/bench/step.py --json` wrote. --check writes nothing, and fails where something differs.
+it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; `measured`, a chart and a table of the runs in
+`tests/bench/runs`, which `tests/bench/step.py --json` wrote; or `losses`, those that `layoutc plan` shows. --check
+writes nothing, and fails where something differs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs/pages/which.md")
+LOSSES = ROOT / "layoutc/report/losses.yaml"
 RUNS, CHART = ROOT / "tests/bench/runs", ROOT / "docs/pages/pictures/steps.svg"
 BLOCK = re.compile(r"(?P<head><!-- from (?P<source>\S+) -->\n).*?(?P<end><!-- end -->)", re.S)
 NAMES = {
@@ -100,6 +105,19 @@ def table(found: list[Setting]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def losses() -> str:
+    """What training in a recipe did to the loss: from scratch in low precision, and tuned with products in bf16."""
+    lines = [
+        "| recipe | seeds | from scratch, all products in low precision | tuned, products in bf16 |",
+        "|---|--:|--:|--:|",
+    ]
+    for name, found in yaml.safe_load(LOSSES.read_text(encoding="utf-8")).items():
+        percent, seeds = found["low"]
+        tuned = f"{found['weights']:+.3f}%" if "weights" in found else ""
+        lines.append(f"| `{name}` | {seeds} | {percent:+.2f}% | {tuned} |")
+    return "\n".join(lines) + "\n"
+
+
 def included(source: str) -> str:
     """A file, or a function of one, as a block of code."""
     path, _, name = source.partition(":")
@@ -112,19 +130,18 @@ def included(source: str) -> str:
 
 def filled(text: str) -> str:
     """A page with its blocks written anew."""
-    return BLOCK.sub(
-        lambda found: (
-            found["head"]
-            + (table(settings()) if found["source"] == "measured" else included(found["source"]))
-            + found["end"]
-        ),
-        text,
-    )
+    made = {"measured": lambda: table(settings()), "losses": losses}
+
+    def block(found: re.Match[str]) -> str:
+        source = found["source"]
+        return found["head"] + (made[source]() if source in made else included(source)) + found["end"]
+
+    return BLOCK.sub(block, text)
 
 
 def main(check: bool) -> int:
-    """Writes README and the chart, or says which of them differ."""
-    wanted = {ROOT / "README.md": filled((ROOT / "README.md").read_text(encoding="utf-8")), CHART: chart(settings())}
+    """Writes the pages and the chart, or says which of them differ."""
+    wanted = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES} | {CHART: chart(settings())}
     stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         if check:
