@@ -105,7 +105,7 @@ def sizes_of(recipe: str, mode: str) -> tuple[int, int]:
     """Width and inner width: whole blocks for each rank, or cuts inside blocks and short shards."""
     layout = import_module(f"layoutc.recipes.{recipe}").LAYOUT
     if mode == "short":
-        return 512, 1168  # of 584 rows, the first touch 5 blocks of 128 rows, and the others 6
+        return 512, 1184  # of 592 rows, the first touch 5 blocks of 128 rows, and the others 6
     return (
         (3 * layout.block_rows or 96, 1024 + 128)
         if mode.endswith("cut_blocks") and layout.block_rows > 1
