@@ -115,9 +115,9 @@ def without_amax(weight: Any) -> dict[str, Tensor]:
 
 def group_of(model: Any) -> gather_group.GatherGroup:
     """The group that the first layer's weight is in."""
-    hook = local(model[0])._hook
-    assert hook is not None
-    return hook.group
+    sharding = registry.find(local(model[0]))
+    assert sharding is not None
+    return gather_group.group_of(sharding)
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -146,7 +146,6 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
             with torch.no_grad():
                 for layer in model:
                     layer.weight.mul_(1.5)
-    assert all(one is not None for plan in group_of(model).plans.values() for one in plan.examples)
 
 
 @pytest.mark.sample(3)
@@ -426,9 +425,7 @@ def first_one_leaves(recipe: str) -> None:
     for layer, value in zip(list(model)[1:], values, strict=True):
         assert_same_tensors(without_amax(layer.weight), recipe_module(recipe).quantize(value).planes())
     model.reshard()
-    hook = local(model[1])._hook
-    assert hook is not None
-    assert (hook.index, len(hook.group.hooks)) == (0, 3)
+    assert [one() for one in gather_group.group_of(sharding).members] == [local(layer) for layer in list(model)[1:]]
 
 
 def test_a_group_goes_on_without_its_first_weight(two: Ranks) -> None:
@@ -441,8 +438,9 @@ def copies_have_no_group(recipe: str) -> None:
     assert_gathers(model, recipe)
     one = local(model[1])
     others = [copy.deepcopy(one), one.detach(), one.data, one.view(-1), torch.empty_like(one), one.clone()]
-    assert one._hook is not None
-    assert all(other._hook is None for other in others if isinstance(other, CastOnGather))
+    members = [member() for member in group_of(model).members]
+    assert members[1] is one
+    assert not any(other is member for other in others for member in members)
     others[0].mul_(2)
     assert_gathers(model, recipe)
     with torch.no_grad():
@@ -530,7 +528,7 @@ def keeps_single_values(recipe: str) -> None:
     places: list[list[int]] = []
     with kernels_on_cpu():
         for turn, model in enumerate(models * 5):
-            with torch.inference_mode() if turn < 2 else nullcontext():
+            with torch.inference_mode() if 4 > turn > 1 else nullcontext():
                 model.unshard()
                 planes = [plane for layer in model for plane in without_amax(layer.weight).values()]
                 places.append([plane.data_ptr() for plane in planes if plane.dim() == 1])

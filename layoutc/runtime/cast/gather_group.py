@@ -1,8 +1,8 @@
 """Weights that FSDP2 gathers together and that are cast on gather: quantized in one launch, at the first one's hook.
 
 FSDP2 calls the pre-all-gather hooks of a group's parameters one after another. The first of them quantizes all weights
-of the group, and agrees on all their amaxes; the others take their part. What stays the same from gather to gather (the
-members, where they lie, the launch, what each of them sends) is worked out in the first gather of each pass.
+of the group, and agrees on all their amaxes; the others take their part. Gathers in few steps quantize where the rank
+sends from (`into_pack`).
 
 A part is taken only by the weight whose turn it is, and only if its values are still those that were quantized. A
 weight that was written in between, or that nobody expected, is quantized by itself.
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from layoutc.runtime.cast.shared_amax import decide_all
-from layoutc.runtime.facts import Facts, Layout, PassName
-from layoutc.runtime.fsdp2 import hooks, packed
+from layoutc.runtime.facts import Facts
+from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.fsdp2.pack import is_filling
-from layoutc.runtime.fsdp2.wire import Arrived, filled
+from layoutc.runtime.fsdp2.wire import Arrived
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -36,235 +36,92 @@ if TYPE_CHECKING:
 
 Sent = tuple[tuple[Tensor, ...], Any]  # what a pre-all-gather hook returns
 
-_groups: weakref.WeakKeyDictionary[Any, GatherGroup] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
 
+class Part(NamedTuple):
+    """A weight that was quantized with its group, and what says that it still holds the values that were quantized."""
 
-class Hook:
-    """The pre-all-gather hook of a shard whose group is known."""
-
-    __slots__ = ("group", "index", "shard")
-    __signature__ = registry.HOOK_SIGNATURE  # FSDP2 asks before each gather
-
-    def __init__(self, group: GatherGroup, index: int, shard: CastOnGather) -> None:
-        self.group, self.index, self.shard = group, index, weakref.ref(shard)
-
-    def __call__(self, mesh: Any) -> Sent:
-        """What the shard sends in the pass that gathers now."""
-        shard = self.shard()
-        assert shard is not None
-        if (sent := packed.send(shard, mesh)) is not None:
-            return sent
-        part = self.group.part_of(self.index, shard, is_filling())
-        if part is None:
-            return send_alone(shard, mesh)
-        return part.send(mesh) if isinstance(part, Part) else part
-
-
-class Stamp(NamedTuple):
-    """What says that a weight still holds the values that were quantized."""
-
+    quantized: QuantizedTensor
     planes: dict[str, Tensor]
     version: int
     writes: int  # through views and aliases, whose version counters are their own
 
-    def holds(self, shard: CastOnGather) -> bool:
+    def is_of(self, shard: CastOnGather) -> bool:
         """True if nobody has written the values or replaced them."""
         planes = shard._planes
         same = planes is self.planes and _version(planes["values"]) == self.version
         return same and shard._agreed.writes == self.writes
 
 
-class Example(NamedTuple):
-    """What a weight that is quantized in a batch has sent in a pass: the same planes in each gather.
-
-    One `gathering` serves them all, as a gather of a weight begins after the one before has ended.
-    """
-
-    gathering: Any
-    sent: tuple[int, ...]  # which of the planes that were quantized
-    shared: tuple[tuple[str, int | None, Facts], ...]  # those that all ranks have: which ones, None for the amax
-
-    def again(self, planes: Sequence[Tensor], extra: dict[str, Tensor]) -> Sent:
-        """The same with other bytes."""
-        gathering = self.gathering
-        if self.shared:
-            gathering.shared = {
-                name: extra[name] if at is None else _typed(planes[at], facts) for name, at, facts in self.shared
-            }
-        sent = tuple([planes[at] for at in self.sent])
-        if gathering.route.slots:
-            sent = filled(sent, gathering.route.slots)
-        if gathering.route.world == 1:
-            gathering.alone = sent[1:]
-            return sent[:1], gathering
-        return sent, gathering
-
-
-def _typed(plane: Tensor, facts: Facts) -> Tensor:
-    """A plane of a batch, which may be bytes."""
-    return plane if plane.dtype == facts.dtype else plane.view(facts.dtype).view(facts.shape)
-
-
-class Part:
-    """A weight that was quantized with its group, and is sent as any quantized weight is."""
-
-    __slots__ = ("_note", "_quantized", "_shard")
-
-    def __init__(
-        self, shard: CastOnGather, quantized: QuantizedTensor, note: Callable[[Layout, Sent], None] | None
-    ) -> None:
-        self._shard, self._quantized, self._note = shard, quantized, note
-
-    def send(self, mesh: Any) -> Sent:
-        """Through the hook of the recipe's class. What that returns is the example for later gathers."""
-        registry.stand_in(self._quantized, self._shard)
-        quantized: Any = self._quantized
-        sent: Sent = quantized.fsdp_pre_all_gather(mesh)
-        if self._note is not None:
-            self._note(quantized.LAYOUT, sent)
-        return sent
-
-
-class Batch(Protocol):
-    """A launch that quantizes several matrices again and again."""
-
-    names: tuple[str, ...]
-
-    def __call__(self, amaxes: Sequence[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
-        """New planes for each matrix, in the order of `names`; None: nothing is done."""
-
-    def stored(self, index: int, planes: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Those of one matrix, by name, as a quantized tensor has them."""
-
-
-class Kind(NamedTuple):
-    """The weights of a group that one batch quantizes."""
-
-    members: tuple[int, ...]
-    batch: Batch
-
-
-class Plan:
-    """How a group's weights are quantized and sent in one pass, for as long as they stay where they are."""
-
-    def __init__(
-        self, tensors: Sequence[CastOnGather], addresses: tuple[int, ...], passes: tuple[PassName, ...]
-    ) -> None:
-        """passes: the one that each weight is gathered for."""
-        for tensor in tensors:
-            shards.check_cuts(tensor)
-        self.addresses = addresses
-        self.orientations = [tensor.LAYOUT.serves[which] for tensor, which in zip(tensors, passes, strict=True)]
-        self.row_shardings = [shards.row_sharding(tensor) for tensor in tensors]
-        self.examples: list[Example | None] = [None] * len(tensors)
-        self.kinds: list[Kind] = []
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for at, (tensor, row_sharding) in enumerate(zip(tensors, self.row_shardings, strict=True)):
-            value = tensor._planes["values"]
-            if row_sharding is None or not row_sharding.splits_blocks(tensor.LAYOUT):
-                alike[tensor.QUANTIZED, self.orientations[at], value.dtype, value.device, value.numel() > 0].append(at)
-        for (cls, *_), members in alike.items():
-            batch = cls._batch_of([matrix(tensors[at]) for at in members], self.orientations[members[0]])
-            if batch is not None:
-                self.kinds.append(Kind(tuple(members), batch))
-        batched = {at for kind in self.kinds for at in kind.members}
-        self.rest = [at for at in range(len(tensors)) if at not in batched]  # each is quantized by itself
-
-
+@dataclass
 class GatherGroup:
-    """The weights of one FSDPParamGroup that are cast on gather, in the order of their hooks."""
+    """The parts of the weights of one FSDPParamGroup that are cast on gather, while hooks take them."""
 
-    def __init__(self, sharding: Sharding) -> None:
-        self.sharding = sharding
-        self.hooks: list[Hook] = []
-        self.plans: dict[tuple[PassName, ...], Plan] = {}
-        self.parts: list[Sent | Part | None] = []
-        self.stamps: list[Stamp] = []
-        self.turn = 0  # whose part is taken next
+    members: list[weakref.ref[Any]] = field(default_factory=list)  # shards, in the order of their hooks
+    parts: list[Part | None] = field(default_factory=list)
+    turn: int = 0  # whose part is taken next
 
-    def part_of(self, index: int, shard: CastOnGather, early: bool = False) -> Sent | Part | None:
-        """A weight's part; None if it must be quantized by itself. early: it travels with an earlier weight."""
-        if index == 0 or not self.parts:
-            self.parts = []
-            if not self._quantize(shard):
+    def part_of(self, shard: CastOnGather, sharding: Sharding, early: bool) -> QuantizedTensor | None:
+        """A weight's part; None if it must be quantized by itself. early: it travels with an earlier weight.
+
+        The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
+        """
+        index = next((at for at, one in enumerate(self.members) if one() is shard), 0) if self.parts else 0
+        if index == 0:
+            members = members_of(sharding)
+            self.members, self.parts, self.turn = list(map(weakref.ref, members)), [], 0
+            # Values in other than ordinary memory are so on all ranks or on none.
+            if members[0] is not shard or not all(map(_is_ordinary, members)):
                 return None
-            index = 0
+            made = quantized(members)
+            self.parts = [Part(one, *_stamp(tensor)) for one, tensor in zip(made, members, strict=True)]
         if self.turn != index and not early:
             self.parts = []
             return None
-        part = self.parts[index] if self.stamps[index].holds(shard) else None
+        part = self.parts[index]
         self.parts[index] = None
         while self.turn < len(self.parts) and self.parts[self.turn] is None:
             self.turn += 1
         if self.turn == len(self.parts):
-            self.parts, self.stamps = [], []
-        return part
-
-    def adopt(self, tensors: list[CastOnGather]) -> None:
-        """Makes weights the members of the group."""
-        self.parts, self.plans = [], {}
-        self.hooks = [Hook(self, index, tensor) for index, tensor in enumerate(tensors)]
-        for tensor, hook in zip(tensors, self.hooks, strict=True):
-            tensor._hook = hook
-
-    def _quantize(self, first: CastOnGather) -> bool:
-        """Quantizes all weights for the pass that begins with the first one's hook. Collective, as their hooks are.
-
-        False: nothing is done, since that is not the first one, or since values are not in ordinary memory.
-        """
-        tensors = members(self.sharding)
-        if hooks.simulated() or not tensors or tensors[0] is not first:
-            return False
-        if [tensor._hook for tensor in tensors] != self.hooks:
-            self.adopt(tensors)
-        values = [tensor._planes["values"] for tensor in tensors]
-        if not all(map(_is_ordinary, values)):
-            return False
-        addresses, passes = tuple(map(Tensor.data_ptr, values)), tuple(map(hooks.passing, tensors))
-        plan = self.plans.get(passes)
-        if plan is None or plan.addresses != addresses:
-            plan = self.plans[passes] = Plan(tensors, addresses, passes)
-        decided = decide_all(tensors, lambda at: matrix(tensors[at]))
-        parts: list[Sent | Part | None] = [None] * len(tensors)
-        rest = plan.rest
-        for kind in plan.kinds:
-            if operators.traced(values[0]) or not _in_one_launch(kind, plan, tensors, decided, parts):
-                rest = [*rest, *kind.members]
-        _one_by_one(sorted(rest), plan, tensors, decided, parts)
-        self.parts, self.turn = parts, 0
-        self.stamps = [
-            Stamp(tensor._planes, _version(value), tensor._agreed.writes)
-            for tensor, value in zip(tensors, values, strict=True)
-        ]
-        return True
+            self.parts = []
+        return part.quantized if part is not None and part.is_of(shard) else None
 
 
-def join(shard: CastOnGather) -> Hook | None:
-    """The hook of a shard that FSDP2 holds, as a member of its group; None for any other tensor."""
+_groups: weakref.WeakKeyDictionary[Any, GatherGroup] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
+
+
+def group_of(sharding: Sharding) -> GatherGroup:
+    """The group that a weight is gathered in."""
+    return _groups.setdefault(sharding.group(), GatherGroup())
+
+
+def send(shard: CastOnGather, mesh: Any) -> Sent:
+    """What the pre-all-gather hook returns: what a quantized weight sends. Collective if scales or blocks are."""
     sharding = registry.find(shard)
     if sharding is None or not sharding.is_of(shard) or hooks.simulated():
-        return None
-    owner = sharding.group()
-    group = _groups.get(owner)
-    if group is None:
-        group = _groups[owner] = GatherGroup(sharding)
-    group.sharding = sharding
-    group.adopt(members(sharding))
-    hook: Hook | None = shard._hook
-    return hook
+        return send_alone(shard, mesh)
+    part = group_of(sharding).part_of(shard, sharding, is_filling())
+    return send_alone(shard, mesh) if part is None else _send(shard, part, mesh)
 
 
 def send_alone(shard: CastOnGather, mesh: Any) -> Sent:
     """What a tensor sends in the pass that gathers now, quantized by itself. Collective if its scales or blocks are."""
     shards.check_cuts(shard)
-    return Part(shard, shard.quantize(shard.LAYOUT.serves[hooks.passing(shard)]), None).send(mesh)
+    return _send(shard, shard.quantize(shard.LAYOUT.serves[hooks.passing(shard)]), mesh)
 
 
-def members(sharding: Sharding) -> list[CastOnGather]:
+def _send(shard: CastOnGather, quantized: Any, mesh: Any) -> Sent:
+    """Through the hook of the recipe's class."""
+    registry.stand_in(quantized, shard)
+    sent: Sent = quantized.fsdp_pre_all_gather(mesh)
+    if sent[1].route.world > 1:
+        sent[1].before = Arrived()  # what arrives is in the same memory in each gather
+    return sent
+
+
+def members_of(sharding: Sharding) -> list[CastOnGather]:
     """The shards that are cast on gather in a parameter's group, in the order of their hooks."""
-    from layoutc.runtime.cast.tensor import CastOnGather
-
-    return [local for local in sharding.locals_of_group() if isinstance(local, CastOnGather)]
+    weights = [local for local in sharding.locals_of_group() if hasattr(local, "QUANTIZED")]
+    return [local for local in weights if not isinstance(local, QuantizedTensor)]
 
 
 def matrix(tensor: CastOnGather) -> Tensor:
@@ -273,9 +130,13 @@ def matrix(tensor: CastOnGather) -> Tensor:
     return as_matrix(values, (prod(values.shape[:-1]), values.shape[-1]))
 
 
-def _is_ordinary(values: Tensor) -> bool:
-    """True for values with an address, which is so on all ranks or on none."""
+def _is_ordinary(tensor: CastOnGather) -> bool:
+    values = tensor._planes["values"]
     return type(values) is Tensor and not values.is_meta
+
+
+def _stamp(tensor: CastOnGather) -> tuple[dict[str, Tensor], int, int]:
+    return tensor._planes, _version(tensor._planes["values"]), tensor._agreed.writes
 
 
 def _version(values: Tensor) -> int:
@@ -284,63 +145,31 @@ def _version(values: Tensor) -> int:
     return -1 if values.is_inference() else values._version
 
 
-# ------------------------------------------------------------------------------------------------------- quantizing
-Decided = Sequence[tuple[Tensor | None, dict[str, Tensor]]]  # of each weight: the amax, and planes that follow from it
+def quantized(tensors: Sequence[CastOnGather]) -> list[QuantizedTensor]:
+    """The shards of a group, quantized for the pass that gathers now: in one launch for those of a kind.
+
+    Collective if they share amaxes, or if cuts split blocks of some of them.
+    """
+    for tensor in tensors:
+        shards.check_cuts(tensor)
+    decided = decide_all(tensors, lambda at: matrix(tensors[at]))
+    orientations = [tensor.LAYOUT.serves[hooks.passing(tensor)] for tensor in tensors]
+    cuts = [shards.row_sharding(tensor) for tensor in tensors]
+    whole = with_halos([tensor.LAYOUT for tensor in tensors], list(map(matrix, tensors)), cuts)
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for at, (tensor, values) in enumerate(zip(tensors, whole, strict=True)):
+        kinds[tensor.QUANTIZED, orientations[at], values.dtype, values.device, values.numel() > 0].append(at)
+    planes: list[dict[str, Tensor]] = [{} for _ in tensors]
+    for (cls, asked, *_), members in kinds.items():
+        xs, amaxes = [whole[at] for at in members], [decided[at][0] for at in members]
+        made = [_new_planes(cls.LAYOUT.written(x.shape[0], x.shape[1], asked), x) for x in xs]
+        shared = [amax for amax in amaxes if amax is not None] or None
+        if operators.traced(xs[0]) or not cls._quantize_batch(xs, shared, asked, made):
+            made = [operators.quantize(cls, x, amax, asked) for x, amax in zip(xs, amaxes, strict=True)]
+        for at, one in zip(members, made, strict=True):
+            planes[at] = one | decided[at][1]
+    return [tensor.quantized(planes[at], whole[at], orientations[at], cuts[at]) for at, tensor in enumerate(tensors)]
 
 
-def _in_one_launch(
-    kind: Kind, plan: Plan, tensors: Sequence[CastOnGather], decided: Decided, parts: list[Sent | Part | None]
-) -> bool:
-    """Makes the parts of weights that a batch quantizes; false: nothing is done, as a CUDA graph is captured."""
-    amaxes = [amax for amax in [decided[at][0] for at in kind.members] if amax is not None]
-    made = kind.batch(amaxes or None)
-    if made is None:
-        return False
-    for number, (at, planes) in enumerate(zip(kind.members, made, strict=True)):
-        example, extra = plan.examples[at], decided[at][1]
-        if example is not None:
-            parts[at] = example.again(planes, extra)
-            continue
-        tensor, stored = tensors[at], kind.batch.stored(number, planes) | extra
-        quantized = tensor.quantized(stored, matrix(tensor), plan.orientations[at], plan.row_shardings[at])
-        parts[at] = Part(tensor, quantized, partial(_note, plan.examples, at, kind.batch.names, planes))
-    return True
-
-
-def _note(
-    examples: list[Example | None], at: int, names: Sequence[str], planes: Sequence[Tensor], layout: Layout, part: Sent
-) -> None:
-    """Keeps what a weight has sent as the example of later gathers, if that was its planes as they are; and has what
-    arrives kept."""
-    sent, gathering = part
-    route = gathering.route
-    everything, travels = (*sent, *gathering.alone), layout.travels[route.which]
-    positions = tuple(map(names.index, travels))
-    if route.world > 1:
-        gathering.before = Arrived()  # what arrives is in the same memory in each gather
-    for one, plane in zip(everything, [planes[position] for position in positions], strict=False):
-        if (one.data_ptr(), one.shape, one.dtype) != (plane.data_ptr(), plane.shape, plane.dtype):
-            return
-    shared = tuple(
-        [
-            (name, names.index(name) if name in names else None, Facts(tuple(plane.shape), plane.dtype))
-            for name, plane in gathering.shared.items()
-        ]
-    )
-    examples[at] = Example(gathering, positions, shared)
-
-
-def _one_by_one(
-    positions: Sequence[int],
-    plan: Plan,
-    tensors: Sequence[CastOnGather],
-    decided: Decided,
-    parts: list[Sent | Part | None],
-) -> None:
-    """Makes the parts of weights that no batch quantizes. Collective if cuts split blocks of some of them."""
-    layouts, row_shardings = [tensors[at].LAYOUT for at in positions], [plan.row_shardings[at] for at in positions]
-    whole = with_halos(layouts, [matrix(tensors[at]) for at in positions], row_shardings)
-    for at, values, row_sharding in zip(positions, whole, row_shardings, strict=True):
-        (amax, extra), tensor, orientations = decided[at], tensors[at], plan.orientations[at]
-        planes = operators.quantize(tensor.QUANTIZED, values, amax, orientations) | extra
-        parts[at] = Part(tensor, tensor.quantized(planes, values, orientations, row_sharding), None)
+def _new_planes(facts: Mapping[str, Facts], like: Tensor) -> dict[str, Tensor]:
+    return {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in facts.items()}

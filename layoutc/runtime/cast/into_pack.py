@@ -59,12 +59,11 @@ class Source:
         self.amax: Tensor | None = None
         self.stays: dict[str, Tensor] = {}  # planes that do not travel
 
-    def is_whole(self) -> bool:
-        """True if a kernel reads the values, and the shard has all rows of what it sends. A short one is padded, by the
-        hooks."""
+    def is_able(self) -> bool:
+        """True if a kernel reads the values and writes what is sent; of a short shard less, which nobody reads."""
         slots, recipe = self.member.slots, self.member.recipe
         return recipe._quantizing(self.matrix) is not None and all(
-            slot.name in self.facts and self.facts[slot.name].shape[0] == slot.leg.sent for slot in slots
+            slot.name in self.facts and self.facts[slot.name].shape[0] <= slot.leg.sent for slot in slots
         )
 
     def kept(self) -> dict[str, Facts]:
@@ -94,9 +93,9 @@ class Source:
     def places_in(self, sent: Tensor) -> dict[str, Tensor]:
         """All planes that kernels write: those that travel, in what the rank sends, and the others."""
         found = dict(self.stays)
-        for name, start, leg in self.member.slots:
-            shape, dtype = self.facts[name]
-            found[name] = sent[start : start + leg.sent * leg.width].view(dtype).view(shape)
+        for name, start, _ in self.member.slots:
+            facts = self.facts[name]
+            found[name] = sent[start : start + facts.nbytes].view(facts.dtype).view(facts.shape)
         return {name: found[name] for name in self.facts}
 
 
@@ -110,7 +109,7 @@ class IntoPack:
             shard: Any = gathered.shard_of(member.param())
             assert member.gathering is not None
             self.sources.append(Source(member, shard, member.gathering))
-        self.is_able = all(one.is_whole() for one in self.sources)
+        self.is_able = all(one.is_able() for one in self.sources)
         if self.is_able:
             self._keep(self.sources[0].matrix.device)
         else:

@@ -46,16 +46,6 @@ class View(NamedTuple):
     output: int | None = None  # which of its outputs, if the operator returns a list
 
 
-class PreAllGather(registry.PreHook):
-    """A hook that a shard replaces by its own as soon as its group is known."""
-
-    def __get__(self, shard: Any, owner: type | None = None) -> Any:
-        """The hook of the shard's group, or of the shard by itself; the function, where the class is asked."""
-        if shard is not None and shard._hook is not None:
-            return shard._hook
-        return super().__get__(shard, owner)
-
-
 class CastOnGather(ReportedMemory, torch.Tensor):
     """The plain values of a weight, or a view of them. `QUANTIZED` is the class that they are quantized to.
 
@@ -86,7 +76,6 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _products: Mode | None  # as of a QuantizedTensor
     _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
-    _hook: gather_group.Hook | None  # of a shard whose group is known
     _copied: CopiedView | None  # of a copy of a view of a weight
 
     @staticmethod
@@ -117,7 +106,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         )
         self._planes, self._plain = planes, values
         self._views, self._transposed, self._detached, self._name = (), False, False, None
-        self._agreed, self._source, self._products, self._hook, self._copied = Agreed(), None, None, None, None
+        self._agreed, self._source, self._products, self._copied = Agreed(), None, None, None
         self._packed = None
         return self
 
@@ -263,13 +252,10 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    @PreAllGather
+    @registry.PreHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
-        if (sent := packed.send(self, mesh)) is not None:
-            return sent
-        hook = gather_group.join(self)
-        return gather_group.send_alone(self, mesh) if hook is None else hook(mesh)
+        return packed.send(self, mesh) or gather_group.send(self, mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -297,7 +283,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         new = value._alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
         _set_data(self, new)
         self._planes, self._plain, self._agreed = new._planes, new._plain, new._agreed
-        self._views, self._transposed, self._hook, self._copied = new._views, new._transposed, None, new._copied
+        self._views, self._transposed, self._copied = new._views, new._transposed, new._copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""

@@ -16,12 +16,11 @@ from torch import Tensor
 from layoutc.runtime import numerics
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, batches, buffers, launch
+from layoutc.runtime.kernels import amaxes, buffers, launch
 from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.direct import LaunchPlan
-    from layoutc.runtime.kernels.prepared_batch import PreparedBatch
     from layoutc.runtime.kernels.reading import Launch, Reading
     from layoutc.runtime.kernels.recipe_kernels import Kernels
     from layoutc.runtime.parts import Parts
@@ -97,21 +96,11 @@ class RecipeMethods:
         return True
 
     @classmethod
-    def _batch_of(cls, xs: Tensors, orientations: Sequence[str]) -> PreparedBatch | None:
-        """A launch that quantizes all of xs again and again, where they are; None if no one launch can."""
-        kernels = cls._quantizing(xs[0])
-        if kernels is None or not kernels.batched or not batches.fit(xs):
-            return None
-        from layoutc.runtime.kernels.prepared_batch import PreparedBatch
-
-        bindings = kernels.bindings(xs, tuple(orientations))
-        return PreparedBatch(bindings[0], xs) if len(bindings) == 1 else None
-
-    @classmethod
     def _launches_into(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> LaunchPlan | None:
-        """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None as _batch_of."""
+        """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None if some of
+        xs fit into no table, or if there are no such kernels."""
         kernels = cls._quantizing(xs[0])
         if kernels is None or not kernels.batched:
             return None
