@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import curves
+import form_curves
 import pytest
 import torch
 
@@ -15,13 +15,13 @@ def test_moments_of_8_bits_learn_as_those_in_fp32_do() -> None:
     """Twenty steps from the same weights: losses fall as those of fp32 do, within 1%, and follow from the seed."""
     torch.set_num_threads(1)
     text = corpus()[: 1 << 16]
-    plain = curves.losses(CONFIG, curves.FORMS["fp32"], None, 20, 0, text)
+    plain = form_curves.losses(CONFIG, form_curves.FORMS["fp32"], None, 20, 0, text)
     assert plain[-1] < 0.8 * plain[0]
     for form, bound in (("8bit", 0.01), ("8bit, bf16 masters", 0.02)):
-        found = curves.losses(CONFIG, curves.FORMS[form], None, 20, 0, text)
-        assert abs(curves.last(found) / curves.last(plain) - 1) < bound
+        found = form_curves.losses(CONFIG, form_curves.FORMS[form], None, 20, 0, text)
+        assert abs(form_curves.last(found) / form_curves.last(plain) - 1) < bound
         assert found != plain
-    first, again = (curves.losses(CONFIG, curves.FORMS["8bit"], None, 3, 1, text) for _ in range(2))
+    first, again = (form_curves.losses(CONFIG, form_curves.FORMS["8bit"], None, 3, 1, text) for _ in range(2))
     assert first == again
 
 
@@ -33,9 +33,9 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
         asked.append(name)
         return [9.0] * 9 + [1.006 if name in ("4bit", "grad_fp8", "8bit") else 1.0]
 
-    monkeypatch.setattr(curves, "started", run)
-    assert curves.main(["--seeds", "2", "--forms", "4bit"]) == 0
-    assert curves.main(["--seeds", "2", "--forms", "grad_fp8;grad_int4"]) == 1
+    monkeypatch.setattr(form_curves, "started", run)
+    assert form_curves.main(["--seeds", "2", "--forms", "4bit"]) == 0
+    assert form_curves.main(["--seeds", "2", "--forms", "grad_fp8;grad_int4"]) == 1
     assert asked[4:] == ["fp32 wire", "fp32 wire", "grad_fp8", "grad_fp8", "grad_int4", "grad_int4"]
     told = capsys.readouterr().out
     assert "grad_fp8             1.0060  +0.60%  bound 0.5%, BEYOND  by seeds +0.60 +0.60" in told
@@ -45,7 +45,7 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_run_over_the_wire() -> None:
     """Two ranks over gloo in processes of their own; random bits of codes change what fp32 sums give."""
     short = ["--steps", "3", "--dim", "32", "--layers", "1"]
-    plain, codes = (curves.started(short, name, 0) for name in ("fp32 wire", "grad_int4"))
+    plain, codes = (form_curves.started(short, name, 0) for name in ("fp32 wire", "grad_int4"))
     assert len(plain) == len(codes) == 3
     assert plain[0] == codes[0]
     assert plain[1:] != codes[1:]

@@ -1,10 +1,10 @@
 """Losses of a byte-level transformer under each form of AdamW's state and of gradients on the wire, by seeds.
 
-    python tests/programs/curves.py --steps 1000 --seeds 5 [--forms "fp32;8bit;..."] [--recipe nvfp4] [--json FILE]
+    python tests/programs/form_curves.py --steps 1000 --seeds 5 [--forms "fp32;8bit;..."] [--recipe nvfp4] [--json FILE]
 
 A run is a process of its own, and one whose gradients travel is two ranks over gloo. Prints a line for each form: the
 mean of the last tenth of its losses over all seeds, how far that is from its base's, and the seeds' own distances.
-Exits with 1 if a form's are higher by more than its bound. `tests/programs/test_curves.py` runs short ones.
+Exits with 1 if a form's are higher by more than its bound. `tests/programs/test_form_curves.py` runs short ones.
 """
 
 from __future__ import annotations
