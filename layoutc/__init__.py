@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from layoutc.runtime.cast.precompute import precompute_amaxes
     from layoutc.runtime.fsdp2.exchange import exchange_gradients, explain_gradients
     from layoutc.runtime.optim.adamw import AdamW
-    from layoutc.runtime.product_mode import products
+    from layoutc.runtime.product_mode import dequantize, products
     from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.products.linear import products_without_kernel
-    from layoutc.runtime.products.own_choice import set_products_
+    from layoutc.runtime.products.per_weight_mode import set_products_
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
@@ -33,6 +33,7 @@ _RUNTIME = {
     "cast_on_gather_": "layoutc.runtime.train.convert",
     "check_ranks": "layoutc.runtime.train.check_ranks",
     "coverage": "layoutc.runtime.train.coverage",
+    "dequantize": "layoutc.runtime.product_mode",
     "exchange_gradients": "layoutc.runtime.fsdp2.exchange",
     "explain_gradients": "layoutc.runtime.fsdp2.exchange",
     "explain_products": "layoutc.runtime.products.explain",
@@ -45,7 +46,7 @@ _RUNTIME = {
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",
-    "set_products_": "layoutc.runtime.products.own_choice",
+    "set_products_": "layoutc.runtime.products.per_weight_mode",
     "strict": "layoutc.runtime.strict",
     "unmerge_": "layoutc.runtime.train.merging",
 }
@@ -58,6 +59,7 @@ __all__ = [
     "cast_on_gather_",
     "check_ranks",
     "coverage",
+    "dequantize",
     "exchange_gradients",
     "explain_gradients",
     "explain_products",

@@ -54,10 +54,10 @@ def kernels(cls: type[QuantizedTensor], device: torch.device) -> str:
 
 
 def products(cls: type[QuantizedTensor], device: torch.device) -> str:
-    """What `layoutc.products("auto")` multiplies with, of a weight of 4096 x 4096."""
+    """What `layoutc.products("low_precision")` multiplies with, of a weight of 4096 x 4096."""
     if cls.LAYOUT.products is None:
         return "dequantized"
-    ways = {name: choose(cls, name, SIZE, SIZE, SIZE, device, "auto") for name in NAMES}
+    ways = {name: choose(cls, name, SIZE, SIZE, SIZE, device, "low_precision") for name in NAMES}
     low = [name for name, chosen in ways.items() if chosen.way == "kernel"]
     reasons = list(dict.fromkeys(chosen.reason for chosen in ways.values() if chosen.way != "kernel"))
     if not low:

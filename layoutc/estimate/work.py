@@ -34,8 +34,8 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 class Use:
     """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
     exchange: how gradients are exchanged, by `layoutc.exchange_gradients`; None: FSDP2 reduces them. on_gather: gathers
-    leave values, or codes, by `layoutc.set_products_`; None: values where they cost nothing, as `layoutc.products` has
-    it by default.
+    leave values, or codes, by `layoutc.set_products_`; None: values where they cost nothing, as
+    `layoutc.dequantize` has it by default.
     """
 
     name: str

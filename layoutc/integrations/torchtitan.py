@@ -37,8 +37,10 @@ class Converter(ModelConfigConverter):
         """Weights that are stored quantized, under fp32 masters; or plain weights that are quantized when gathered."""
         param_filter: list[str] = field(default_factory=list)
         """Patterns of parameters' names, such as layers.*.weight,*.w?_*. None: weights of all linear layers."""
-        products: Literal["auto", "low", "dequantize", "dequantize_on_gather"] | None = None
-        """How the chosen weights are multiplied. None: as layoutc.products says."""
+        products: Literal["low_precision", "dequantize", "auto", "low", "dequantize_on_gather"] | None = None
+        """How the chosen weights are multiplied; the last three names go. None: as layoutc.products says."""
+        dequantize: Literal["gather", "layer"] | None = None
+        """Where they are dequantized. None: as layoutc.dequantize says."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -54,8 +56,8 @@ class Converter(ModelConfigConverter):
                 model = base.build(self, **options)
                 convert = layoutc.quantize_ if own.use == "quantized" else layoutc.cast_on_gather_
                 convert(model, own.recipe, param_filter=own.param_filter or None)
-                if own.products is not None:
-                    layoutc.set_products_(model, own.products)
+                if (own.products, own.dequantize) != (None, None):
+                    layoutc.set_products_(model, own.products, dequantize=own.dequantize)
                 keep_fused(model)
                 return model
 

@@ -1,27 +1,48 @@
-"""Which products the user wants: in low precision where a card has a kernel, everywhere, or nowhere; set for all
-weights, or for some. And what they keep of activations for backward."""
+"""How weights are multiplied: in low precision or dequantized; where they are dequantized: by gathers or by layers; and
+what products keep of activations for backward. Set for all weights, or for some."""
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from types import TracebackType
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from layoutc.runtime.facts import Layout
 
-Mode = Literal["auto", "low", "dequantize", "dequantize_on_gather"]
-_MODES = ("auto", "low", "dequantize", "dequantize_on_gather")
-ON_GATHER: Mode = "dequantize_on_gather"
-_mode: Mode = ON_GATHER
-
+Mode = Literal["low_precision", "dequantize", "reference"]  # reference: low precision without kernels, for tests
+Where = Literal["gather", "layer"]
 Saves = Literal["quantized", "input"]
-_SAVES = ("quantized", "input")
+OldMode = Literal["auto", "low", "dequantize_on_gather"]  # until the next release
+_PUBLIC = ("low_precision", "dequantize")
+
+
+class Settings(NamedTuple):
+    """How weights are multiplied, and where they are dequantized. A weight's own may leave out either: None."""
+
+    products: Mode | None = None
+    dequantize: Where | None = None
+
+    def __str__(self) -> str:
+        """What sets it for all weights, after `with`."""
+        calls = [f'layoutc.products("{self.products}")'] if self.products is not None else []
+        if self.dequantize is not None and self.products in (None, "dequantize"):
+            calls.append(f'layoutc.dequantize("{self.dequantize}")')
+        return ", ".join(calls)
+
+
+_all = Settings("dequantize", "gather")
 _saves: Saves | None = None
+_RENAMED = {
+    "auto": Settings("low_precision"),
+    "low": Settings("reference"),
+    "dequantize_on_gather": Settings("dequantize", "gather"),
+}
 
 
-def current() -> Mode:
-    """The mode that products follow now."""
-    return _mode
+def current() -> Settings:
+    """What is set for all weights now."""
+    return _all
 
 
 def saves(in_graph: bool) -> Saves:
@@ -33,57 +54,113 @@ class Weight(Protocol):
     """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    _products: Mode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
+    _products: Settings | None  # its own, as `layoutc.set_products_` sets them; None: what is set for all
 
 
 def of(weight: Weight) -> Mode:
-    """The mode that products of a weight follow now: its own, else what is set for all.
+    """The mode that products of a weight follow now: its own, else what is set for all. A weight of a recipe without
+    products is always dequantized."""
+    return "dequantize" if weight.LAYOUT.products is None else _mode(weight._products)
 
-    "dequantize" in place of "dequantize_on_gather", wherever codes are multiplied after all: where gathers leave codes,
-    or nothing gathers them. A weight of a recipe without products is always dequantized.
-    """
-    if weight.LAYOUT.products is None:
-        return "dequantize"
-    mode = weight._products or _mode
-    return "dequantize" if mode == ON_GATHER else mode
+
+def _mode(own: Settings | None) -> Mode:
+    mode = own.products if own is not None and own.products is not None else _all.products
+    assert mode is not None
+    return mode
+
+
+def in_effect(own: Settings | None) -> Settings:
+    """What a weight follows: its own settings, and what is set for all where it has none."""
+    where = own.dequantize if own is not None and own.dequantize is not None else _all.dequantize
+    return Settings(mode := _mode(own), where if mode == "dequantize" else None)
+
+
+def gathers_values(own: Settings | None) -> bool | None:
+    """Whether gathers leave values of a weight, not codes, by its own settings. None: where that costs nothing."""
+    if in_effect(own) != ("dequantize", "gather"):
+        return False
+    return True if own is not None and own.dequantize == "gather" else None
 
 
 def read_as(weight: Weight, orientation: str) -> str:
     """The orientation whose values are multiplied, where those of one are asked for: the first one of recipes that
     don't have it; and of weights that are dequantized on gather, whose gathers leave the same values in both passes."""
     sources = weight.LAYOUT.sources
-    return orientation if orientation in sources and weight._products != ON_GATHER else next(iter(sources))
+    return orientation if orientation in sources and not _always_gathers_values(weight) else next(iter(sources))
+
+
+def _always_gathers_values(weight: Weight) -> bool:
+    return weight._products is not None and gathers_values(weight._products) is True
 
 
 def setting(weight: Weight) -> str:
     """All that products of a weight follow now: a graph that is traced under one must not run under another."""
-    return _setting(ON_GATHER if weight._products == ON_GATHER else of(weight), _saves)
+    return _setting(of(weight), _always_gathers_values(weight), _saves)
 
 
 @cache
-def _setting(mode: str, saves: Saves | None) -> str:
-    return f"{mode}, saves {saves}"
+def _setting(mode: str, on_gather: bool, saves: Saves | None) -> str:
+    return f"{mode}{' on gather' if on_gather else ''}, saves {saves}"
 
 
-def check(mode: str) -> None:
-    """Raises ValueError for anything but a mode."""
-    if mode not in _MODES:
-        raise ValueError(f"products are {', '.join(_MODES)}, not {mode!r}")
+def checked(
+    mode: Mode | OldMode | None,
+    where: Where | None = None,
+    call: str = 'layoutc.products("{}")',
+    on_gather: str = 'layoutc.products("dequantize") and layoutc.dequantize("gather"), which are the defaults',
+) -> Settings:
+    """Settings as a user writes them. Raises ValueError for anything else; warns of what is spelled otherwise since.
+
+    call: what the user has called, with a place for the mode. on_gather: what is written for "dequantize_on_gather".
+    """
+    if mode not in (None, *_PUBLIC, *_RENAMED):
+        raise ValueError(f"products are {' or '.join(_PUBLIC)}, not {mode!r}")
+    if where not in (None, *get_args(Where)):
+        raise ValueError(f"weights are dequantized by {' or '.join(get_args(Where))}, not {where!r}")
+    if mode not in _RENAMED:
+        return Settings(mode, where)  # type: ignore[arg-type]
+    found = _RENAMED[str(mode)]
+    line = on_gather if mode == "dequantize_on_gather" else call.format("low_precision")
+    without = ". It dequantizes where a card has no kernel, and no longer computes slowly" if mode == "low" else ""
+    warnings.warn(f'"{mode}" goes with the next release: write {line}{without}', DeprecationWarning, stacklevel=3)
+    return found
 
 
-class products:
+class _Set:
+    """Changes what is set for all weights; as a context manager, until its end."""
+
+    def __init__(self, changed: Settings) -> None:
+        global _all
+        before = _all
+        self._before = Settings(
+            None if changed.products is None else before.products,
+            None if changed.dequantize is None else before.dequantize,
+        )
+        _all = _over(before, changed)
+
+    def __enter__(self) -> None:
+        """It is set already."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Sets what was set before."""
+        global _all
+        _all = _over(_all, self._before)
+
+
+def _over(settings: Settings, changed: Settings) -> Settings:
+    return Settings(changed.products or settings.products, changed.dequantize or settings.dequantize)
+
+
+class products(_Set):
     """Sets how quantized weights are multiplied; as a context manager, until its end.
 
-    auto: in low precision, if the recipe names one for activations and the card has a kernel; else as dequantize.
-    low: in low precision also without a kernel: both operands are quantized, and their values multiplied in fp32. Slow;
-    it is how numbers of a card that is not at hand are seen.
-    dequantize: the weight's values, in the activations' dtype, which each layer makes of codes.
-    dequantize_on_gather: the default. The same, but FSDP2's gathers leave values, in place of codes, of groups in which
-    that takes no more than a plain model does and gives the same: whose weights are all freed after forward, have
-    values of 16 bits, and gather the same codes, whole blocks of each rank, in both passes. All others are dequantized
-    by layers. `layoutc.set_products_` chooses it for weights of any other group.
+    low_precision: on codes, if the recipe names one for activations and the card has a kernel; else as dequantize.
+    dequantize: the default; by the weight's values, in the activations' dtype. `layoutc.dequantize` says where they are
+    made.
 
-    A weight that `layoutc.set_products_` has given a mode of its own keeps that one.
+    What `layoutc.set_products_` has set of a weight wins.
 
     saves: what is kept of an activation, from forward until the gradient of the weight is computed. "quantized": its
     codes, half of the memory of bf16 or less. "input": the activation itself, which backward quantizes again, to the
@@ -94,20 +171,47 @@ class products:
     Raises ValueError for another mode, or another thing to keep.
     """
 
-    def __init__(self, mode: Mode, *, saves: Saves | None = None) -> None:
-        global _mode, _saves
-        check(mode)
-        if saves not in (None, *_SAVES):
-            raise ValueError(f"products save what is {' or '.join(_SAVES)}, not {saves!r}")
-        self._before = _mode, _saves
-        _mode, _saves = mode, saves
-
-    def __enter__(self) -> None:
-        """The mode is set already."""
+    def __init__(self, mode: Mode | OldMode, *, saves: Saves | None = None) -> None:
+        global _saves
+        if mode is None:
+            raise ValueError(f"products are {' or '.join(_PUBLIC)}, not None")
+        if saves not in (None, *get_args(Saves)):
+            raise ValueError(f"products save what is {' or '.join(get_args(Saves))}, not {saves!r}")
+        super().__init__(checked(mode))
+        self._saved, _saves = _saves, saves
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Sets what was set before."""
-        global _mode, _saves
-        _mode, _saves = self._before
+        global _saves
+        super().__exit__(kind, error, traceback)
+        _saves = self._saved
+
+
+class dequantize(_Set):
+    """Sets where weights whose products are not in low precision are dequantized; as a context manager, until its end.
+
+    gather: the default. FSDP2's gathers leave values, in place of codes, of groups in which that takes no more than a
+    plain model does and gives the same: whose weights are all freed after forward, have values of 16 bits, and gather
+    the same codes, whole blocks of each rank, in both passes. All others are dequantized by layers.
+    layer: gathers leave codes, and each layer makes values of them.
+
+    What `layoutc.set_products_` has set of a weight wins, which chooses "gather" for weights of any group. Put it
+    around whole steps. Raises ValueError for anything else.
+    """
+
+    def __init__(self, where: Where) -> None:
+        if where is None:
+            raise ValueError(f"weights are dequantized by {' or '.join(get_args(Where))}, not None")
+        super().__init__(checked(None, where))
+
+
+class reference_products(products):
+    """As `products("low_precision")`, also where a card has no kernel: both operands are quantized, and their values
+    multiplied in fp32. Slow; what kernels are compared with, by `layoutc test` and by tests."""
+
+    def __init__(self, *, saves: Saves | None = None) -> None:
+        super().__init__("low_precision", saves=saves)
+        global _all
+        _all = Settings("reference", _all.dequantize)

@@ -4,7 +4,7 @@
     python tests/bench/curves.py --read FILE... [--png FILE]    what other runs have written, together
 
 All runs of a seed start from the same weights and see the same batches. bf16 is autocast over fp32 weights; recipes are
-quantized weights under MasterWeights, all three products of each linear layer in low precision (`products("low")`: by
+quantized weights under MasterWeights, all three products of each linear layer in low precision (by
 the card's kernel, else quantized values multiplied in fp32, which is slower and gives the same numbers up to the order
 of additions). Learning rate: linear warm-up, then a cosine to a tenth. Printed: the mean loss of the last twentieth of
 the steps, mean and range over the seeds, and its distance from bf16's. Exits with 1 where the distance is above the
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 import layoutc
 from layoutc.bench.demo import Config, Transformer, batches, corpus
+from layoutc.runtime.product_mode import reference_products
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
 BF16 = "bf16"
@@ -58,7 +59,7 @@ def losses_of(recipe: str, seed: int, config: Config, device: torch.device) -> l
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=config.lr, weight_decay=0.1)
     data = batches(corpus(), config, seed, device)
     losses = []
-    mode: AbstractContextManager[None] = nullcontext() if recipe == BF16 else layoutc.products("low")
+    mode: AbstractContextManager[None] = nullcontext() if recipe == BF16 else reference_products()
     with mode:
         for step in range(config.steps):
             for group in optimizer.param_groups:

@@ -62,7 +62,7 @@ def block(sizes: Sizes, recipe: str | None, form: str, device: torch.device) -> 
     if recipe is not None:
         convert = layoutc.cast_on_gather_ if form.startswith("cast") else layoutc.quantize_
         convert(layers, recipe)
-        layoutc.set_products_(layers, "dequantize_on_gather" if form.endswith("values") else "dequantize")
+        layoutc.set_products_(layers, "dequantize", dequantize="gather" if form.endswith("values") else "layer")
     fully_shard(layers)
     return layers
 

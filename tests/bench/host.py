@@ -66,7 +66,7 @@ def build(form: str, count: int, size: int, device: torch.device) -> nn.Module:
     elif use == "cast":
         layoutc.cast_on_gather_(model, recipe)
     if by:
-        layoutc.set_products_(model, {"on_gather": "dequantize_on_gather", "by_layers": "dequantize"}[by])
+        layoutc.set_products_(model, "dequantize", dequantize={"on_gather": "gather", "by_layers": "layer"}[by])
     if use == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

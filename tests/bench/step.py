@@ -145,9 +145,9 @@ def build(
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if "on_gather" in variant.split("+"):
-        layoutc.set_products_(model, "dequantize_on_gather")
+        layoutc.set_products_(model, "dequantize", dequantize="gather")
     if "by_layers" in variant.split("+"):
-        layoutc.set_products_(model, "dequantize")
+        layoutc.set_products_(model, "dequantize", dequantize="layer")
     for way in variant.split("+"):
         if way == "exchange" or way.startswith("grad_"):
             layoutc.exchange_gradients(model, None if way == "exchange" else way)
@@ -217,7 +217,7 @@ def prepared(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes
 
     mode: Callable[[], AbstractContextManager[None]] = nullcontext
     if "low" in variant.split("+"):
-        mode = partial(layoutc.products, "auto", saves=options.saves)
+        mode = partial(layoutc.products, "low_precision", saves=options.saves)
     trial = Trial(variant, batch, step, mode, torch.cuda.Stream() if options.graph else None)
     trial.take(options.warm - 1, device)
     with counted_bytes() as sent:

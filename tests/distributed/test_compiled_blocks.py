@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -296,7 +297,7 @@ def read_where_they_lie() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Twice())
         layoutc.quantize_(model, "fp8_rowwise")
-        layoutc.set_products_(model, "low")
+        product_modes.set_products_(model, "reference")
         model[0].compile(fullgraph=True)
         fully_shard(model[0])
         fully_shard(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,8 +108,8 @@ def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> No
     fully_shard(model, reshard_after_forward=not keeps)
     optimizers = [optimizer_of(one, use) for one in (reference, model)]
     dequantized = multiplied(reference)
-    with layoutc.products(mode):
-        assert torch.equal(multiplied(reference), dequantized) == (mode == "auto")  # CPUs have no kernel
+    with product_modes.products(mode):
+        assert torch.equal(multiplied(reference), dequantized) == (mode == "low_precision")  # CPUs have no kernel
         for step in range(len(SIZES)):
             expected = train_step(reference, optimizers[0], step, 1.0)
             assert torch.equal(train_step(model, optimizers[1], step, my_share()), expected), f"step {step}"
@@ -118,13 +119,16 @@ def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> No
 @pytest.mark.parametrize(
     ("recipe", "use", "mode", "keeps", "compiled"),
     [
-        *((recipe, "quantize_", "low", False, False) for recipe in ("fp8_current", "fp8_block", "mxfp8", "nvfp4")),
-        *((recipe, "quantize_", "auto", False, False) for recipe in ("mxfp8", "fp8_rowwise")),
-        ("fp8_rowwise", "quantize_", "low", True, False),
-        ("mxfp8", "quantize_", "low", True, False),
-        *((recipe, "cast_on_gather_", "low", False, False) for recipe in ("mxfp8", "fp8_rowwise", "nvfp4")),
-        *((recipe, "quantize_", "low", False, True) for recipe in ("fp8_current", "mxfp8")),
-        ("mxfp8", "cast_on_gather_", "low", False, True),
+        *(
+            (recipe, "quantize_", "reference", False, False)
+            for recipe in ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+        ),
+        *((recipe, "quantize_", "low_precision", False, False) for recipe in ("mxfp8", "fp8_rowwise")),
+        ("fp8_rowwise", "quantize_", "reference", True, False),
+        ("mxfp8", "quantize_", "reference", True, False),
+        *((recipe, "cast_on_gather_", "reference", False, False) for recipe in ("mxfp8", "fp8_rowwise", "nvfp4")),
+        *((recipe, "quantize_", "reference", False, True) for recipe in ("fp8_current", "mxfp8")),
+        ("mxfp8", "cast_on_gather_", "reference", False, True),
     ],
 )
 def test_experts_under_fsdp2_train_as_one_process(
@@ -150,8 +154,8 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
     share = 2.0 if mesh["fsdp"].get_local_rank() == 0 else 0.0
     optimizers = [optimizer_of(one, use) for one in (reference, model)]
     dequantized = multiplied(reference)
-    with layoutc.products(mode):
-        assert torch.equal(multiplied(reference), dequantized) == (mode == "auto")  # CPUs have no kernel
+    with product_modes.products(mode):
+        assert torch.equal(multiplied(reference), dequantized) == (mode == "low_precision")  # CPUs have no kernel
         for step in range(len(SIZES)):
             _, _, ends = batch(step, model.width)
             expected = train_step(reference, optimizers[0], step, 1.0)
@@ -163,10 +167,10 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
 @pytest.mark.parametrize(
     ("recipe", "mode", "dim", "compiled"),
     [
-        *((recipe, "low", 1, False) for recipe in ("fp8_block", "mxfp8", "mxfp8_2d")),
-        *((recipe, "auto", 1, False) for recipe in ("mxfp8", "nvfp4", "fp8_current")),
-        *((recipe, "low", 0, False) for recipe in ("fp8_rowwise", "mxfp8")),
-        ("mxfp8", "low", 1, True),
+        *((recipe, "reference", 1, False) for recipe in ("fp8_block", "mxfp8", "mxfp8_2d")),
+        *((recipe, "low_precision", 1, False) for recipe in ("mxfp8", "nvfp4", "fp8_current")),
+        *((recipe, "reference", 0, False) for recipe in ("fp8_rowwise", "mxfp8")),
+        ("mxfp8", "reference", 1, True),
     ],
 )
 def test_experts_over_ranks_and_their_rows_over_others_train_as_one_process(

@@ -54,7 +54,7 @@ def built(recipe: str, use: str, dtype: torch.dtype = torch.float32) -> Any:
     else:
         (layoutc.cast_on_gather_ if use.startswith("cast") else layoutc.quantize_)(model, recipe)
     if use.endswith("on gather"):
-        layoutc.set_products_(model, "dequantize_on_gather")
+        layoutc.set_products_(model, "dequantize", dequantize="gather")
     return model
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def in_one_group(recipe: str, dtype: torch.dtype = torch.float32, count: int = 4
     model = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=dtype) for m, k in shapes[:count]])
     make_uneven(model)
     layoutc.cast_on_gather_(model, recipe)
-    layoutc.set_products_(model, "dequantize")  # gathers leave codes, which are looked at
+    product_modes.set_products_(model, "dequantize")  # gathers leave codes, which are looked at
     return fully_shard(model, **options)
 
 
@@ -550,11 +551,11 @@ def follows_a_choice(recipe: str) -> None:
     """Set, and taken back, when gathers are like those before them."""
     model = in_one_group(recipe, count=2)
     with kernels_on_cpu():
-        for mode in (None, None, None, "low", "low", "dequantize", None):
-            if mode != local(model[0])._products:
-                layoutc.set_products_(model, mode)
+        for mode in (None, None, None, "reference", "reference", "dequantize", None):
+            if mode != product_modes.named(local(model[0])._products):
+                product_modes.set_products_(model, mode)
             model.unshard()
-            assert [layer.weight._products for layer in model] == [mode] * 2
+            assert [product_modes.named(layer.weight._products) for layer in model] == [mode] * 2
             model.reshard()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from layoutc.runtime.product_mode import Mode
 
 def trains(recipe: str, keeps: bool, mode: Mode) -> None:
     """Losses, bytes and collectives of quantized weights, as without low precision."""
-    with layoutc.products(mode):
+    with product_modes.products(mode):
         trains_as_one_process(recipe, keeps, True, None, None)
 
 
@@ -32,9 +33,9 @@ def trains(recipe: str, keeps: bool, mode: Mode) -> None:
 @pytest.mark.parametrize(
     ("recipe", "keeps", "mode"),
     [
-        *((recipe, False, "low") for recipe in (*RECIPES, "fp8_rowwise")),
-        *((recipe, True, "low") for recipe in ("mxfp8", "fp8_rowwise")),
-        ("fp8_current", False, "auto"),  # what CPUs have kernels for
+        *((recipe, False, "reference") for recipe in (*RECIPES, "fp8_rowwise")),
+        *((recipe, True, "reference") for recipe in ("mxfp8", "fp8_rowwise")),
+        ("fp8_current", False, "low_precision"),  # what CPUs have kernels for
     ],
 )
 def test_training_in_low_precision_equals_one_process(two: Ranks, recipe: str, keeps: bool, mode: Mode) -> None:
@@ -60,7 +61,7 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
     fully_shard(model)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, fused=True) for one in (reference, model)]
     share = float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         for step in range(3):
             losses = [
                 train_step(one, optimizer, step, width, part)
@@ -98,7 +99,7 @@ def draws_as_one_process(compiled: bool) -> None:
     optimizers = [adam(one) for one in (reference, model)]
     share = float(dist.get_world_size()) if rank == 0 else 0.0
     before = layoutc.products_without_kernel()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         seen = set()
         for step in range(3):
             x, y = torch.randn(2, 32, width, generator=torch.Generator().manual_seed(step)).unbind()
@@ -138,7 +139,7 @@ def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
         made: Any = parallelize_module(layer, mesh, ColwiseParallel() if cuts_rows else RowwiseParallel())
         assert isinstance(made.weight, DTensor)
         assert isinstance(made.weight._local_tensor, recipe_module(recipe).Tensor)
-        with layoutc.products(mode):
+        with product_modes.products(mode):
             out: Tensor = made(x if cuts_rows else x[:, mine].contiguous())
         whole = torch.from_numpy(whole_numbers(x, w.t())).float()
         assert torch.equal(out, whole[:, mine] if cuts_rows else whole)
@@ -146,7 +147,7 @@ def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_tensor_parallel_products_are_exact(two: Ranks, recipe: str) -> None:
-    two.run(is_exact_in_parallel, recipe, "low")
+    two.run(is_exact_in_parallel, recipe, "reference")
 
 
 def counts_products(recipe: str) -> None:
@@ -166,7 +167,7 @@ def counts_products(recipe: str) -> None:
     made: Any = parallelize_module(layer, mesh, ColwiseParallel())
     linear._multiply = noted  # type: ignore[assignment]
     try:
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             made(torch.randn(128, 256, requires_grad=True)).sum().backward()
     finally:
         linear._multiply = multiply
@@ -187,7 +188,7 @@ def waits_for_its_input(recipe: str) -> None:
     layoutc.quantize_(layer, recipe)
     x = torch.randn(world * 64, width, generator=torch.Generator().manual_seed(1))
     mine = x.chunk(world)[dist.get_rank()].contiguous()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         expected = layer(x)
         gathered = functional.all_gather_tensor(mine, 0, mesh_of(world))
         assert isinstance(gathered, functional.AsyncCollectiveTensor)
@@ -213,7 +214,7 @@ def masters_train(recipe: str) -> None:
     layoutc.quantize_(model, recipe)
     fully_shard(model)
     optimizer = adam(model)
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         before = train_step(model, optimizer, 0, width)
         after = [train_step(model, optimizer, 0, width) for _ in range(5)][-1]
     assert after < before

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,15 +25,15 @@ from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.precompute import precompute_amaxes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import hooks, packed
-from layoutc.runtime.products.own_choice import own_mode_holder
+from layoutc.runtime.products.per_weight_mode import own_mode_holder
 
-ON_GATHER, LATER = "dequantize_on_gather", "dequantize"
+ON_GATHER, LATER = "gather", "dequantize"
 Found = list[Any]
 
 
 def converted(model: Any, recipe: str, use: str, mode: Any) -> Any:
     (layoutc.cast_on_gather_ if use == "cast" else layoutc.quantize_)(model, recipe)
-    layoutc.set_products_(model, mode)
+    product_modes.set_products_(model, mode)
     return model
 
 
@@ -91,7 +92,9 @@ def changes_modes(recipe: str, use: str) -> None:
         for step, (other, endings) in enumerate(changes):
             if mode == ON_GATHER:
                 reshard(model)
-                layoutc.set_products_(model, other, filter_fn=lambda _, name, endings=endings: name.endswith(endings))
+                product_modes.set_products_(
+                    model, other, filter_fn=lambda _, name, endings=endings: name.endswith(endings)
+                )
             found += train(model, optimizer, 2 + step, 3 + step)
         return found + stored(model)
 
@@ -134,8 +137,8 @@ def trains_as_others(kind: str) -> None:
             layoutc.quantize_(model, "fp8_block", filter_fn=of(2, 3, 5))
             layoutc.quantize_(model, "nvfp4", filter_fn=of(1))
             layoutc.cast_on_gather_(model, "nvfp4", filter_fn=of(0, 4, 6))
-            layoutc.set_products_(model, "low", filter_fn=of(3, 4))
-            layoutc.set_products_(model, mode, filter_fn=of(0, 1, 2, 6))
+            product_modes.set_products_(model, "reference", filter_fn=of(3, 4))
+            product_modes.set_products_(model, mode, filter_fn=of(0, 1, 2, 6))
         else:
             converted(model, *kind.split(), mode)
         fully_shard(model[0])
@@ -155,7 +158,7 @@ def quantizes_once(recipe: str) -> None:
     """Weights that are cast on gather, with others in between that don't travel in the pack."""
     torch.manual_seed(0)
     model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
-    layoutc.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
+    product_modes.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
     fully_shard(model)
     with counted("send_alone", lambda shard, _: shard._name, gather_group) as alone, torch.no_grad():
         for _ in range(2):
@@ -180,10 +183,10 @@ def knows_gathered_weights(use: str) -> None:
     model[0].unshard()
     assert own_mode_holder(model[0].up.weight) is None
     assert told == [str(layoutc.coverage(model)), layoutc.explain_products(model), layoutc.check_ranks(model)]
-    assert len(layoutc.set_products_(model, ON_GATHER)) == 4
-    for mode in ("low", None):
+    assert len(product_modes.set_products_(model, ON_GATHER)) == 4
+    for mode in ("reference", None):
         with pytest.raises(LayoutError, match=r"0\.up\.weight is gathered now: call reshard\(\)"):
-            layoutc.set_products_(model, mode)
+            product_modes.set_products_(model, mode)
     with pytest.raises(LayoutError, match=r"of shape \(512, 256\) is gathered now: call reshard\(\)"):
         layoutc.merge_(model[0].up.weight, torch.zeros(2 * WIDTH, WIDTH))
     precompute_amaxes(model)
@@ -193,10 +196,10 @@ def knows_gathered_weights(use: str) -> None:
         assert agreed.ahead is not None
     handle = model[1].unshard(async_op=True)  # on its way
     with pytest.raises(LayoutError, match=r"1\.up\.weight is gathered now"):
-        layoutc.set_products_(model, "low", filter_fn=lambda _, name: name.startswith("1"))
+        product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name.startswith("1"))
     handle.wait()
     model[1].reshard()
-    assert len(layoutc.set_products_(model, "low")) == 4
+    assert len(product_modes.set_products_(model, "reference")) == 4
 
 
 @pytest.mark.parametrize("use", ["quantized", "cast"])
@@ -208,7 +211,7 @@ def test_gathered_weights_are_known_as_quantized(two: Ranks, use: str) -> None:
 def refuses_lost_writes(recipe: str, use: str) -> None:
     """In a pack, and alone; the next gather after the error is as if nothing had been written."""
     model = sharded(blocks(recipe, use, ON_GATHER))
-    layoutc.set_products_(model, LATER, filter_fn=lambda _, name: name == "1.down")
+    product_modes.set_products_(model, LATER, filter_fn=lambda _, name: name == "1.down")
     x = torch.ones(8, WIDTH)
     with torch.no_grad():
         expected = model(x)
@@ -244,7 +247,7 @@ def gathers_replaced_shards(recipe: str, use: str) -> None:
 
     def run(mode: Any) -> Found:
         model, other = by_hand(recipe, use), fully_shard(by_hand(recipe, use, 1))
-        layoutc.set_products_(model, mode)
+        product_modes.set_products_(model, mode)
         fully_shard(model)
         found = train(model, optimizer_of(model), 0)
         for name in ("0.weight", "3.weight", "1.weight", "2.weight"):  # the first of the pack, and the last
@@ -253,7 +256,7 @@ def gathers_replaced_shards(recipe: str, use: str) -> None:
             model.load_state_dict(state | {name: other.state_dict()[name].clone()}, assign=True)
             found += train(model, optimizer_of(model), 1)
         reshard(model)
-        assert len(layoutc.set_products_(model, "low")) == 4
+        assert len(product_modes.set_products_(model, "reference")) == 4
         return [*found, *train(model, optimizer_of(model), 2), *stored(model)]
 
     assert_alike(run)
@@ -267,7 +270,7 @@ def test_shards_in_place_of_others_are_gathered_as_those(two: Ranks, recipe: str
 def gathers_assigned_aliases(mode: str) -> None:
     """One rank still has the shards that a state dict's aliases of the same values have replaced; the other has not."""
     model, reference = (fully_shard(by_hand("nvfp4", "cast")) for _ in range(2))
-    layoutc.set_products_(model, mode)
+    product_modes.set_products_(model, mode)
     with torch.no_grad():
         model(torch.ones(8, WIDTH))
     reshard(model)

@@ -6,6 +6,7 @@ from importlib import import_module
 from math import lcm
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import packed
 from layoutc.runtime.sharding.meshes import local_of
 
-ON_GATHER = "dequantize_on_gather"
+ON_GATHER = "gather"
 
 
 def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequential, list[Tensor]]:
@@ -35,7 +36,7 @@ def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequen
     quantize = import_module(f"layoutc.recipes.{recipe}").quantize
     values = [quantize(layer.weight.detach()).dequantize() for layer in model]
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
-    layoutc.set_products_(model, ON_GATHER)
+    product_modes.set_products_(model, ON_GATHER)
     return model, values
 
 
@@ -139,7 +140,7 @@ def switches(recipe: str) -> None:
             if mode == "head":
                 layoutc.set_products_(one, None, filter_fn=lambda _, name: name == "head")
             else:
-                layoutc.set_products_(one, mode)  # type: ignore[arg-type]
+                product_modes.set_products_(one, mode)  # type: ignore[arg-type]
         expected = train_step(reference, optimizers[0], step, width)
         assert train_step(model, optimizers[1], step, width, my_share()) == expected, (step, mode)
         weights = [layer.weight for layer in (*model.layers, model.head)]
@@ -162,17 +163,17 @@ def refuses() -> None:
     shard(model, nested=False)
     model.unshard()  # type: ignore[operator]
     with pytest.raises(LayoutError, match=r"weight is gathered now: call reshard\(\)"):
-        layoutc.set_products_(model, ON_GATHER)
+        product_modes.set_products_(model, ON_GATHER)
     model.reshard()  # type: ignore[operator]
-    layoutc.set_products_(model, ON_GATHER)
+    product_modes.set_products_(model, ON_GATHER)
     assert {(row.way, row.reason) for row in layoutc.explain_products(model)} == {
         ("dequantize", "gathers leave values")
     }
     model.unshard()  # type: ignore[operator]
     with pytest.raises(LayoutError, match=r"weight is gathered now: call reshard\(\)"):
-        layoutc.set_products_(model, "auto")
+        layoutc.set_products_(model, "low_precision")
     model.reshard()  # type: ignore[operator]
-    layoutc.set_products_(model, "auto")
+    layoutc.set_products_(model, "low_precision")
 
 
 def test_what_can_not_be_done_says_what_can(two: Ranks) -> None:
@@ -182,7 +183,7 @@ def test_what_can_not_be_done_says_what_can(two: Ranks) -> None:
 def gives_gathered_parameters(mode: Any) -> None:
     """To an optimizer, which would train nothing: gradients come to shards."""
     model = build("fp8_current", 64)
-    layoutc.set_products_(model, mode)
+    product_modes.set_products_(model, mode)
     shard(model, nested=False)
     model.unshard()  # type: ignore[operator]
     with pytest.raises(LayoutError, match=r"shape \(64, 64\) is gathered now, .* call reshard\(\) on the model's FSDP"):

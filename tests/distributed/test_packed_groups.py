@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.sharding.registry import parameters
 
-ON_GATHER = "dequantize_on_gather"
+ON_GATHER = "gather"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -84,7 +85,7 @@ def mixer(
     torch.manual_seed(seed)
     model = nn.Sequential(*[kind(width) for _ in range(layers)])
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
-    layoutc.set_products_(model, mode)
+    product_modes.set_products_(model, mode)
     for layer in model:
         fully_shard(layer, mp_policy=MIXED if mixed else MixedPrecisionPolicy(), **options)
     fully_shard(model)
@@ -517,11 +518,11 @@ def is_left_alone() -> None:
     """Other modes, and parameters that are sent in a way of their own, which FSDP2 gathers."""
     model = mixer("fp8_current")
     trained(model, 1)
-    layoutc.set_products_(model, "dequantize")
+    product_modes.set_products_(model, "dequantize")
     with counted() as taken:
         trained(model, 1)
     assert len(taken) == len(model)  # at the end: FSDP2 has gathered for each pass by then
-    layoutc.set_products_(model, ON_GATHER)
+    product_modes.set_products_(model, ON_GATHER)
     with counted() as taken:
         trained(model, 2)
     assert taken
@@ -532,7 +533,7 @@ def is_left_alone() -> None:
     ):  # unaligned packs; cut columns
         layer = Mixer(256, scale)
         layoutc.quantize_(layer, "fp8_current")
-        layoutc.set_products_(layer, ON_GATHER)
+        product_modes.set_products_(layer, ON_GATHER)
         fully_shard(layer, shard_placement_fn=placement)
         with counted() as taken:
             for _ in range(3):

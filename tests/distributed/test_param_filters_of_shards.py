@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 from experts import Gated, Joined, Mixture, batch
@@ -39,7 +40,7 @@ def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     """A part of the weights in low precision by their own choice. Sharded: experts, or the rows of each."""
     reference, model = build(kind, recipe, use), build(kind, recipe, use)
     for one in (reference, model):
-        layoutc.set_products_(one, "low", filter_fn=lambda _, name: name == "experts")
+        product_modes.set_products_(one, "reference", filter_fn=lambda _, name: name == "experts")
     whole = layoutc.coverage(model)
     torch._dynamo.reset()
     if compiled:

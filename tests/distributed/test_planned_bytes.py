@@ -303,7 +303,7 @@ def counts_as_planned(case: Case, replicas: int, experts_dim: int, tensor: int, 
     if exchange:
         layoutc.exchange_gradients(model)
     if on_gather:
-        assert len(layoutc.set_products_(model, "dequantize_on_gather")) == len(takes)
+        assert len(layoutc.set_products_(model, "dequantize", dequantize="gather")) == len(takes)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     watched = Watched(model)
     for number in range(3):

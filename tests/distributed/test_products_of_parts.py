@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def is_exact(recipe: str, bias: bool, cast: bool) -> None:
                 layer.bias.fill_(2.0)
         (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(layer, recipe)
         made: Any = parallelize_module(layer, mesh, ColwiseParallel() if cuts_rows else RowwiseParallel())
-        layoutc.set_products_(made, "low")
+        product_modes.set_products_(made, "reference")
         assert isinstance(made, LinearOfParts)
         given = (x if cuts_rows else x[:, mine]).clone().requires_grad_()
         seen: list[str] = []
@@ -107,7 +108,7 @@ def trained(recipe: str, mesh: Any, sharded: bool, compiled: bool) -> list[float
             fully_shard(block, mesh=mesh["fsdp"])
     if sharded:
         fully_shard(model, mesh=mesh["fsdp"])
-    layoutc.set_products_(model, "low")
+    product_modes.set_products_(model, "reference")
     for block in model if compiled else ():
         block.compile(backend="aot_eager")
     optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
@@ -147,10 +148,10 @@ def compiles() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     layoutc.quantize_(layer, "mxfp8")
     made: Any = parallelize_module(layer, mesh["tp"], ColwiseParallel())
-    layoutc.set_products_(made, "low")
+    product_modes.set_products_(made, "reference")
     compiled, x, found = torch.compile(made, backend="aot_eager"), torch.randn(TOKENS, WIDTH), []
-    for mode in ("low", "dequantize", "low"):
-        layoutc.set_products_(made, mode)
+    for mode in ("reference", "dequantize", "reference"):
+        product_modes.set_products_(made, mode)
         found.append(made(x))
         assert torch.equal(compiled(x), found[-1]), mode
     assert not torch.equal(found[0], found[1])
@@ -167,13 +168,13 @@ def is_still_a_layer() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH)
     layoutc.quantize_(layer, "mxfp8")
-    layoutc.set_products_(layer, "low")
+    product_modes.set_products_(layer, "reference")
     assert type(layer) is nn.Linear
     made: Any = parallelize_module(layer, mesh, ColwiseParallel())
-    layoutc.set_products_(made, "dequantize")
+    product_modes.set_products_(made, "dequantize")
     x = torch.randn(TOKENS, WIDTH)
     dequantized, copied = made(x), copy.deepcopy(made)
-    layoutc.set_products_(copied, "low")
+    product_modes.set_products_(copied, "reference")
     local = made.weight._local_tensor.dequantize()
     assert torch.equal(dequantized, nn.functional.linear(x, local, made.bias._local_tensor))
     assert not torch.equal(copied(x), dequantized)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def replicates_by_fsdp2(recipe: str, use: str) -> None:
     mesh = mesh_of(dist.get_world_size(), names=("replicate",))
     for layer in (*model.layers, model.head, model):
         replicate(layer, mesh=mesh)
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         assert trained(alone, use, 1.0) == trained(model, use, my_share())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert state_of(model) == state_of(alone)

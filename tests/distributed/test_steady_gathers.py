@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,13 +125,13 @@ def follows_its_own_choice(recipe: str, cast: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
     fully_shard(model)
-    for mode in ("low", "auto", None, "low", "dequantize"):
+    for mode in ("reference", "low_precision", None, "reference", "dequantize"):
         model.unshard()
         model.reshard()
-        layoutc.set_products_(model, mode)
+        product_modes.set_products_(model, mode)
         model.unshard()
         gathered: Any = model[0].weight
-        assert gathered._products == mode
+        assert product_modes.named(gathered._products) == mode
         model.reshard()
 
 

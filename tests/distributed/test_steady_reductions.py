@@ -99,14 +99,14 @@ def is_the_same(
     ("recipe", "cast", "mixed", "mode", "exchanges", "options"),
     [
         ("nvfp4", False, True, "dequantize", False, {}),
-        ("nvfp4", False, True, "dequantize_on_gather", False, {}),
+        ("nvfp4", False, True, "gather", False, {}),
         ("nvfp4", False, False, "dequantize", False, {}),
-        ("fp8_current", False, True, "low", False, {"reshard_after_forward": False}),
-        ("fp8_current", False, True, "low", True, {}),
+        ("fp8_current", False, True, "reference", False, {"reshard_after_forward": False}),
+        ("fp8_current", False, True, "reference", True, {}),
         ("nvfp4", False, True, "dequantize", "grad_int4", {}),
         ("fp8_block", True, True, "dequantize", False, {}),
-        ("fp8_block", True, True, "dequantize_on_gather", True, {}),
-        ("fp8_rowwise", False, True, "low", False, {}),
+        ("fp8_block", True, True, "gather", True, {}),
+        ("fp8_rowwise", False, True, "reference", False, {}),
     ],
 )
 def test_the_gradients_of_fsdp2s_own_steps(
@@ -268,7 +268,7 @@ def gathers_in_another_torch(name: str) -> None:
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        models = [mixer("nvfp4", mode=mode, layers=LAYERS) for mode in ("dequantize", "low")]
+        models = [mixer("nvfp4", mode=mode, layers=LAYERS) for mode in ("dequantize", "reference")]
         for model in models:
             backward(model)
     mine = {id(parameter) for model in models for parameter in model.parameters()}

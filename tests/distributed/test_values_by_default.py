@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,11 +93,11 @@ ALL, NONE, FIRST_NOT = NAMES[:4], (), NAMES[2:4]
 
 
 def chooses_low(model: Any) -> None:
-    layoutc.set_products_(model, "low", filter_fn=lambda _, name: name == "0.up")
+    product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name == "0.up")
 
 
 def leaves(options: dict[str, Any], mode: Any, expected: tuple[str, ...]) -> None:
-    with layoutc.products(mode) if mode else nullcontext():
+    with product_modes.products(mode) if mode else nullcontext():
         model = built(**options)
         for number in range(3):
             loss_of(model, number).backward()
@@ -113,9 +114,9 @@ FP32 = {"policy": MixedPrecisionPolicy()}
     [
         pytest.param({}, None, ALL, id="by default"),
         pytest.param({"cast": True}, None, ALL, id="cast on gather"),
-        pytest.param({}, "dequantize_on_gather", ALL, id="asked for"),
+        pytest.param({}, "gather", ALL, id="asked for"),
         pytest.param({}, "dequantize", NONE, id="by layers"),
-        pytest.param({}, "auto", NONE, id="low precision"),
+        pytest.param({}, "low_precision", NONE, id="low precision"),
         pytest.param(KEPT, None, NONE, id="kept after forward"),
         pytest.param(FP32, None, NONE, id="fp32"),
         pytest.param({"inner": 208}, None, NONE, id="cuts inside of blocks"),
@@ -135,7 +136,7 @@ def train(model: Any, modes: list[str | None], inside: str = "step") -> list[Ten
     optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
     found = []
     for number, mode in enumerate(modes):
-        with layoutc.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
+        with product_modes.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
             loss = loss_of(model, number)
             if inside == "step":
                 loss.backward()
@@ -164,7 +165,7 @@ def trains_as_by_layers(recipe: str, cast: bool, modes: list[str | None]) -> Non
     assert left_by(model) == {name: modes[-1] is None and name in ALL for name in NAMES}
 
 
-SWITCHED = (None, None, "auto", "auto", None, "dequantize", "auto", None, None, None)
+SWITCHED = (None, None, "low_precision", "low_precision", None, "dequantize", "low_precision", None, None, None)
 
 
 @pytest.mark.sample(3)
@@ -182,12 +183,12 @@ def test_the_mode_of_all_weights_changes_between_steps(two: Ranks, cast: bool) -
 def backward_outside() -> None:
     """A gather for backward leaves what that for forward has left."""
     runs = []
-    for outside in ("dequantize", "dequantize_on_gather"):
-        with layoutc.products(outside):  # type: ignore[arg-type]
-            runs.append(train(built("nvfp4"), ["low"] * 4, inside="forward"))
+    for outside in ("dequantize", "gather"):
+        with product_modes.products(outside):  # type: ignore[arg-type]
+            runs.append(train(built("nvfp4"), ["reference"] * 4, inside="forward"))
     assert_alike(*runs)
-    with layoutc.products("low"):
-        runs.append(train(built("nvfp4"), ["dequantize_on_gather"] * 4, inside="forward"))
+    with product_modes.products("reference"):
+        runs.append(train(built("nvfp4"), ["gather"] * 4, inside="forward"))
     assert_alike(runs[-1], train(built("nvfp4"), ["dequantize"] * 4))
 
 
@@ -199,19 +200,19 @@ def switches_within_a_step(warm: bool) -> None:
     """A pass in between, as of a teacher, that would gather otherwise: refused, as the loss still has to go back; not
     where it gathers alike, nor without a graph, nor after backward, though the loss is still there."""
     model = built("nvfp4")
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         if warm:
             loss_of(model, 0).backward()
         loss = loss_of(model, 1)
-    with torch.no_grad(), layoutc.products("low"):
+    with torch.no_grad(), product_modes.products("reference"):
         loss_of(model, 2)
-    with pytest.raises(LayoutError, match=r'up.weight: layoutc.products changed to "dequantize_on_gather" between a'):
+    with pytest.raises(LayoutError, match=r'changed to layoutc.products\("dequantize"\), layoutc.d.*"\) between a'):
         loss_of(model, 2)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         loss.backward()
     loss_of(model, 2)
     assert set(left_by(model).values()) == {True, False}
-    with layoutc.products("auto"):  # nothing holds that pass's graph
+    with layoutc.products("low_precision"):  # nothing holds that pass's graph
         loss_of(model, 3).backward()
     assert set(left_by(model).values()) == {False}
 
@@ -225,10 +226,10 @@ def switches_where_one_rank_waits() -> None:
     """One rank alone has kept the loss of a pass without backward: all refuse, and none waits for it."""
     model = built("nvfp4")
     kept = [loss for loss in [loss_of(model, 0)] if dist.get_rank() == 0]
-    with layoutc.products("auto"), pytest.raises(LayoutError, match="between a forward pass and its backward"):
+    with layoutc.products("low_precision"), pytest.raises(LayoutError, match="between a forward pass and its backward"):
         loss_of(model, 1)
     kept.clear()
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         loss_of(model, 1).backward()
     assert not any(left_by(model).values())
 
@@ -243,12 +244,16 @@ def switches_while_gradients_add_up() -> None:
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     model.set_requires_gradient_sync(True)
-    with torch.no_grad(), layoutc.products("auto"), pytest.raises(LayoutError, match="gradients are being accumulated"):
+    with (
+        torch.no_grad(),
+        layoutc.products("low_precision"),
+        pytest.raises(LayoutError, match="gradients are being accumulated"),
+    ):
         loss_of(model, 1)
     with pytest.raises(LayoutError, match="gradients are being accumulated"):
-        layoutc.set_products_(model, "dequantize")
+        product_modes.set_products_(model, "dequantize")
     loss_of(model, 1).backward()
-    with torch.no_grad(), layoutc.products("auto"):
+    with torch.no_grad(), layoutc.products("low_precision"):
         loss_of(model, 2)
 
 
@@ -265,15 +270,18 @@ def stays_gathered(how: str) -> None:
         loss_of(model, number).backward()
     if how == "by hand":
         model[0].unshard()
-    with layoutc.products("low"), pytest.raises(LayoutError, match=r"still gathered, as values, .*low"):
+    with (
+        product_modes.products("reference"),
+        pytest.raises(LayoutError, match=r"still gathered, as values, .*reference"),
+    ):
         loss_of(model, 2)
     for block in model[:3]:
         block.reshard()
     model.reshard()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         loss = loss_of(model, 2)
     assert not any(left_by(model).values())
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         assert torch.equal(loss, loss_of(built("fp8_current"), 2))
 
 
@@ -286,7 +294,7 @@ def follows_the_mode() -> None:
     """A mode around forward alone: backward gathers what forward did, in few steps, and the next forward decides."""
     model = built("nvfp4")
     for number in range(4):
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             loss = loss_of(model, number)
         loss.backward()
     shards = {id(param) for param in model.parameters()}
@@ -304,8 +312,10 @@ def test_a_mode_around_forward_alone(two: Ranks) -> None:
 def gathers_in_few_steps() -> None:
     """Also after the mode of all weights has changed, and has changed back."""
     model = built("nvfp4")
-    for number, mode in enumerate((None, None, None, "auto", "auto", "auto", None, None, None)):
-        with layoutc.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
+    for number, mode in enumerate(
+        (None, None, None, "low_precision", "low_precision", "low_precision", None, None, None)
+    ):
+        with product_modes.products(mode) if mode else nullcontext():  # type: ignore[arg-type]
             loss_of(model, number).backward()
         if number % 3 == 2:
             model.reshard()

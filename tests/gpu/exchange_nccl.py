@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutc
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, sum_in_order
-from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.product_mode import Where
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -50,8 +50,8 @@ def trained(
     way: str,
     exchanges: bool | str,
     device: torch.device,
-    own: Mode | None = None,
-    modes: Sequence[Mode] = (ON_GATHER,) * 6,
+    own: Where | None = None,
+    modes: Sequence[Where] = ("gather",) * 6,
 ) -> tuple[list[float], list[Tensor]]:
     """Losses of six steps, the last gradients, and the bytes of weights. exchanges: also the recipe of codes. own: mode
     of each weight. modes: that of all weights, in each step."""
@@ -63,7 +63,7 @@ def trained(
     if kind != "plain":
         (layoutc.quantize_ if kind == "layoutc" else layoutc.cast_on_gather_)(model, recipe)
     if own is not None:
-        layoutc.set_products_(model, own)
+        layoutc.set_products_(model, "dequantize", dequantize=own)
     for block in model:
         if way == "compiled":
             block.compile()
@@ -95,13 +95,13 @@ def trained(
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with (
-                    layoutc.products(modes[at]),
+                    layoutc.dequantize(modes[at]),
                     torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
                 ):
                     step()
                 run = graph.replay
             x.copy_(batch)
-            with layoutc.products(modes[at]):
+            with layoutc.dequantize(modes[at]):
                 run()
             torch.cuda.synchronize()
             losses.append(float(loss.detach()))

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from exchange_nccl import trained
 
-from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.product_mode import Where
 
-BY_LAYERS: Mode = "dequantize"
+ON_GATHER: Where = "gather"
+BY_LAYERS: Where = "layer"
 
 FORMS = [
     (use, way)

@@ -68,7 +68,7 @@ def is_exact(recipe: str, mesh: Any) -> None:
             layer.weight.copy_(w)
         layoutc.quantize_(layer, recipe)
         made: Any = parallelize_module(layer, mesh, ColwiseParallel() if cuts_rows else RowwiseParallel())
-        layoutc.set_products_(made, "auto")
+        layoutc.set_products_(made, "low_precision")
         given = (x if cuts_rows else x[:, mine]).clone().requires_grad_()
         own_grad = grad[:, mine].contiguous() if cuts_rows else grad
         out: Tensor = made(given)
@@ -97,12 +97,12 @@ def timed(form: str, mesh: Any, compiled: bool, dim: int, ffn: int, tokens: int)
         layoutc.quantize_(model, recipe)
     parallelize_module(model, mesh, {name: style() for name, style in STYLES.items()})
     if parts:
-        layoutc.set_products_(model, "auto")
+        layoutc.set_products_(model, "low_precision")
     run: Any = torch.compile(model) if compiled else model
     x = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     times = []
-    with layoutc.products("auto" if recipe != "bf16" else "dequantize"):
+    with layoutc.products("low_precision" if recipe != "bf16" else "dequantize"):
         for _ in range(25):
             torch.cuda.synchronize()
             dist.barrier()

@@ -198,7 +198,7 @@ def run(case: Case, tiny: bool, device: torch.device) -> tuple[int, float]:
 
     most: list[int] = []
     times = []
-    with layoutc.products("auto" if case.low else "dequantize"):
+    with layoutc.products("low_precision" if case.low else "dequantize"):
         for at in range(WARM + (0 if tiny else STEPS)):
             if at == WARM - 1:
                 with peak(device, most):

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,11 +92,11 @@ def test_kernels_run_where_tensors_are(recipe: str, kernels_alone: Any) -> None:
             assert torch.equal(found.dequantize(dtype).cpu(), expected.dequantize(dtype)), device
 
 
-@pytest.mark.parametrize("mode", ["dequantize", "auto", "low"])
+@pytest.mark.parametrize("mode", ["dequantize", "low_precision", "reference"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_give_what_they_give_on_the_current_card(recipe: str, mode: Any, kernels_alone: Any) -> None:
     """F.linear and its gradients, three calls each: what later ones keep is of their card."""
-    if mode != "low":  # which multiplies what the reference quantized, where the card has no product
+    if mode != "reference":  # which multiplies what the reference quantized, where the card has no product
         kernels_alone(recipe)
     found: dict[torch.device, list[Tensor]] = {}
     for device in (HERE, THERE):
@@ -105,7 +106,7 @@ def test_layers_give_what_they_give_on_the_current_card(recipe: str, mode: Any, 
         found[device] = []
         for call in range(3):
             x = values(2 + call, 128, SHAPE[1]).to(device).requires_grad_()
-            with layoutc.products(mode):
+            with product_modes.products(mode):
                 out = F.linear(x, weight, bias)
                 out.backward(values(9, *out.shape).to(device))  # type: ignore[no-untyped-call]
             assert x.grad is not None
@@ -142,7 +143,7 @@ def trained(recipe: str, devices: list[torch.device]) -> tuple[list[float], dict
 def test_a_model_over_two_cards_trains_as_on_one(recipe: str, kernels_alone: Any) -> None:
     """Weights that share amaxes are requantized with those of their card."""
     kernels_alone(recipe)
-    with layoutc.products("dequantize"):
+    with layoutc.dequantize("layer"):
         found, weights = trained(recipe, [HERE, THERE, HERE, THERE])
         expected, on_one = trained(recipe, [HERE] * 4)
     assert found == expected
@@ -182,7 +183,9 @@ def test_gathers_of_a_part_on_each_card(recipe: str, use: str, kernels_alone: An
             for layer in part:
                 fully_shard(layer)
             fully_shard(part)
-        layoutc.set_products_(part, "dequantize_on_gather" if use == "values" and recipe == "nvfp4" else "dequantize")
+        layoutc.set_products_(
+            part, "dequantize", dequantize="gather" if use == "values" and recipe == "nvfp4" else "layer"
+        )
         found[device] = []
         for step in range(3):
             out = part(values(step, 64, 256).to(device))

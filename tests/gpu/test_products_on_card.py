@@ -6,6 +6,7 @@ import importlib
 from itertools import accumulate, pairwise
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = 
     called: Any = torch.compile(layer, fullgraph=True) if compiled else layer
     x = x.clone().requires_grad_()
     torch.manual_seed(1)  # of random bits, which some recipes round gradients by
-    with layoutc.products(how):
+    with product_modes.products(how):
         out = called(x)
         out.backward(g)
     assert x.grad is not None
@@ -49,12 +50,12 @@ def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = 
     return out.detach(), x.grad, layer.weight.grad
 
 
-def ways(name: str, how: Mode = "auto", tokens: int = TOKENS) -> linear.Ways:
+def ways(name: str, how: Mode = "low_precision", tokens: int = TOKENS) -> linear.Ways:
     held = module(name).quantize(torch.empty(M, K, device="cuda"))
     return linear.ways_of(held, torch.empty(tokens, K, device="cuda"), how)
 
 
-@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("how", ["low_precision", "reference"])
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_exact_where_nothing_rounds(name: str, how: Mode) -> None:
     x, w, g = (exact(name, *size, seed=i).cuda() for i, size in enumerate(((TOKENS, K), (M, K), (TOKENS, M))))
@@ -73,11 +74,11 @@ def test_products_are_exact_where_nothing_rounds(name: str, how: Mode) -> None:
 def test_kernels_multiply_quantized_values(name: str, dtype: torch.dtype) -> None:
     """Against the products of the same quantized values in fp32: the accumulator and one rounding lie between."""
     x, w, g = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
-    kernel, values = run(name, x, w, g, "auto"), run(name, x, w, g, "low")
+    kernel, values = run(name, x, w, g, "low_precision"), run(name, x, w, g, "reference")
     chosen = ways(name)
     if "kernel" not in chosen:
         pytest.skip("needs a card that has kernels for it: " + " ".join(chosen))
-    if "kernel" in ways(name, "low"):  # then both are the kernel: its operands' values by hand
+    if "kernel" in ways(name, "reference"):  # then both are the kernel: its operands' values by hand
         recipes = module(name).LAYOUT.products
         activation, gradient = module(recipes.activation[0]), module(recipes.gradient[0])
         held = module(name).quantize(w)
@@ -93,7 +94,7 @@ def test_kernels_multiply_quantized_values(name: str, dtype: torch.dtype) -> Non
 def test_a_kernel_is_scaled_mm_on_the_same_bytes(dtype: torch.dtype) -> None:
     """Of one scale for each matrix. Forward adds up in the tensor cores' precision, as torchao's does."""
     x, w, g = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
-    out, of_x, _ = run("fp8_current", x, w, g, "auto")
+    out, of_x, _ = run("fp8_current", x, w, g, "low_precision")
     recipe, gradient = module("fp8_current"), module(module("fp8_current").LAYOUT.products.gradient[0])
     activations, held, gradients = recipe.quantize(x).buffers(), recipe.quantize(w).buffers(), gradient.quantize(g)
     one, kind = gradients.buffers(), ScalingType.TensorWise
@@ -114,7 +115,9 @@ def test_a_kernel_is_scaled_mm_on_the_same_bytes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_equals_eager(name: str) -> None:
     x, w, g = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
-    for one, other in zip(run(name, x, w, g, "auto"), run(name, x, w, g, "auto", compiled=True), strict=True):
+    for one, other in zip(
+        run(name, x, w, g, "low_precision"), run(name, x, w, g, "low_precision", compiled=True), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -124,7 +127,7 @@ def test_any_number_of_tokens(name: str, tokens: int) -> None:
     """What kernels do not take is dequantized; what they take equals the first rows of a longer product."""
     x, w = torch.randn(512, K, device="cuda", dtype=torch.bfloat16), torch.randn(M, K, device="cuda")
     held = module(name).quantize(w.bfloat16())
-    with layoutc.products("auto"), torch.no_grad():
+    with layoutc.products("low_precision"), torch.no_grad():
         out = F.linear(x[:tokens], held)
     assert out.shape == (tokens, M)
     assert bool(out.isfinite().all())
@@ -135,7 +138,10 @@ def test_a_gradient_of_one_value(name: str) -> None:
     """That of a sum has strides of 0: it gives what a copy of it gives."""
     x, w = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16), torch.randn(M, K, device="cuda")
     one = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(TOKENS, M)
-    expanded, copied = run(name, x, w.bfloat16(), one, "auto"), run(name, x, w.bfloat16(), one.contiguous(), "auto")
+    expanded, copied = (
+        run(name, x, w.bfloat16(), one, "low_precision"),
+        run(name, x, w.bfloat16(), one.contiguous(), "low_precision"),
+    )
     assert all(map(torch.equal, expanded, copied))
 
 
@@ -144,7 +150,7 @@ def test_a_step_in_a_cuda_graph() -> None:
     layer = nn.Linear(K, M, bias=False, device="cuda", dtype=torch.bfloat16)
     layoutc.quantize_(layer, "fp8_current")
     x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -171,7 +177,7 @@ def test_a_scale_that_is_a_piece_of_a_larger_tensor() -> None:
     """cuBLAS multiplies with none that does not begin at a multiple of 16 bytes."""
     x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
     weight = module("fp8_current").quantize(torch.randn(M, K, device="cuda", dtype=torch.bfloat16))
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         expected = F.linear(x, weight)
         planes = weight._planes
         planes["rowwise_scale"] = torch.cat([planes["rowwise_scale"]] * 2)[1:]
@@ -183,7 +189,7 @@ GROUPS = {"mixed": (100, 0, 1, 411), "all in one": (0, 512, 0, 0), "one each": (
 
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("how", ["low_precision", "reference"])
 @pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_current", "mxfp8"])
 def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
     name: str, how: Mode, sizes: tuple[int, ...]
@@ -204,7 +210,7 @@ def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
     tokens, offs = x.cuda().bfloat16().requires_grad_(), torch.tensor(ends, dtype=torch.int32, device="cuda")
     shape = grouped_choice.Sizes(len(sizes), n, k, len(x))
     ways = [grouped_choice.choose(type(weight), one, shape, tokens.device, how).way for one in NAMES_OF_PRODUCTS]
-    with layoutc.products(how):
+    with product_modes.products(how):
         out = F.grouped_mm(tokens, weight.transpose(-2, -1), offs=offs)
         found = [out.detach(), *torch.autograd.grad(out, [tokens, weight], g.cuda().bfloat16())]
     expected = [
@@ -216,7 +222,7 @@ def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
         assert torch.equal(one.cpu(), whole.bfloat16()), (name, way)
 
 
-@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("how", ["low_precision", "reference"])
 @pytest.mark.parametrize("name", ["fp8_rowwise", "mxfp8"])
 def test_batches_are_groups_of_equal_sizes(name: str, how: Mode) -> None:
     held = module(name).quantize(torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16))
@@ -224,7 +230,7 @@ def test_batches_are_groups_of_equal_sizes(name: str, how: Mode) -> None:
     offs = torch.arange(48, 193, 48, device="cuda", dtype=torch.int32)
     shape, right = grouped_choice.Sizes(4, 256, 512, 192), held.transpose(-2, -1)
     way = grouped_choice.choose(type(held), "forward", shape, x.device, how).way
-    with layoutc.products(how):
+    with product_modes.products(how):
         batched, in_groups = torch.bmm(x, right), F.grouped_mm(x.view(-1, 512), right, offs=offs)
     if way != "dequantize":  # else torch multiplies them in two ways
         assert torch.equal(batched.view(-1, 256), in_groups)
@@ -238,12 +244,14 @@ def test_groups_of_tokens_are_multiplied_without_waiting_for_their_offsets() -> 
     first, second = (16, 16, 256, TOKENS), (128, 256, 272, TOKENS)
     held = weight.detach()
     if (
-        grouped_choice.choose(type(held), "forward", grouped_choice.Sizes(4, M, K, TOKENS), x.device, "auto").way
+        grouped_choice.choose(
+            type(held), "forward", grouped_choice.Sizes(4, M, K, TOKENS), x.device, "low_precision"
+        ).way
         != "kernel"
     ):
         pytest.skip("needs a card of compute capability 9.0")
     offs = torch.tensor(first, dtype=torch.int32, device="cuda")
-    with layoutc.products("auto"), torch.no_grad():
+    with layoutc.products("low_precision"), torch.no_grad():
         F.grouped_mm(x, held.transpose(-2, -1), offs=offs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -131,7 +131,7 @@ def trains_as_one_process(recipe: str, how: str, on_gather: bool = False) -> flo
     before = live_bytes()
     model = sharded(adapted(recipe, how))
     if on_gather:
-        layoutc.set_products_(model, "dequantize_on_gather")
+        layoutc.set_products_(model, "dequantize", dequantize="gather")
     optimizer = torch.optim.AdamW([param for _, param in trains(model)], lr=1e-2)
     with layoutc.strict():
         assert steps(model, optimizer) == expected

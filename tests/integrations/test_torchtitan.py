@@ -50,7 +50,11 @@ def test_a_command_line_trains_on_ranks_as_on_one(
     FSDP2's gathers leave values of the first model's weights, which one process dequantizes in its layers.
     """
     options = ["--layoutc.recipe", recipe, "--layoutc.use", use, "--layoutc.param-filter", FILTERS[model]]
-    options += ["--layoutc.products", "dequantize_on_gather"] if (model, recipe) == ("llama3", "nvfp4") else []
+    options += (
+        ["--layoutc.products", "dequantize", "--layoutc.dequantize", "gather"]
+        if (model, recipe) == ("llama3", "nvfp4")
+        else []
+    )
     seed = tmp_path / "seed"
     command = titan.arguments(model, assets, seed, *options, "--checkpoint.create-seed-checkpoint")
     one.run(titan.losses, command, seconds=SECONDS)

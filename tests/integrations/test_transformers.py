@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,8 +103,8 @@ def trained(
     """Losses as logged, and what every parameter is after the last step."""
     model = llama(recipe, use)
     if on_gather:
-        layoutc.set_products_(model, "dequantize_on_gather")
-    with tempfile.TemporaryDirectory() as folder, layoutc.products(products):
+        layoutc.set_products_(model, "dequantize", dequantize="gather")
+    with tempfile.TemporaryDirectory() as folder, product_modes.products(products):
         made = trainer(model, use, sharded, folder)
         made.train()
         losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
@@ -129,10 +130,10 @@ def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str) -> N
 @pytest.mark.parametrize(("recipe", "use"), [("fp8_current", "quantized"), ("fp8_block", "cast")])
 def test_a_trainer_trains_in_low_precision_as_one_process(two: Ranks, recipe: str, use: str) -> None:
     """The same, with products in low precision."""
-    losses, expected = trained(recipe, use, False, "low")
+    losses, expected = trained(recipe, use, False, "reference")
     assert losses != trained(recipe, use, False)[0]
     for sharded in (True, False):
-        for found, held in two.run(trained, recipe, use, sharded, "low"):
+        for found, held in two.run(trained, recipe, use, sharded, "reference"):
             assert found == losses
             assert held == expected
 
@@ -166,8 +167,8 @@ def test_experts_of_transformers_multiply_in_low_precision(kind: str) -> None:
     tokens = torch.randint(0, 96, (2, 32))
     before, dequantized = layoutc.products_without_kernel(), layoutc.implicit_dequantizes()
     losses = []
-    for mode in ("dequantize", "low"):
-        layoutc.set_products_(model, mode)  # type: ignore[arg-type]
+    for mode in ("dequantize", "reference"):
+        product_modes.set_products_(model, mode)  # type: ignore[arg-type]
         loss = model(tokens, labels=tokens).loss
         loss.backward()
         losses.append(float(loss.detach()))

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ def test_inductor_finds_the_amax_of_what_is_quantized(
     for value in (1.0, float("nan"), 0.0, 6e4):
         x = (torch.randn(TOKENS, K) * value).half().requires_grad_()
         del quantized[:]
-        with layoutc.products("low", saves=saves):
+        with product_modes.products("reference", saves=saves):
             compiled(x).square().sum().backward()
         # h and what `down` reads, in forward and perhaps in backward; the gradients of three outputs.
         assert len(quantized) == (2 if saves == "quantized" else 4) + 3

@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import layoutc
 from layoutc.runtime.kernels import reading
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd
@@ -107,7 +107,7 @@ def test_transforms_autocast_and_other_dtypes_are_left_to_the_class() -> None:
         assert torch.equal(F.linear(detached, weight), F.linear(detached, weight._dequantize("rowwise", torch.float32)))
 
 
-@pytest.mark.parametrize("products", ["dequantize", "low"])
+@pytest.mark.parametrize("products", ["dequantize", "reference"])
 @pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "autograd.grad"])
 def test_checkpointed_layers_have_the_same_gradients(by_grad: bool, products: Any) -> None:
     """Also where torch.autograd.grad is given the weight, and so is itself a call of the weight's class."""
@@ -116,7 +116,7 @@ def test_checkpointed_layers_have_the_same_gradients(by_grad: bool, products: An
     def recomputed(*args: Any) -> Tensor:
         return checkpoint(F.linear, *args, use_reentrant=False)  # type: ignore[return-value]
 
-    with layoutc.products(products):
+    with product_modes.products(products):
         expected = results(F.linear, x, weight, bias)[1:]
         if by_grad:
             found = results(recomputed, x, weight, bias)[1:]
@@ -212,7 +212,7 @@ class OnCard:
         return self.device.index
 
 
-@pytest.mark.parametrize("mode", ["dequantize", "low"])
+@pytest.mark.parametrize("mode", ["dequantize", "reference"])
 @pytest.mark.parametrize("name", ["input", "bias"])
 def test_what_a_transform_has_left_is_followed(mode: Mode, name: str) -> None:
     """A tensor that outlives torch.func.grad wraps the one that has gradients."""
@@ -230,7 +230,7 @@ def test_what_a_transform_has_left_is_followed(mode: Mode, name: str) -> None:
 
         if outlives:
             torch.func.grad(keep)(leaves[name])
-        with layoutc.products(mode):
+        with product_modes.products(mode):
             out = F.linear(weight=weight, **{**leaves, name: left[-1]})
             out.sum().backward()  # type: ignore[no-untyped-call]
         found.append([one.grad for one in leaves.values()])

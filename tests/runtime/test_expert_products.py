@@ -11,6 +11,7 @@ from math import lcm
 from typing import Any
 
 import grouped_kernels
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def run(
     """The output and the gradients of the input and of the weight."""
     layer = experts(recipe, w, use)
     x = x.clone().requires_grad_()
-    with layoutc.products(how):
+    with product_modes.products(how):
         out = layer(x, offs)
         out.backward(g)
     assert x.grad is not None
@@ -119,7 +120,7 @@ def random_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 # ------------------------------------------------------------------------------------------------------------- products
 @pytest.mark.sample(28)
 @each_groups
-@pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
+@pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, sizes: tuple[int, ...]) -> None:
     """The gradient of the weight where the recipes of tokens keep them columnwise, too."""
@@ -131,12 +132,12 @@ def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, si
         same_bits(one.quantize(data)._dequantize("columnwise", data.dtype), data)
         for one, data in zip(others, (exact(recipe, 64, 64, 1), exact(recipe, 64, 64, 2)), strict=True)
     )
-    count = 3 if kept or how != "low" else 2
+    count = 3 if kept or how != "reference" else 2
     assert all(map(same_bits, found[:count], whole_numbers(x, w, g, sizes)[:count]))
 
 
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
-@pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
+@pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "nvfp4_1d"])
 def test_batches_are_groups_of_equal_sizes(recipe: str, how: mode.Mode, use: str) -> None:
     x, w, g = exact_inputs(recipe, SIZES["equal"])
@@ -186,7 +187,7 @@ def test_low_precision_multiplies_values_that_are_quantized_by_group(recipe: str
         bound = max(left.shape[1], 1) * 2**-23 * (left.abs() @ right.abs())
         return bool(((found.double() - left @ right).abs() <= bound).all())
 
-    out, of_x, of_w = run(recipe, x, w, g, offsets(sizes), "low")
+    out, of_x, of_w = run(recipe, x, w, g, offsets(sizes), "reference")
     left, back = by_groups(activation, x, sizes, "rowwise"), by_groups(gradient, g, sizes, "rowwise")
     for expert, rows in enumerate(slices(sizes)):
         assert near(out[rows], left[rows], held("rowwise")[expert].t())
@@ -202,7 +203,7 @@ def test_low_precision_multiplies_values_that_are_quantized_by_group(recipe: str
 def test_a_group_is_what_a_linear_layer_of_its_expert_gives(recipe: str) -> None:
     sizes = (64, 0, 32, 96)
     x, w, g = random_inputs(sizes)
-    out, of_x, of_w = run(recipe, x, w, g, offsets(sizes), "low")
+    out, of_x, of_w = run(recipe, x, w, g, offsets(sizes), "reference")
     held = module(recipe).quantize(w)
     for expert, rows in enumerate(slices(sizes)):
         if rows.start == rows.stop:
@@ -210,7 +211,7 @@ def test_a_group_is_what_a_linear_layer_of_its_expert_gives(recipe: str) -> None
             continue
         layer = nn.Parameter(held[expert])
         one = x[rows].clone().requires_grad_()
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             made = F.linear(one, layer)
             made.backward(g[rows])
         assert one.grad is not None
@@ -230,7 +231,7 @@ def test_groups_know_nothing_of_one_another(recipe: str) -> None:
     for one in (louder, back):
         one[: rows.start] *= 1000
         one[rows.stop :] *= 1000
-    quiet, loud = (run(recipe, *one, offsets(sizes), "low") for one in ((x, w, g), (louder, w, back)))
+    quiet, loud = (run(recipe, *one, offsets(sizes), "reference") for one in ((x, w, g), (louder, w, back)))
     assert same_bits(quiet[0][rows], loud[0][rows])
     assert same_bits(quiet[1][rows], loud[1][rows])
     assert same_bits(quiet[2][1], loud[2][1])
@@ -241,7 +242,7 @@ def test_a_scale_of_the_tensor_is_one_for_all_tokens(recipe: str) -> None:
     """As a linear layer has it: tokens are quantized as if they were in no groups."""
     sizes = (16, 32, 0, 16)
     x, w, g = random_inputs(sizes)
-    out, _, _ = run(recipe, x, w, g, offsets(sizes), "low")
+    out, _, _ = run(recipe, x, w, g, offsets(sizes), "reference")
     held = module(recipe).quantize(w)
     activation = module(module(recipe).LAYOUT.products.activation[0])
     values = activation.quantize(x).dequantize()
@@ -254,7 +255,7 @@ def test_tokens_behind_the_last_group_belong_to_none(recipe: str) -> None:
     sizes = (40, 0, 1, 50)
     x, w, g = exact_inputs(recipe, (*sizes[:3], 87))
     ends = offsets(sizes)
-    found = run(recipe, x, w, g, ends, "low")
+    found = run(recipe, x, w, g, ends, "reference")
     expected = whole_numbers(x[:91], w, g[:91], sizes)
     assert same_bits(found[0][:91], expected[0])
     assert same_bits(found[1][:91], expected[1])
@@ -263,7 +264,9 @@ def test_tokens_behind_the_last_group_belong_to_none(recipe: str) -> None:
     assert not found[1][91:].any()
 
 
-@pytest.mark.parametrize(("recipe", "how"), [("mxfp8", "auto"), ("int8_block", "auto"), ("int8_block", "low")])
+@pytest.mark.parametrize(
+    ("recipe", "how"), [("mxfp8", "low_precision"), ("int8_block", "low_precision"), ("int8_block", "reference")]
+)
 def test_what_is_dequantized_has_the_bytes_of_no_products_at_all(recipe: str, how: mode.Mode) -> None:
     """On a CPU, all of auto; and recipes without products in every mode."""
     x, w, g = random_inputs(SIZES["mixed"])
@@ -340,7 +343,7 @@ def test_kernels_read_what_was_quantized(recipe: str, sizes: tuple[int, ...], ke
     ways = ways_of(recipe, sum(sizes), "cpu")
     assert ways[0] == "kernel"
     assert (ways[1] == "kernel") == (recipe != "fp8_current")  # whose gradients are e5m2
-    found = run(recipe, x, w, g, offsets(sizes), "auto")
+    found = run(recipe, x, w, g, offsets(sizes), "low_precision")
     for one, expected, way in zip(found, whole_numbers(x, w, g, sizes), ways, strict=True):
         if way == "kernel" and "nvfp4" in recipe:
             assert ((one - expected).abs() <= 2**-8 * expected.abs()).all()
@@ -353,7 +356,7 @@ def test_kernels_read_what_was_quantized(recipe: str, sizes: tuple[int, ...], ke
 def test_kernels_multiply_batches(kernels: list[bool]) -> None:
     x, w, g = exact_inputs("fp8_rowwise", SIZES["equal"])
     x, w = uneven(x, 1, 1), uneven(w, 32, 2)
-    found = run("fp8_rowwise", x.view(EXPERTS, 32, K), w, g.view(EXPERTS, 32, N), None, "auto")
+    found = run("fp8_rowwise", x.view(EXPERTS, 32, K), w, g.view(EXPERTS, 32, N), None, "low_precision")
     expected = whole_numbers(x, w, g, SIZES["equal"])
     assert same_bits(found[0].reshape(-1, N), expected[0].bfloat16().float())
     assert same_bits(found[1].reshape(-1, K), expected[1].bfloat16().float())
@@ -362,7 +365,9 @@ def test_kernels_multiply_batches(kernels: list[bool]) -> None:
 def ways_of(recipe: str, tokens: int, device: str) -> list[str]:
     sizes = grouped_choice.Sizes(EXPERTS, N, K, tokens)
     cls = module(recipe).Tensor
-    return [grouped_choice.choose(cls, name, sizes, torch.device(device), "auto").way for name in grouped.NAMES]
+    return [
+        grouped_choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in grouped.NAMES
+    ]
 
 
 @pytest.mark.parametrize("tokens", [128, 50])
@@ -374,8 +379,8 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     offs = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
     is_traced = grouped_choice.scaled_grouped_mm_v2_is_traced or "nvfp4" not in recipe
     assert (ways_of(recipe, tokens, "meta")[0] == "kernel") == is_traced
-    out, *saved = grouped.forward(x, held.transpose(1, 2), offs, "auto", True)
-    of_x, of_w = grouped.backward(g, held.transpose(1, 2), saved or [x], offs, "auto", True, True)
+    out, *saved = grouped.forward(x, held.transpose(1, 2), offs, "low_precision", True)
+    of_x, of_w = grouped.backward(g, held.transpose(1, 2), saved or [x], offs, "low_precision", True, True)
     assert (out.shape, of_x.shape, of_w.shape) == ((tokens, N), (tokens, K), (EXPERTS, N, K))
 
 
@@ -442,7 +447,7 @@ def test_what_no_linear_layer_multiplies_has_no_kernel(monkeypatch: pytest.Monke
 )
 def test_reasons(recipe: str, name: Any, sizes: tuple[int, ...], words: str) -> None:
     shape = grouped_choice.Sizes(*sizes, 128)
-    chosen = grouped_choice.choose(module(recipe).Tensor, name, shape, torch.device("meta"), "auto")
+    chosen = grouped_choice.choose(module(recipe).Tensor, name, shape, torch.device("meta"), "low_precision")
     assert chosen.way == "dequantize"
     assert words in chosen.reason
 
@@ -490,7 +495,7 @@ def test_compiled_equals_eager(recipe: str, use: str, batched: bool) -> None:
         torch._dynamo.reset()
         called: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         x = weight(*shape, seed=1, dtype=torch.bfloat16).requires_grad_()
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             out = checkpoint(called, x, offs, use_reentrant=False) if recomputed else called(x, offs)
             out.square().mean().backward()
         assert x.grad is not None
@@ -506,7 +511,7 @@ def test_a_graph_of_any_number_of_tokens() -> None:
     layer = experts("mxfp8", weight(EXPERTS, N, K, dtype=torch.bfloat16))
     torch._dynamo.reset()
     called: Any = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         for sizes in ((40, 0, 1, 87), (3, 4, 5, 6), (0, 200, 0, 1)):
             x, _, g = random_inputs(sizes, torch.bfloat16)
             one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -527,7 +532,7 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
     """Of torch.bmm; F.grouped_mm is not under autocast."""
     layer = experts(recipe, weight(EXPERTS, N, K))
     x = weight(EXPERTS, 32, K, seed=1)
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         expected = layer(x.bfloat16(), None)
         expected.float().square().sum().backward()
         of_w, layer.weight.grad = layer.weight.grad, None
@@ -545,8 +550,8 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     """What is multiplied in fp32 is rounded once."""
     x, w, g = random_inputs(SIZES["mixed"], dtype)
-    found = run("mxfp8", x, w, g, offsets(SIZES["mixed"]), "low")
-    expected = run("mxfp8", x.float(), w.float(), g.float(), offsets(SIZES["mixed"]), "low")
+    found = run("mxfp8", x, w, g, offsets(SIZES["mixed"]), "reference")
+    expected = run("mxfp8", x.float(), w.float(), g.float(), offsets(SIZES["mixed"]), "reference")
     assert all(same_bits(one, other.to(dtype)) for one, other in zip(found, expected, strict=True))
 
 
@@ -554,7 +559,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
     layer = experts("mxfp8", weight(EXPERTS, N, K))
     x, _, _ = random_inputs(SIZES["mixed"])
     offs = offsets(SIZES["mixed"])
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         expected = layer(x, offs).detach()
         with torch.no_grad():
             assert same_bits(layer(x, offs), expected)
@@ -570,7 +575,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
 def test_gradients_have_no_gradients() -> None:
     layer = experts("mxfp8", weight(EXPERTS, N, K))
     x = weight(EXPERTS, 8, K).requires_grad_()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         (of_x,) = torch.autograd.grad(layer(x, None).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             of_x.sum().backward()
@@ -583,7 +588,10 @@ def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
     sizes = (32, 0, 32, 64)  # whole blocks
     x = random_inputs(sizes, torch.bfloat16)[0].requires_grad_()
     offs, saved = offsets(sizes), []
-    with layoutc.products("low"), saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+    with (
+        product_modes.products("reference"),
+        saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one),
+    ):
         layer(x, offs)
     kept = sum(one.nbytes for one in saved if type(one) is Tensor and one is not offs)
     activation = module(layer.weight.LAYOUT.products.activation[0])
@@ -607,7 +615,7 @@ def test_gradients_of_saved_inputs_are_those_of_saved_codes(
     for saves in ("quantized", "input"):
         with monkeypatch.context() as patch:
             patch.setattr(mode, "saves", lambda in_graph, saves=saves: saves)
-            made.append(run(recipe, x, w, g, offs, "low"))
+            made.append(run(recipe, x, w, g, offs, "reference"))
     assert all(same_bits(*both) for both in zip(*made, strict=True))
 
 
@@ -624,7 +632,7 @@ def test_tokens_are_quantized_once_for_all_weights_that_read_them(monkeypatch: p
     monkeypatch.setattr(grouped.weights, "quantize", counted)
     x, _, _ = random_inputs(SIZES["mixed"])
     offs, others = offsets(SIZES["mixed"]), offsets((10, 20, 30, 68))
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         first = [layer(x, offs) for layer in layers]
         assert len(read) == 2  # rowwise and columnwise
         second = [layer(x, others) for layer in layers]
@@ -648,9 +656,9 @@ def test_products_without_a_kernel_are_counted() -> None:
     x, w, g = random_inputs(SIZES["mixed"])
     offs = offsets(SIZES["mixed"])
     before = layoutc.products_without_kernel()
-    run("fp8_rowwise", x, w, g, offs, "auto")  # whose spec dequantizes one
-    run("fp8_block", x, w, g, offs, "auto")
-    run("int8_block", x, w, g, offs, "auto")  # whose spec has none
+    run("fp8_rowwise", x, w, g, offs, "low_precision")  # whose spec dequantizes one
+    run("fp8_block", x, w, g, offs, "low_precision")
+    run("int8_block", x, w, g, offs, "low_precision")  # whose spec has none
     run("mxfp8", x, w, g, offs, "dequantize")
     reason = "scaled_grouped_mm does not take BlockWise1x128 by BlockWise128x128"
     assert layoutc.products_without_kernel() - before == {
@@ -667,7 +675,7 @@ def test_other_products_are_those_of_torch() -> None:
     held = make("mxfp8", EXPERTS, N, K)
     x, offs = weight(128, K), offsets(SIZES["mixed"])
     before = layoutc.products_without_kernel()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         with pytest.raises(RuntimeError, match="contraction dimension"):
             F.grouped_mm(x[:, :-16], held.transpose(1, 2), offs=offs)
         with pytest.raises(RuntimeError, match=r"[Oo]ffsets"):
@@ -680,7 +688,7 @@ def test_pieces_of_weights() -> None:
     """Some of the experts; and rows that cut blocks, which are dequantized."""
     held = make("fp8_block", EXPERTS, N, K)
     x, offs = weight(128, K), offsets(SIZES["mixed"])
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         whole = F.grouped_mm(x, held.transpose(1, 2), offs=offs)
         some = F.grouped_mm(x[40:], held[2:].transpose(1, 2), offs=offs[2:] - 40)
         assert same_bits(some, whole[40:])
@@ -705,5 +713,5 @@ def test_explain_products(monkeypatch: pytest.MonkeyPatch) -> None:
         "head.weight 128x256 fp8_rowwise grad_input: scaled_mm, RowWise by RowWise",
         "head.weight 128x256 fp8_rowwise grad_weight: dequantize: the spec says so",
     ]
-    low = layoutc.explain_products(model, device="cpu", mode="low")
+    low = layoutc.explain_products(model, device="cpu", mode="reference")
     assert [row.way for row in low[:3]] == ["reference", "reference", "dequantize"]

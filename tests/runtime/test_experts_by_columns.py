@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grouped_kernels
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def run(
     assert getattr(layoutc, use)(layer, recipe, param_filter=["gate_up_proj"]) == ["gate_up_proj"]
     called: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if options.get("compiled") else layer
     x = x.clone().requires_grad_()
-    with layoutc.products(how):
+    with product_modes.products(how):
         out = called(x, offs)
         out.backward(g)
     assert x.grad is not None
@@ -61,13 +62,13 @@ def run(
 
 @pytest.mark.sample(21)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
-@pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
+@pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_products_are_exact_where_nothing_rounds(recipe: str, how: Any, use: str) -> None:
     sizes = SIZES["mixed"]
     x, w, g = exact_inputs(recipe, sizes)
     found = run(recipe, x, w, g, offsets(sizes), how, use)
-    rounds = how == "low" and module(module(recipe).LAYOUT.products.activation[0]).LAYOUT.not_weights
+    rounds = how == "reference" and module(module(recipe).LAYOUT.products.activation[0]).LAYOUT.not_weights
     for one, whole in list(zip(found, whole_numbers(x, w, g, sizes), strict=True))[: 2 if rounds else 3]:
         assert same_bits(one, whole)
 
@@ -82,7 +83,7 @@ def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pyt
     products = module(recipe).LAYOUT.products
     activation, gradient = module(products.activation[0]), module(products.gradient[0])
     held = module(recipe).quantize(w.transpose(1, 2).contiguous())
-    out, of_x, _ = run(recipe, x, w, g, offsets(sizes), "low")
+    out, of_x, _ = run(recipe, x, w, g, offsets(sizes), "reference")
 
     def values(one: Any, data: Tensor) -> Tensor:
         return one.quantize(data)._dequantize("rowwise", torch.float32).double()
@@ -97,7 +98,7 @@ def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pyt
         assert ((found.double() - expected).abs() <= left.shape[1] * 2**-23 * bound).all()
 
 
-@pytest.mark.parametrize("how", ["low", "dequantize"])
+@pytest.mark.parametrize("how", ["reference", "dequantize"])
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_batches_are_exact_where_nothing_rounds(recipe: str, how: Any) -> None:
     x, w, g = exact_inputs(recipe, SIZES["equal"])
@@ -114,7 +115,7 @@ def test_compiled_equals_eager(recipe: str, use: str) -> None:
     x, g = weight(128, K, seed=1).bfloat16(), weight(128, N, seed=3).bfloat16()
     w = weight(EXPERTS * N, K, seed=2).view(EXPERTS, N, K).bfloat16()
     torch._dynamo.reset()
-    for how in ("low", "auto"):
+    for how in ("reference", "low_precision"):
         expected = run(recipe, x, w, g, offsets(sizes), how, use)
         assert all(map(same_bits, run(recipe, x, w, g, offsets(sizes), how, use, compiled=True), expected))
 
@@ -135,7 +136,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def ways_of(recipe: str, tokens: int, device: str) -> list[str]:
     sizes = grouped_choice.Sizes(EXPERTS, N, K, tokens, True)
     cls = module(recipe).Tensor
-    return [grouped_choice.choose(cls, name, sizes, torch.device(device), "auto").way for name in grouped.NAMES]
+    return [
+        grouped_choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in grouped.NAMES
+    ]
 
 
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
@@ -146,7 +149,7 @@ def test_kernels_read_what_was_quantized(recipe: str, kernels: None) -> None:
     ways = ways_of(recipe, sum(sizes), "cpu")
     assert ways[0] == "kernel"
     assert (ways[1] == "kernel") == (recipe != "fp8_current")  # whose gradients are e5m2
-    found = run(recipe, x, w, g, offsets(sizes), "auto")
+    found = run(recipe, x, w, g, offsets(sizes), "low_precision")
     for one, expected, way in list(zip(found, whole_numbers(x, w, g, sizes), ways, strict=True))[:2]:
         if way == "kernel" and "nvfp4" in recipe:
             assert ((one - expected).abs() <= 2**-8 * expected.abs()).all()
@@ -160,8 +163,8 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str) -> None:
     held = module(recipe).quantize(weight(EXPERTS * K, N).view(EXPERTS, K, N)).to("meta")
     x, g = (torch.empty(128, size, device="meta", dtype=torch.bfloat16) for size in (K, N))
     offs = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
-    out, *saved = grouped.forward(x, held, offs, "auto", True)
-    of_x, of_w = grouped.backward(g, held, saved or [x], offs, "auto", True, True)
+    out, *saved = grouped.forward(x, held, offs, "low_precision", True)
+    of_x, of_w = grouped.backward(g, held, saved or [x], offs, "low_precision", True, True)
     assert (out.shape, of_x.shape, of_w.shape) == ((128, N), (128, K), (EXPERTS, N, K))
 
 
@@ -170,7 +173,7 @@ def test_sizes_that_kernels_do_not_take() -> None:
     cls, meta = module("mxfp8").Tensor, torch.device("meta")
 
     def reason(name: Any, n: int, k: int) -> str:
-        return grouped_choice.choose(cls, name, grouped_choice.Sizes(4, n, k, 128, True), meta, "auto").reason
+        return grouped_choice.choose(cls, name, grouped_choice.Sizes(4, n, k, 128, True), meta, "low_precision").reason
 
     assert reason("forward", 256, 160).endswith("a contracted dim of experts in multiples of 128, not 160")
     assert reason("grad_input", 256, 160).endswith("a dim of experts in multiples of 128, not 160")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,7 +53,7 @@ def run(
             layer.bias.copy_(bias)
     getattr(layoutc, use)(layer, recipe)
     x = x.clone().requires_grad_()
-    with layoutc.products(how):
+    with product_modes.products(how):
         out = layer(x)
         out.backward(g)
     return out.detach(), x.grad, *(param.grad for param in layer.parameters())
@@ -66,7 +68,7 @@ def inputs(recipe: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
-@pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
+@pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, use: str) -> None:
     """Against whole numbers: kernels of CPUs, the reference, and dequantized weights. Transformed values do round."""
@@ -94,7 +96,7 @@ def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pyt
         found: Tensor = one.dequantize_reference(planes, *data.shape, orientation)
         return found.double()
 
-    out, of_x, of_w = run(recipe, x, w, g, "low")
+    out, of_x, of_w = run(recipe, x, w, g, "reference")
     wanted = (
         (out, values(activation, x, "rowwise"), values(module(recipe), w, "rowwise").t()),
         (of_x, values(gradient, g, "rowwise"), values(module(recipe), w, "columnwise")),
@@ -110,7 +112,7 @@ def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pyt
 @pytest.mark.parametrize("recipe", ON_CPU)
 def test_a_kernel_is_scaled_mm_on_the_same_bytes(recipe: str) -> None:
     x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
-    out, of_x, _ = run(recipe, x, w, g, "auto")
+    out, of_x, _ = run(recipe, x, w, g, "low_precision")
     kind = {"fp8_current": ScalingType.TensorWise, "fp8_rowwise": ScalingType.RowWise}[recipe]
     gradient = module(module(recipe).LAYOUT.products.gradient[0])
     e5m2 = torch.float8_e5m2 if "e5m2" in gradient.LAYOUT.name else torch.float8_e4m3fn
@@ -157,13 +159,13 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     x, g = torch.empty(tokens, K, device="meta"), torch.empty(tokens, M, device="meta")
     activation = module(module(recipe).LAYOUT.products.activation[0])
     fits = tokens % 128 == 0 or activation.LAYOUT.operands["columnwise"].scaling != "BlockWise1x128"
-    out, *saved = linear.forward(x, held, None, "auto", True)
+    out, *saved = linear.forward(x, held, None, "low_precision", True)
     assert out.shape == (tokens, M)
-    ways = linear.ways_of(held, x, "auto")
+    ways = linear.ways_of(held, x, "low_precision")
     stated = module(recipe).LAYOUT.products
     assert ways.forward == ways.grad_input == "kernel"
     assert (ways.grad_weight == "kernel") == (stated.grad_weight is not None and fits)
-    of_x, of_w = linear.backward(g, held, saved or [x], "auto", True, True)
+    of_x, of_w = linear.backward(g, held, saved or [x], "low_precision", True, True)
     assert (of_x.shape, of_w.shape) == ((tokens, K), (M, K))
 
 
@@ -174,7 +176,7 @@ def test_an_operand_is_kept_while_the_planes_stay(recipe: str) -> None:
     x, held, other = exact(recipe, TOKENS, K, seed=0), make(recipe, M, K), make(recipe, M, K, seed=1)
 
     def out(weight: Any) -> Tensor:
-        return linear.forward(x, weight, None, "auto", "nothing")[0]
+        return linear.forward(x, weight, None, "low_precision", "nothing")[0]
 
     expected, of_other = out(make(recipe, M, K)), out(make(recipe, M, K, seed=1))
     assert not torch.equal(expected, of_other)
@@ -240,7 +242,7 @@ def test_dtypes_bias_and_leading_dims(recipe: str, dtype: torch.dtype) -> None:
         layer.weight.copy_(w)
     layoutc.quantize_(layer, recipe)
     x.requires_grad_()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         out = layer(x)
         out.backward(g)
         with torch.no_grad():
@@ -258,7 +260,7 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, recipe)
     x, cast = weight(TOKENS, K).bfloat16().requires_grad_(), weight(TOKENS, K).requires_grad_()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         plain = layer(x)
         plain.square().sum().backward()
         expected, layer.weight.grad = layer.weight.grad, None
@@ -285,7 +287,8 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
 def test_autocast_casts_a_bias_too(
     recipe: str, use: Callable[..., Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a kernel "auto" is what autocast makes of a plain layer, gradients included; "low" adds it as well."""
+    """Without a kernel "low_precision" is what autocast makes of a plain layer, gradients included; "reference" adds it
+    as well."""
     monkeypatch.setattr(choice, "not_here", lambda *_: "there is none")
     linear._plan.cache_clear()
     layer, plain = nn.Linear(K, M), nn.Linear(K, M)
@@ -295,15 +298,15 @@ def test_autocast_casts_a_bias_too(
     plain.load_state_dict({"weight": values, "bias": layer.bias.detach()})
     torch._dynamo.reset()
     called: list[Any] = [torch.compile(one, fullgraph=True) if compiled else one for one in (layer, plain)]
-    found, cases = [], [(called[0], "auto"), (called[1], "auto"), (called[0], "low")]
+    found, cases = [], [(called[0], "low_precision"), (called[1], "low_precision"), (called[0], "reference")]
     for one, how in cases:
         x = weight(TOKENS, K).requires_grad_()
-        with layoutc.products(how), torch.autocast("cpu", torch.bfloat16):
+        with product_modes.products(how), torch.autocast("cpu", torch.bfloat16):
             out = one(x)
         out.float().square().sum().backward()
         found.append((out.detach(), x.grad))
-        if how == "low" and not compiled:  # Inductor rounds the sum alone
-            with layoutc.products(how), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        if how == "reference" and not compiled:  # Inductor rounds the sum alone
+            with product_modes.products(how), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
                 alone = F.linear(x, layer.weight)
             assert same_bits(out.detach(), alone + layer.bias.detach().bfloat16())
         elif one is called[1]:
@@ -318,9 +321,9 @@ def test_matrix_products_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(operators, "draw_seed", lambda x: torch.tensor([5]))
     for recipe in ("fp8_current", "mxfp8", "nvfp4"):
         x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
-        out, of_x, _ = run(recipe, x, w, g, "low")
+        out, of_x, _ = run(recipe, x, w, g, "reference")
         held = module(recipe).quantize(w)
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             assert same_bits(x @ held.t(), out)
             assert same_bits(g @ held, of_x)
             assert same_bits(torch.addmm(torch.ones(M), x, held.t()), out + 1)
@@ -341,12 +344,14 @@ def test_matrix_products_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_sizes_that_kernels_do_not_take(recipe: str, tokens: int, expected: tuple[str, ...]) -> None:
     x = torch.empty(tokens, K, device="meta")
-    assert linear.ways_of(make(recipe, M, K), x, "auto") == expected
+    assert linear.ways_of(make(recipe, M, K), x, "low_precision") == expected
 
 
 @on_cpus
 def test_reasons() -> None:
-    def reason(recipe: str, name: Any, m: int = M, k: int = K, tokens: int = TOKENS, how: mode.Mode = "auto") -> str:
+    def reason(
+        recipe: str, name: Any, m: int = M, k: int = K, tokens: int = TOKENS, how: mode.Mode = "low_precision"
+    ) -> str:
         return choice.choose(module(recipe).Tensor, name, m, k, tokens, torch.device("cpu"), how).reason
 
     assert reason("fp8_current", "forward") == ""
@@ -376,7 +381,9 @@ def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], ser
     monkeypatch.setattr(choice, "_capability", lambda device: capability)
     card = torch.device("cuda", 0)
     recipes = ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
-    ways = {name: choice.choose(module(name).Tensor, "forward", M, K, TOKENS, card, "auto").way for name in recipes}
+    ways = {
+        name: choice.choose(module(name).Tensor, "forward", M, K, TOKENS, card, "low_precision").way for name in recipes
+    }
     assert {name for name, way in ways.items() if way == "kernel"} == served
     assert {name for name, way in ways.items() if way == "dequantize"} == set(recipes) - served
 
@@ -388,14 +395,17 @@ def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
     layoutc.quantize_(layer, recipe)
     x = weight(TOKENS, K, dtype=torch.bfloat16).requires_grad_()
     saved: list[Tensor] = []
-    with layoutc.products("low"), saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+    with (
+        product_modes.products("reference"),
+        saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one),
+    ):
         layer(x)
     kept = sum(one.nbytes for one in saved if type(one) is Tensor)
     activation = module(layer.weight.LAYOUT.products.activation[0]).quantize(x, orientations="columnwise")
     assert kept == sum(plane.nbytes for plane in activation.planes().values()) < TOKENS * K * 1.1
 
 
-@pytest.mark.parametrize("how", ["low", "auto"])
+@pytest.mark.parametrize("how", ["reference", "low_precision"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_gradients_of_saved_inputs_are_those_of_saved_codes(
     recipe: str, how: mode.Mode, monkeypatch: pytest.MonkeyPatch
@@ -411,7 +421,7 @@ def test_gradients_of_saved_inputs_are_those_of_saved_codes(
         layoutc.quantize_(layer, recipe)
         one, saved = x.clone().requires_grad_(), []
         hooks = saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t)
-        with layoutc.products(how, saves=saves), hooks:  # type: ignore[arg-type]
+        with product_modes.products(how, saves=saves), hooks:  # type: ignore[arg-type]
             layer(one).backward(g)
         assert one.grad is not None
         assert layer.weight.grad is not None
@@ -438,7 +448,7 @@ def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypat
 
     monkeypatch.setattr(linear.operators, "quantize_buffers", counted)
     x = weight(TOKENS, K)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         first = [layer(x) for layer in layers]
         assert len(read) == 1
         x.mul_(2)
@@ -466,7 +476,7 @@ def test_compiled_equals_eager(recipe: str, use: str) -> None:
         torch._dynamo.reset()
         called: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         x = weight(TOKENS, K).requires_grad_()
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             out = checkpoint(called, x, use_reentrant=False) if recomputed else called(x)
             out.square().mean().backward()
         return [out.detach(), x.grad, *(param.grad for param in model.parameters())]
@@ -484,7 +494,7 @@ def test_a_mode_that_changes_is_traced_anew() -> None:
     x = weight(TOKENS, K)
     with torch.no_grad():
         dequantized, expected = called(x), layer(x)
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             low, expected_low = called(x), layer(x)
     assert same_bits(dequantized, expected)
     assert same_bits(low, expected_low)
@@ -497,35 +507,76 @@ def test_what_is_saved_is_traced_anew() -> None:
     layoutc.quantize_(layer, "mxfp8")
     keys = set()
     for saves in (None, "quantized", "input"):
-        with layoutc.products("low", saves=saves):  # type: ignore[arg-type]
+        with product_modes.products("reference", saves=saves):  # type: ignore[arg-type]
             keys.add(layer.weight._stable_hash_for_caching())
             keys.add(layer.weight.__tensor_flatten__()[1])
     assert len(keys) == 6
 
 
 def test_modes() -> None:
-    assert mode.current() == "dequantize_on_gather"
-    with layoutc.products("auto"):
-        with layoutc.products("low"):
-            assert mode.current() == "low"
-        assert mode.current() == "auto"
-    assert mode.current() == "dequantize_on_gather"
-    with pytest.raises(ValueError, match="products are auto, low, dequantize, dequantize_on_gather, not 'fp8'"):
+    assert mode.current() == ("dequantize", "gather")
+    with layoutc.products("low_precision"):
+        with product_modes.products("reference"):
+            assert mode.current().products == "reference"
+        assert mode.current().products == "low_precision"
+    assert mode.current() == ("dequantize", "gather")
+    with pytest.raises(ValueError, match="products are low_precision or dequantize, not 'fp8'"):
         layoutc.products("fp8")  # type: ignore[arg-type]
-    with layoutc.products("auto", saves="quantized"):
+    with layoutc.products("low_precision", saves="quantized"):
         assert mode.saves(in_graph=True) == "quantized"
         with pytest.raises(ValueError, match="products save what is quantized or input, not 'bf16'"):
-            layoutc.products("auto", saves="bf16")  # type: ignore[arg-type]
+            layoutc.products("low_precision", saves="bf16")  # type: ignore[arg-type]
         assert mode.saves(in_graph=True) == "quantized"
     assert (mode.saves(in_graph=True), mode.saves(in_graph=False)) == ("input", "quantized")
-    assert mode.current() == "dequantize_on_gather"
+    assert mode.current() == ("dequantize", "gather")
+
+
+@pytest.mark.parametrize(
+    ("old", "line", "settings"),
+    [
+        ("auto", 'layoutc.products("low_precision")', ("low_precision", "layer")),
+        ("low", 'layoutc.products("low_precision"). It dequantizes where', ("reference", "layer")),
+        ("dequantize_on_gather", 'layoutc.dequantize("gather")', ("dequantize", "gather")),
+    ],
+)
+def test_spellings_of_before_work_and_say_what_to_write(old: Any, line: str, settings: tuple[str, str]) -> None:
+    """Of all weights, of some, and of what is explained."""
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "mxfp8")
+    with layoutc.dequantize("layer"):
+        with pytest.warns(DeprecationWarning, match=re.escape(line)) as said, layoutc.products(old):
+            assert mode.current() == settings
+        assert mode.current() == ("dequantize", "layer")
+    assert said[0].filename == __file__
+    assert mode.current() == ("dequantize", "gather")
+    with pytest.warns(DeprecationWarning, match=r"write layoutc.set_products_\(model, .*\)"):
+        layoutc.set_products_(layer, old)
+    own = layer.weight._products
+    assert (own.products, own.dequantize or "layer") == settings
+    layoutc.set_products_(layer)
+    assert layer.weight._products is None
+    with pytest.warns(DeprecationWarning, match="write layoutc.explain_products"):
+        ways = {row.way for row in layoutc.explain_products(layer, device="cpu", mode=old)}
+    assert ways == {"reference"} if old == "low" else {"dequantize"}
+
+
+def test_two_settings_that_end_in_any_order() -> None:
+    """Each takes back what it has set, and nothing else."""
+    first, second = layoutc.products("low_precision"), layoutc.dequantize("layer")
+    assert mode.current() == ("low_precision", "layer")
+    first.__exit__(None, None, None)
+    assert mode.current() == ("dequantize", "layer")
+    second.__exit__(None, None, None)
+    assert mode.current() == ("dequantize", "gather")
+    with pytest.raises(ValueError, match="weights are dequantized by gather or layer, not 'hook'"):
+        layoutc.dequantize("hook")  # type: ignore[arg-type]
 
 
 def test_without_gradients_and_in_inference_mode() -> None:
     layer = nn.Linear(K, M)
     layoutc.quantize_(layer, "fp8_current")
     x = weight(TOKENS, K)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         expected = layer(x).detach()
         with torch.no_grad():
             assert same_bits(layer(x), expected)
@@ -541,7 +592,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
 def test_a_wrong_size_is_what_torch_says_it_is() -> None:
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, "fp8_current")
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         for columns in (2 * K, K // 2):  # which could be read as other numbers of tokens
             with pytest.raises(RuntimeError, match="cannot be multiplied"):
                 layer(torch.ones(8, columns))
@@ -553,7 +604,7 @@ def test_pieces_of_weights() -> None:
     """Those of whole blocks multiply as weights do; others, and transposed ones, are dequantized, and counted."""
     x, w = weight(TOKENS, K), weight(M, K, seed=1)
     held = module("fp8_block").quantize(w)
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         whole = F.linear(x, held)
         assert same_bits(F.linear(x, held[:128]), whole[:, :128])
         before = layoutc.products_without_kernel()
@@ -567,10 +618,10 @@ def test_pieces_of_weights() -> None:
 def test_products_without_a_kernel_are_counted() -> None:
     x, w, g = weight(24, K), weight(M, K, seed=1), weight(24, M, seed=2)
     before = layoutc.products_without_kernel()
-    run("fp8_current", x, w, g, "auto")
-    run("mxfp8", weight(TOKENS, K), w, weight(TOKENS, M), "auto")
-    run("fp8_rowwise", weight(TOKENS, K), w, weight(TOKENS, M), "auto")  # whose spec dequantizes one
-    run("int8_block", weight(TOKENS, K), w, weight(TOKENS, M), "auto")  # whose spec has none
+    run("fp8_current", x, w, g, "low_precision")
+    run("mxfp8", weight(TOKENS, K), w, weight(TOKENS, M), "low_precision")
+    run("fp8_rowwise", weight(TOKENS, K), w, weight(TOKENS, M), "low_precision")  # whose spec dequantizes one
+    run("int8_block", weight(TOKENS, K), w, weight(TOKENS, M), "low_precision")  # whose spec has none
     assert layoutc.products_without_kernel() - before == {
         "fp8_current grad_weight: TensorWise takes a contracted dim in multiples of 16, not 24": 1,
         "mxfp8 forward: CPUs have no kernel for it": 1,
@@ -587,7 +638,7 @@ def test_gradients_have_no_gradients() -> None:
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, "fp8_current")
     x = weight(TOKENS, K).requires_grad_()
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         (of_x,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             of_x.sum().backward()
@@ -605,7 +656,7 @@ def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.Monk
         return quantize_buffers(*args, **typed)
 
     monkeypatch.setattr(linear.operators, "quantize_buffers", noted)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         with torch.no_grad():
             layer(weight(TOKENS, K))
         layer(weight(TOKENS, K))
@@ -638,7 +689,7 @@ def test_explain_products() -> None:
         "TensorWise takes a contracted dim in multiples of 16, not 24",
         "1.weight 24x256 fp8_current grad_weight: scaled_mm, TensorWise by TensorWise",
     ]
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         assert {row.way for row in layoutc.explain_products(model)} == {"kernel", "reference"}
 
 
@@ -649,7 +700,7 @@ def test_flops_are_those_of_plain_layers(recipe: str, use: str) -> None:
 
     def counted(of: nn.Module, what: str) -> int:
         x = torch.randn(32, 128, requires_grad=True)
-        with FlopCounterMode(display=False) as counter, layoutc.products("low"):
+        with FlopCounterMode(display=False) as counter, product_modes.products("reference"):
             if what == "bmm":
                 made = torch.bmm(x.expand(4, 32, 128), of.experts.transpose(-2, -1))  # type: ignore[operator]
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,10 +128,10 @@ def test_experts_by_name_multiply_as_weights_do(use: str) -> None:
         setattr(by_hand.experts, name, nn.Parameter(held))
     getattr(layoutc, use)(model, "mxfp8", param_filter=W)
     seen = []
-    for how in ("dequantize", "low"):
+    for how in ("dequantize", "reference"):
         for one in (model, by_hand):
             one.zero_grad()
-            with layoutc.products(how):  # type: ignore[arg-type]
+            with product_modes.products(how):  # type: ignore[arg-type]
                 x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
                 out = one.experts(x, batch(0)[1])
                 out.square().mean().backward()
@@ -208,10 +209,10 @@ def test_two_recipes_in_one_module_train() -> None:
 def test_set_products_takes_modules_of_experts() -> None:
     model = build()
     layoutc.quantize_(model, "mxfp8", param_filter=["mixed.weight", *W])
-    chosen = layoutc.set_products_(model, "low", filter_fn=lambda one, _: isinstance(one, Gated))
+    chosen = product_modes.set_products_(model, "reference", filter_fn=lambda one, _: isinstance(one, Gated))
     assert chosen == NAMES
-    own = {row.name: row.own_mode for row in layoutc.explain_products(model)}
-    assert own == {"mixed.weight": None, **dict.fromkeys(NAMES, "low")}
+    own = {row.name: product_modes.named(row.own_mode) for row in layoutc.explain_products(model)}
+    assert own == {"mixed.weight": None, **dict.fromkeys(NAMES, "reference")}
 
 
 # ------------------------------------------------------------------------------------------------------------ coverage

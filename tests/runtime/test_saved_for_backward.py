@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,7 @@ def test_transposed_codes_are_made_in_backward() -> None:
     """Of one scale for each matrix: transposing takes as many bytes as the codes, so that either could be kept."""
     model = Layers()
     layoutc.quantize_(model, "fp8_current")
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         forward, backward = calls(model, torch.randn(TOKENS, WIDTH, requires_grad=True))
     assert forward.count("layoutc.lay_out.default") == 0
     assert backward.count("layoutc.lay_out.default") == 2
@@ -99,9 +100,9 @@ def test_what_can_be_computed_again_is_not_saved() -> None:
     layoutc.quantize_(model, "fp8_current")
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     output, codes = (torch.float32, (TOKENS, INNER)), (torch.float8_e4m3fn, (TOKENS, INNER))
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         assert saved(model, x) == {output}
-    with layoutc.products("low", saves="input"):
+    with product_modes.products("reference", saves="input"):
         assert saved(model, x) == {output}
-    with layoutc.products("low", saves="quantized"):
+    with product_modes.products("reference", saves="quantized"):
         assert saved(model, x) == {output, codes, (torch.float8_e4m3fn, (TOKENS, WIDTH))}

@@ -102,7 +102,7 @@ def test_later_calls_are_straight_line_code(recipe: str, monkeypatch: pytest.Mon
     """They call nothing of `linear`, and give its bytes: for other values, other weights, and with a bias."""
     bias = torch.randn(M, generator=torch.Generator().manual_seed(2)).bfloat16()
     held, other = weight(recipe), weight(recipe, 1)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         for one in (held, other):
             step(case(0)[0], one, case(0)[1])
         expected = [
@@ -125,7 +125,7 @@ def test_later_calls_are_straight_line_code(recipe: str, monkeypatch: pytest.Mon
 def test_autocast_rounds_no_gradient_of_a_weight() -> None:
     """Forward outside of it and backward inside: the ordinary call turns it off."""
     held, (x, grad) = weight("fp8_rowwise"), case(0)
-    given: Any = (grad, held, [x.detach()], "auto", True, "quantized")
+    given: Any = (grad, held, [x.detach()], "low_precision", True, "quantized")
     assert steady_linear.backward(*given) is not None
     with torch.autocast("cpu", torch.float16):
         assert steady_linear.backward(*given) is None
@@ -139,16 +139,18 @@ def test_weights_whose_passes_gather_other_planes() -> None:
     held._planes = planes = GatheredPlanes(
         {name: every[name] for name in ("rowwise_data", "rowwise_scale")}, home, (M, K)
     )
-    assert steady_linear.forward(x, held, None, "auto", "quantized") is None  # nothing is kept of the weight yet
-    expected = linear.forward(x.detach(), held, None, "auto", "quantized")
-    found = steady_linear.forward(x, held, None, "auto", "quantized")
+    assert (
+        steady_linear.forward(x, held, None, "low_precision", "quantized") is None
+    )  # nothing is kept of the weight yet
+    expected = linear.forward(x.detach(), held, None, "low_precision", "quantized")
+    found = steady_linear.forward(x, held, None, "low_precision", "quantized")
     assert found is not None
     assert all(map(same_bits, found, expected))
     planes.clear()
     planes.update({name: every[name] for name in ("columnwise_data", "columnwise_scale")})
-    assert steady_linear.forward(x, held, None, "auto", "quantized") is None
-    gradients = linear.backward(grad, held, [x.detach()], "auto", True, "quantized")
-    found = steady_linear.backward(grad, held, [x.detach()], "auto", True, "quantized")
+    assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
+    gradients = linear.backward(grad, held, [x.detach()], "low_precision", True, "quantized")
+    found = steady_linear.backward(grad, held, [x.detach()], "low_precision", True, "quantized")
     assert found is not None
     assert all(map(same_bits, found, gradients))
 
@@ -165,7 +167,7 @@ def test_weights_whose_passes_gather_other_planes() -> None:
 def test_one_gradient_alone(recipe: str, needs_input: bool, trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held, (x, grad) = weight(recipe).requires_grad_(trains), case(1)
     x.requires_grad_(needs_input)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         expected = ordinary(monkeypatch, x, held, grad)
         theirs = multiplied.copy()
         step(x, held, grad)
@@ -181,7 +183,7 @@ def test_one_gradient_alone(recipe: str, needs_input: bool, trains: bool, monkey
 def test_weights_that_share_an_input_quantize_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held, (x, _) = weight("fp8_current"), case(0)
     other = weight("fp8_current", 1, rows=64)  # of another size, as keys and values are
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         F.linear(x, held), F.linear(x, other)
         launches: list[Any] = []
         quantize = launched.Quantizing.__call__
@@ -204,7 +206,7 @@ def test_weights_that_share_an_input_quantize_it_once(monkeypatch: pytest.Monkey
 def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes into planes, planes that take their place, and those that FSDP2 has freed."""
     held, (x, grad) = weight(recipe), case(1)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         before = [step(x, held, grad) for _ in range(2)][1]
         with torch.no_grad():
             held.copy_(weight(recipe, 1))
@@ -217,7 +219,7 @@ def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert laid is not None
         assert laid.weight is not None
         held._planes["rowwise_data"].untyped_storage().resize_(0)
-        assert steady_linear.forward(x, held, None, "auto", "quantized") is None
+        assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
         assert laid(grad, held, []) is None
 
 
@@ -225,10 +227,12 @@ def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_codes_that_an_ordinary_forward_has_saved() -> None:
     """They may be bytes, where several launches made them; straight-line code reads them as scaled_mm wants them."""
     held, (x, grad) = weight("fp8_current"), case(1)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         expected = step(x, held, grad)
-        _, *saved = linear.forward(x.detach(), held, None, "auto", "quantized")
-        found = steady_linear.backward(grad, held, [one.view(torch.uint8) for one in saved], "auto", True, "quantized")
+        _, *saved = linear.forward(x.detach(), held, None, "low_precision", "quantized")
+        found = steady_linear.backward(
+            grad, held, [one.view(torch.uint8) for one in saved], "low_precision", True, "quantized"
+        )
     assert found is not None
     assert all(same_bits(ours.to(theirs.dtype), theirs) for ours, theirs in zip(found, expected[1:], strict=True))
 
@@ -238,9 +242,9 @@ def test_what_can_not_be_read_is_not_remembered() -> None:
     """A weight that FSDP2 has freed says so, and the next one of its size is multiplied as ever."""
     held, (x, _) = weight("fp8_block"), case(0)
     held._planes["rowwise_data"].untyped_storage().resize_(0)
-    assert steady_linear.forward(x, held, None, "auto", "quantized") is None
+    assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
     assert not steady_linear._forwards
-    assert steady_linear.forward(x, weight("fp8_block"), None, "auto", "quantized") is not None
+    assert steady_linear.forward(x, weight("fp8_block"), None, "low_precision", "quantized") is not None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -250,15 +254,15 @@ def test_what_can_not_be_read_is_not_remembered() -> None:
 )
 def test_others_are_left_to_ordinary_calls(recipe: str, why: str) -> None:
     held, (x, grad) = weight(recipe), case(0)
-    assert steady_linear.Backward.of(held, grad, "auto", True, True) is None, why
+    assert steady_linear.Backward.of(held, grad, "low_precision", True, True) is None, why
     if recipe != "mxfp8":
-        assert steady_linear.Forward.of(held, x, "auto", "quantized") is None, why
+        assert steady_linear.Forward.of(held, x, "low_precision", "quantized") is None, why
 
 
 @pytest.mark.usefixtures("kernels")
 def test_gradients_of_gradients_are_refused() -> None:
     held, (x, _) = weight("fp8_current"), case(0)
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         for _ in range(2):
             out = F.linear(x, held)
             (of_x,) = torch.autograd.grad((out * out).sum(), x, create_graph=True)

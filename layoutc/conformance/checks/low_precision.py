@@ -17,7 +17,7 @@ from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.ints.sizes import up
 from layoutc.layout.layout import Layout
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Mode, reference_products
 from layoutc.runtime.random_bits import draw_seed
 
 DTYPE = torch.bfloat16  # which all kernels give
@@ -59,14 +59,14 @@ def low_precision(subject: Subject) -> None:
 def _compare(subject: Subject, operands: Operands, device: str, kind: str) -> None:
     """Compares the products on a device. Kernels add up in an order of their own, and get exact values alone."""
     q = subject.quantize(operands.weight)
-    rows = layoutc.explain_products(_layer(q.to(device)), tokens=len(operands.activation), mode="low")
+    rows = layoutc.explain_products(_layer(q.to(device)), tokens=len(operands.activation), mode="reference")
     expect([row.product for row in rows] == list(OPERANDS), "explain_products leaves a product out")
     for row in rows:
         expect(row.way == "kernel" or bool(row.reason), "explain_products gives no reason", product=row.product)
     if kind != "exact" and any(row.way == "kernel" for row in rows):
         return
     low, dequantized = _multiplied(operands), _dequantized(subject, q, operands)
-    modes: tuple[tuple[Mode, list[Tensor]], ...] = (("low", low), ("dequantize", dequantized))
+    modes: tuple[tuple[Mode, list[Tensor]], ...] = (("reference", low), ("dequantize", dequantized))
     for mode, expected in modes:
         where: dict[str, Any] = {"mode": mode, "device": device, "kind": kind, "shape": tuple(q.shape)}
         for name, actual, wanted in zip(NAMES, _trained(q.to(device), operands, mode), expected, strict=True):
@@ -114,7 +114,7 @@ def _trained(q: Tensor, operands: Operands, mode: Mode) -> tuple[Tensor, Tensor,
     torch.manual_seed(0)
     x = operands.activation.to(q.device, copy=True).requires_grad_()
     linear = _layer(q)
-    with layoutc.products(mode):
+    with reference_products() if mode == "reference" else layoutc.products(mode):
         out = linear(x)
         out.backward(operands.gradient.to(q.device))
     assert x.grad is not None

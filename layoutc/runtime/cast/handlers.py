@@ -21,7 +21,7 @@ from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.product_mode import read_as
+from layoutc.runtime.product_mode import Settings, read_as
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import c10d_functional, in_backward, tree_leaves, tree_map
@@ -126,7 +126,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         _refuse_gathers_of_values(tensor)
     if (converts or _is_view(tensor)) and _is_in_a_model(tensor):
         moved._copied = CopiedView(tensor, moved)
-        moved._products = "dequantize" if converts else moved._products
+        moved._products = Settings("dequantize", "layer") if converts else moved._products
         return moved
     if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)

@@ -24,7 +24,7 @@ from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks, packed
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -73,7 +73,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
-    _products: Mode | None  # as of a QuantizedTensor
+    _products: Settings | None  # as of a QuantizedTensor
     _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _copied: CopiedView | None  # of a copy of a view of a weight

@@ -131,7 +131,7 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
         (*padded, k), world = sharding.padded_shape, 1  # of `replicate`
         if (group := sharding.process_group) is not None:
             cards.warn_if_elsewhere(parameter_name(shard) or "a weight", shard.device)
-            cards.check_together(group, shard.device, shard._products or product_mode.current())
+            cards.check_together(group, shard.device, str(product_mode.in_effect(shard._products)))
             world = group.size()
         sizes = world, sharding.shape, prod(padded), k, sharding.dim
         routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])

@@ -73,7 +73,7 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
     if len(arrivals) != len(awaited):
         raise LayoutError(
             f"{sharding.name}: {len(arrivals)} of {len(awaited)} weights that FSDP2 gathers together have arrived. "
-            'layoutc.set_products_(model, "dequantize") gathers codes, which needs no order'
+            'layoutc.dequantize("layer") gathers codes, which needs no order'
         )
     dequantize_all(arrivals)
     gathered.free_outputs(awaited)

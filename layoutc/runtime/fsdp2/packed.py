@@ -20,7 +20,7 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.fsdp2 import hooks, on_gather
 from layoutc.runtime.fsdp2.pack import Member, Pack, Slot, is_filling
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.torch_private import say_changed
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     pack: Pack
     number: int  # ALONE: it fits into no pack, or its gathers leave codes
     gathered: hooks.Gathered
-    mode: Mode  # of all weights, when it was decided what gathers leave
+    mode: Settings  # of all weights, when it was decided what gathers leave
 
 
 ALONE = -1

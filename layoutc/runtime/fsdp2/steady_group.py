@@ -36,7 +36,7 @@ from layoutc.runtime.fsdp2.pack import Pack
 from layoutc.runtime.fsdp2.runs import Part, Run, plain, runs_of
 from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import changed, profiling, say_changed, transform, without_torch_function
 
@@ -130,7 +130,7 @@ class SteadyGroup(FSDPParamGroup):
     _reduction: Reduction | None  # once there were gradients
     _pack: Pack | None  # None: gathers leave codes
     _leader: Any  # the first FSDPParam that is quantized
-    _mode: Mode  # of all weights, under which that was decided
+    _mode: Settings  # of all weights, under which that was decided
     _awaits_backward: bool  # gathered in a forward pass that may have a graph, since the last backward
     _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
     _failures: Counter[PassName] | None  # gathers of each pass of which no row was made; None: none is to be made
@@ -204,11 +204,11 @@ class SteadyGroup(FSDPParamGroup):
 
     def _check_values(self) -> None:
         """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
-        mode, own = product_mode.current(), gathered.shard_of(self._leader)._products
+        settings = product_mode.in_effect(gathered.shard_of(self._leader)._products)
         held = self._pack is not None and self._sharded_state is not ShardedState.SHARDED
-        if held and own is None and mode in ("auto", "low"):
+        if held and settings.products != "dequantize":
             raise LayoutError(
-                f"{self._with_fqn('weights')} are still gathered, as values, which layoutc.products({mode!r}) does not "
+                f"{self._with_fqn('weights')} are still gathered, as values, which {settings} does not "
                 f"multiply; {gathered.RESHARD}"
             )
 

@@ -103,7 +103,7 @@ def choose(cls: Recipe, name: ProductName, m: int, k: int, tokens: int, device: 
     reason = stated if isinstance(stated, str) else not_here(stated, device) or _misfit(recipes, name, m, k, tokens)
     if not reason:
         return Chosen("kernel", "")
-    return Chosen("reference" if mode == "low" else "dequantize", reason)
+    return Chosen("reference" if mode == "reference" else "dequantize", reason)
 
 
 def _unquantizable(recipes: Recipes, name: ProductName, tokens: int) -> str:

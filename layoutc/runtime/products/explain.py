@@ -9,19 +9,20 @@ from torch import nn
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
-from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.product_mode import Mode, OldMode, Settings, checked
 from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
-from layoutc.runtime.products.own_choice import own_mode_holder
 from layoutc.runtime.products.parallel import multiplied, multiplies_parts
+from layoutc.runtime.products.per_weight_mode import own_mode_holder
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 
 _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
-    "layoutc.set_products_(model, mode), called after parallelize_module, lets linear layers have this product"
+    'layoutc.set_products_(model, "low_precision"), called after parallelize_module, lets linear layers have it'
 )
+_CALLS = 'layoutc.explain_products(model, mode="{}")', 'layoutc.explain_products(model, mode="dequantize")'
 _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 
 
@@ -39,27 +40,32 @@ class ExplainedProduct(NamedTuple):
     way: Way
     kernel: str
     reason: str
-    own_mode: Mode | None = None
+    own_mode: Settings | None = None
 
     def __str__(self) -> str:
         """A line for a reader."""
         function = "scaled_mm" if len(self.shape) == 2 else "scaled_grouped_mm"
         how = f"{function}, {self.kernel}" if self.kernel else self.way
         because = f": {self.reason}" if self.reason else ""
-        own = "" if self.own_mode is None else f' (its own choice: "{self.own_mode}")'
+        own = "" if self.own_mode is None else f" (its own choice: {self.own_mode})"
         return f"{self.name} {'x'.join(map(str, self.shape))} {self.recipe} {self.product}: {how}{because}{own}"
 
 
 def explain_products(
-    model: nn.Module, *, tokens: int = _TOKENS, device: torch.device | str | None = None, mode: Mode | None = None
+    model: nn.Module,
+    *,
+    tokens: int = _TOKENS,
+    device: torch.device | str | None = None,
+    mode: Mode | OldMode | None = None,
 ) -> list[ExplainedProduct]:
     """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
     tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
     default: that of each weight. mode: of weights without a choice of their own (`layoutc.set_products_`); default: the
-    one that is set; "auto" if that dequantizes. Weights that tensor parallelism cuts are multiplied as parts.
+    one that is set; "low_precision" if that dequantizes. Weights that tensor parallelism cuts are multiplied as parts.
     """
     found: list[ExplainedProduct] = []
+    wanted = mode if mode == "reference" else checked(mode, None, *_CALLS).products or _wanted()
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
     by_parts = {id(param) for module, _, param in uses if multiplies_parts(module)}
     by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}
@@ -70,12 +76,13 @@ def explain_products(
         if cls is not None:
             where = torch.device(device) if device is not None else param.device
             forms = id(held) in by_columns, id(held) in by_parts
-            found += _explained(name, param, cls, tokens, where, mode or _wanted(), *forms)
+            found += _explained(name, param, cls, tokens, where, wanted, *forms)
     return found
 
 
 def _wanted() -> Mode:
-    return "auto" if mode.current() in ("dequantize", ON_GATHER) else mode.current()
+    set_for_all = mode.current().products
+    return "low_precision" if set_for_all in (None, "dequantize") else set_for_all
 
 
 def _explained(
@@ -89,13 +96,13 @@ def _explained(
     by_parts: bool,
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), multiplied(param)
-    own: Mode | None = own_mode_holder(param)._products
-    wanted = wanted if own is None else own
-    wanted = "dequantize" if wanted == ON_GATHER else wanted
+    own: Settings | None = own_mode_holder(param)._products
+    wanted = wanted if own is None or own.products is None else own.products
+    on_gather = wanted == "dequantize" and own is not None and own.dequantize == "gather"
     rows = []
     way: Way
     for product in NAMES:
-        if own == ON_GATHER:
+        if on_gather:
             way, reason = "dequantize", "gathers leave values"
         elif len(part) == 2:
             way, reason = choose(cls, product, *part, tokens, device, wanted)

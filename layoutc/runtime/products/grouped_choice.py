@@ -62,7 +62,7 @@ def _choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, 
     reason = found if isinstance(found, str) else not_here(found.cards, device) or _misfit(recipes, name, found, sizes)
     if not reason:
         return Chosen("kernel", "")
-    return Chosen("reference" if mode == "low" else "dequantize", reason)
+    return Chosen("reference" if mode == "reference" else "dequantize", reason)
 
 
 def operands_of(name: ProductName, by_columns: bool) -> tuple[tuple[str, str], tuple[str, str]]:

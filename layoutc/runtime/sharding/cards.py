@@ -74,7 +74,7 @@ def differing(modes: Mapping[int, str]) -> str:
     most = max(holders, key=lambda mode: len(holders[mode]))
     return (
         f"ranks that gather together multiply in different modes: {found}. Put the same one around steps on all ranks, "
-        f'as in: with layoutc.products("{most}"): ... A weight\'s own mode '
+        f"as in: with {most}: ... A weight's own choice "
         "(layoutc.set_products_) wins, and layoutc.check_ranks(model) compares those of all weights"
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.sharding.registry import Sharding
 
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
     """What gathers of an FSDPParam leave, whichever shard it holds; and the mode of all weights at that time."""
 
     values: bool  # not codes
-    mode: Mode
+    mode: Settings
 
 
 _decided: weakref.WeakKeyDictionary[Any, Decision] = weakref.WeakKeyDictionary()  # by FSDPParam, until `forget`

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, UnsupportedTorch
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Settings
 
 RUNS_WITH = "2.11 to 2.14"
 FIX = "pip install 'torch>=2.11,<2.15'"
@@ -107,7 +107,7 @@ class Shard(Protocol):
     LAYOUT: ClassVar[Layout]
     _name: str | None
     _peers: tuple[str, ...] | None
-    _products: Mode | None
+    _products: Settings | None
 
     @property
     def shape(self) -> torch.Size:

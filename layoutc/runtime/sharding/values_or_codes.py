@@ -14,7 +14,7 @@ from typing import Any
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.gathers import fits_pack, leaves_values, values_cost_nothing
 from layoutc.runtime import product_mode
-from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.product_mode import Settings, gathers_values
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 
@@ -38,7 +38,7 @@ def decide(sharding: Sharding) -> None:
     changed = [(one, now) for one, now in decisions if gathered.decision_of(one) != now]
     made_anew = [one for one, now in changed if (before := gathered.decision_of(one)) and before.values != now.values]
     if made_anew:
-        gathered.check_given_back(sharding, made_anew, f'layoutc.products changed to "{mode}"')
+        gathered.check_given_back(sharding, made_anew, f"what is set for all weights changed to {mode}")
     for one in made_anew:
         own = find(gathered.shard_of(one))
         assert own is not None
@@ -48,15 +48,14 @@ def decide(sharding: Sharding) -> None:
         gathered.decide(one, now)
 
 
-def are_left(weights: Sequence[Any], modes: Sequence[Mode | None] | None = None) -> list[bool]:
+def are_left(weights: Sequence[Any], own: Sequence[Settings | None] | None = None) -> list[bool]:
     """For each weight of a group: true if its first gather leaves values.
 
-    weights: FSDPParams, all those of the group that are quantized or cast on gather. modes: their own choices; default:
+    weights: FSDPParams, all those of the group that are quantized or cast on gather. own: their own settings; default:
     those that they have.
     """
-    chosen = [gathered.shard_of(one)._products for one in weights] if modes is None else modes
-    free = map(_costs_nothing, weights) if product_mode.current() == ON_GATHER else [False]
-    return leaves_values([None if mode is None else mode == ON_GATHER for mode in chosen], free)
+    chosen = [gathered.shard_of(one)._products for one in weights] if own is None else own
+    return leaves_values(list(map(gathers_values, chosen)), map(_costs_nothing, weights))
 
 
 def _costs_nothing(param: Any) -> bool:

@@ -101,7 +101,7 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         facts["orientations"] = "+".join(local.orientations) or "none"
         group = local._agreed.fused if isinstance(local, CastOnGather) else local._fused
         facts["weights under one amax"] = group[1] if group else "itself"
-        facts["products"] = local._products or f"{product_mode.current()}, by layoutc.products"
+        facts["products"] = _products_of(local)
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
     if local.is_meta:
         return
@@ -114,6 +114,11 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         yield from _shared(name, param, local)
     if isinstance(local, QuantizedTensor):
         yield from _halved(name, param, local)
+
+
+def _products_of(local: QuantizedTensor | CastOnGather) -> str:
+    settings = str(product_mode.in_effect(local._products))
+    return settings if local._products is None else f"{settings}, by set_products_"
 
 
 def _stored(local: Tensor) -> dict[str, Tensor]:

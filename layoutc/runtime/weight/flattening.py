@@ -13,6 +13,7 @@ from torch import Tensor
 from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
 from layoutc.runtime import GRAPHS, product_mode
+from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.torch_private import without_torch_function
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.planes import CutPlanes, Home, owner
@@ -36,7 +37,7 @@ class Context(NamedTuple):
     halo: Halo
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
     window: Rect | None  # the part of it that this tensor is
-    own_products: str | None  # how it is multiplied by its own choice, which a traced tensor has too
+    own_products: Settings | None  # how it is multiplied by its own choice, which a traced tensor has too
     products: str  # what its products follow: a graph that is traced under one setting must not run under another
 
 
@@ -87,7 +88,7 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor._home, tensor._products = home, context.own_products  # type: ignore[assignment]
+    tensor._home, tensor._products = home, context.own_products
     return tensor
 
 

@@ -20,7 +20,7 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, MissingOrientation, made_of_one_tensor
 from layoutc.runtime.facts import Group, Layout, contiguous_strides
-from layoutc.runtime.product_mode import Mode, read_as
+from layoutc.runtime.product_mode import Settings, read_as
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import no_torch_function, without_torch_function
 from layoutc.runtime.weight import (
@@ -66,7 +66,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _halo: Halo  # rows of the planes that are not the tensor's own
     _padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
     _sent: QuantizedTensor | None  # the whole weight, if that was broadcast as values, and this is it or a part of it
-    _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
+    _products: Settings | None  # how it is multiplied by its own choice; None: as is set for all weights
     _fused: Group | None  # of a weight that is quantized under one amax with others
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common

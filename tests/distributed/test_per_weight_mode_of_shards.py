@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import product_modes
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
-from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.products import linear
 from layoutc.runtime.sharding import cards
@@ -33,9 +34,9 @@ STEPS = 3
 def mix(model: nn.Module, step: int = 0) -> None:
     """The first layer and the head apart from the rest; another mix in later steps."""
     low = "layers.1" if step < 2 else "layers.0"
-    chosen = layoutc.set_products_(model, "low", filter_fn=lambda _, name: name.endswith(low))
+    chosen = product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name.endswith(low))
     assert len(chosen) == 1
-    layoutc.set_products_(model, "dequantize", filter_fn=lambda module, name: name.endswith("head"))
+    product_modes.set_products_(model, "dequantize", filter_fn=lambda module, name: name.endswith("head"))
     others = layoutc.set_products_(model, None, filter_fn=lambda _, name: "layers" in name and not name.endswith(low))
     assert len(others) == 1
 
@@ -93,9 +94,9 @@ def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
             for one in (reference, model):
                 if how != "before" or step == 2 or one is reference:
                     mix(one, step)
-            own = [row.own_mode for row in layoutc.explain_products(model)][::3]
-            assert own == ([None, "low", "dequantize"] if step < 2 else ["low", None, "dequantize"])
-            with layoutc.products("low" if step == 1 else "dequantize"):
+            own = [product_modes.named(row.own_mode) for row in layoutc.explain_products(model)][::3]
+            assert own == ([None, "reference", "dequantize"] if step < 2 else ["reference", None, "dequantize"])
+            with product_modes.products("reference" if step == 1 else "dequantize"):
                 multiplied.clear()
                 expected = train_step(reference, optimizers[0], step, width)
                 in_low = {0: ["layers.1"], 1: ["layers.0", "layers.1"], 2: ["layers.0"]}[step]
@@ -138,11 +139,11 @@ def keeps_choices(use: str) -> None:
         getattr(layoutc, use)(model, "mxfp8")
     mix(model)
     shard(model)
-    expected = [None, "low", "dequantize"]
+    expected = [None, "reference", "dequantize"]
 
     def of(one: Model) -> list[Any]:
         found: list[Any] = [layer.weight for layer in (*one.layers, one.head)]
-        return [getattr(weight, "_local_tensor", weight)._products for weight in found]
+        return [product_modes.named(getattr(weight, "_local_tensor", weight)._products) for weight in found]
 
     assert of(model) == expected
     model.to_empty(device="cpu")
@@ -150,17 +151,17 @@ def keeps_choices(use: str) -> None:
     for module in (*model.layers, model):
         module.unshard()  # type: ignore[operator]
     assert of(model) == expected
-    layoutc.set_products_(model, "auto")  # of gathered weights: it is there after the next gather too
-    assert of(model) == ["auto"] * 3
+    layoutc.set_products_(model, "low_precision")  # of gathered weights: it is there after the next gather too
+    assert of(model) == ["low_precision"] * 3
     for module in (*model.layers, model):
         module.reshard()  # type: ignore[operator]
-    assert of(model) == ["auto"] * 3
+    assert of(model) == ["low_precision"] * 3
     mix(model)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     assert of(model) == expected
     assert isinstance(model.head.weight, DTensor)
     if use == "quantize_":
-        assert model.head.weight.full_tensor()._products == "dequantize"
+        assert product_modes.named(model.head.weight.full_tensor()._products) == "dequantize"
 
 
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
@@ -171,12 +172,12 @@ def test_what_keeps_a_choice(two: Ranks, use: str) -> None:
 def ranks_differ() -> None:
     model = shard(build("mxfp8", 64))
     layoutc.check_ranks(model)
-    layoutc.set_products_(model, "low" if dist.get_rank() else "auto")
-    with pytest.raises(LayoutError, match=r"head.weight: products: auto on rank 0; low on rank 1"):
+    product_modes.set_products_(model, "reference" if dist.get_rank() else "low_precision")
+    with pytest.raises(LayoutError, match=r"head.weight: products: .*low_precision.* on rank 0; .*reference"):
         layoutc.check_ranks(model)
     layoutc.set_products_(model, None)
-    with layoutc.products("low" if dist.get_rank() else "dequantize"):
-        words = r"products: dequantize, by layoutc.products on rank 0; low, by layoutc.products on rank 1"
+    with product_modes.products("reference" if dist.get_rank() else "dequantize"):
+        words = r'products: .*"dequantize"\), layoutc.dequantize\("layer"\) on rank 0; .*"reference"\) on rank 1'
         with pytest.raises(LayoutError, match=words):
             layoutc.check_ranks(model)
     layoutc.check_ranks(model)
@@ -191,14 +192,14 @@ def first_gather_differs(use: str, own: bool) -> str:
     model, rank = made(use, "mxfp8"), dist.get_rank()
     shard(model)
     x = torch.randn(32, width_for("mxfp8", 2))
-    mode: Any = "auto" if rank else "dequantize"
+    mode: Any = "low_precision" if rank else "dequantize"
     if own:
-        layoutc.set_products_(model, mode)
+        product_modes.set_products_(model, mode)
     with (
         mock.patch.object(cards, "_checked", set()),
         mock.patch.object(cards, "store_of_all", return_value=dist.PrefixStore(f"{use} {own}", store_of_all())),
         mock.patch.object(cards, "warn_if_elsewhere") as warn,
-        layoutc.products(product_mode.current() if own else mode),
+        nullcontext() if own else product_modes.products(mode),
         pytest.raises(LayoutError) as error,
     ):
         model(x)
@@ -213,8 +214,8 @@ def test_the_first_gather_names_ranks_in_other_modes(two: Ranks, use: str, own: 
     """On both ranks, before anything is gathered, with the line to write."""
     first, second = two.run(first_gather_differs, use, own)
     assert first == second
-    assert "dequantize on rank 0; auto on rank 1" in first
-    assert 'with layoutc.products("dequantize"): ...' in first
+    assert 'layoutc.dequantize("layer") on rank 0; layoutc.products("low_precision") on rank 1' in first
+    assert 'with layoutc.products("dequantize"), layoutc.dequantize("layer"): ...' in first
     assert "layoutc.check_ranks(model)" in first
 
 
@@ -228,7 +229,7 @@ def is_explained(sharded: bool, by_parts: bool) -> None:
     if sharded:
         fully_shard(model, mesh=mesh["fsdp"])
     if by_parts:
-        layoutc.set_products_(model, "low")
+        product_modes.set_products_(model, "reference")
     seen: list[tuple[str, tuple[int, ...]]] = []
     multiply, of_weight = linear._multiply, linear._grad_weight
 
@@ -239,7 +240,7 @@ def is_explained(sharded: bool, by_parts: bool) -> None:
     linear._multiply = noted  # type: ignore[assignment]
     linear._grad_weight = lambda *args: (seen.append(("grad_weight", (256, 256))), of_weight(*args))[1]  # type: ignore[assignment]
     try:
-        with layoutc.products("low"):
+        with product_modes.products("reference"):
             rows = layoutc.explain_products(model)
             model(torch.randn(128, 256, requires_grad=True)).sum().backward()
             after = layoutc.explain_products(model)
@@ -295,7 +296,7 @@ def gradient_is_exact(recipe: str, compiled: bool) -> None:
     if compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     fully_shard(model, mesh=mesh["fsdp"])
-    layoutc.set_products_(model, "low")
+    product_modes.set_products_(model, "reference")
     calls: list[str] = []
     of_weight = linear._grad_weight
 

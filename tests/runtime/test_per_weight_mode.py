@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,13 +47,15 @@ def build(recipe: str = "mxfp8", use: str = "quantize_", blocks: int = 3) -> nn.
 
 def of(model: nn.Module) -> list[Any]:
     """The choice of each weight."""
-    return [module.weight._products for module in model.modules() if isinstance(module, nn.Linear)]
+    return [product_modes.named(module.weight._products) for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def mix(model: nn.Module) -> list[str]:
     """The middle block's k, and the first block, apart from the rest."""
-    layoutc.set_products_(model, "low", filter_fn=lambda _, name: name.startswith("1."))
-    return layoutc.set_products_(model, "dequantize", filter_fn=lambda _, name: name.startswith("0.") or name == "1.k")
+    product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name.startswith("1."))
+    return product_modes.set_products_(
+        model, "dequantize", filter_fn=lambda _, name: name.startswith("0.") or name == "1.k"
+    )
 
 
 def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -72,12 +75,12 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], dtype: torch.d
 def test_a_mix_is_each_layer_in_its_own_mode(recipe: str, use: str) -> None:
     """To the bit what the context, set anew around every layer, gives; whatever the context around all of it is."""
     by_hand, model = build(recipe, use), build(recipe, use)
-    chosen = dict.fromkeys(("1.q", "1.v", "1.out"), "low") | {
+    chosen = dict.fromkeys(("1.q", "1.v", "1.out"), "reference") | {
         f"0.{name}": "dequantize" for name in ["q", "k", "v", "out"]
     }
     chosen["1.k"] = "dequantize"
     assert mix(model) == [*(f"0.{name}.weight" for name in ("q", "k", "v", "out")), "1.k.weight"]
-    for around in ("dequantize", "low", "auto"):
+    for around in ("dequantize", "reference", "low_precision"):
         for name, module in by_hand.named_modules():
             if isinstance(module, nn.Linear):
                 how = chosen.get(name, around)
@@ -85,7 +88,7 @@ def test_a_mix_is_each_layer_in_its_own_mode(recipe: str, use: str) -> None:
         torch.manual_seed(3)
         expected = gradients(by_hand, by_hand)
         torch.manual_seed(3)
-        with layoutc.products(around):  # type: ignore[arg-type]
+        with product_modes.products(around):  # type: ignore[arg-type]
             assert all(map(same_bits, gradients(model, model), expected))
 
 
@@ -93,7 +96,7 @@ def in_mode(how: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     """`forward` in a mode, which autograd functions of products remember for backward."""
 
     def called(x: Tensor) -> Tensor:
-        with layoutc.products(how):
+        with product_modes.products(how):
             return forward(x)
 
     return called
@@ -113,7 +116,7 @@ def test_a_mix_compiled_or_recomputed_equals_eager(recipe: str, use: str) -> Non
         lambda x: checkpoint(model, x, use_reentrant=False),
         lambda x: checkpoint(compiled, x, use_reentrant=False),
     ]
-    with layoutc.products("auto"):
+    with layoutc.products("low_precision"):
         expected = gradients(model, model)
         for call in calls:
             assert all(map(same_bits, gradients(model, call), expected))
@@ -125,10 +128,10 @@ def test_a_choice_that_changes_is_traced_anew_and_wins_over_the_context() -> Non
     compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     x, seen = weight(TOKENS, WIDTH), []
     with torch.no_grad():
-        for around in ("dequantize", "low"):
-            with layoutc.products(around):  # type: ignore[arg-type]
-                for own in (None, "low", "dequantize"):
-                    layoutc.set_products_(model, own)  # type: ignore[arg-type]
+        for around in ("dequantize", "reference"):
+            with product_modes.products(around):  # type: ignore[arg-type]
+                for own in (None, "reference", "dequantize"):
+                    product_modes.set_products_(model, own)  # type: ignore[arg-type]
                     seen.append(compiled(x))
                     assert same_bits(seen[-1], model(x))
     dequantized, low = seen[0], seen[1]
@@ -141,10 +144,10 @@ def test_compiled_graphs_on_disk_know_the_choice() -> None:
     for use in USES:
         held: Any = build(use=use, blocks=1)[0].q.weight
         keys = []
-        for around in ("dequantize", "low"):
-            with layoutc.products(around):  # type: ignore[arg-type]
-                for own in (None, "low", "dequantize"):
-                    held._products = own
+        for around in ("dequantize", "reference"):
+            with product_modes.products(around):  # type: ignore[arg-type]
+                for own in (None, "reference", "dequantize"):
+                    held._products = None if own is None else product_modes.OWN[own]
                     keys.append(held._stable_hash_for_caching())
         assert (keys[1:3], len(set(keys))) == (keys[4:], 4)
 
@@ -152,8 +155,8 @@ def test_compiled_graphs_on_disk_know_the_choice() -> None:
 @pytest.mark.parametrize("use", USES)
 def test_what_keeps_a_choice(use: str) -> None:
     model = build(use=use, blocks=1)
-    layoutc.set_products_(model, "low", filter_fn=lambda _, name: name.endswith("q"))
-    expected = ["low", None, None, None]
+    product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name.endswith("q"))
+    expected = ["reference", None, None, None]
     assert of(model) == expected
     held: Any = model[0].q.weight
     views = (
@@ -167,12 +170,15 @@ def test_what_keeps_a_choice(use: str) -> None:
         held.to("cpu"),
     )
     made = (*views, torch.empty_like(held), called(held, "new_zeros", (WIDTH, WIDTH)), nn.Parameter(held))
-    assert {one._products for one in made} == {"low"}
+    assert {product_modes.named(one._products) for one in made} == {"reference"}
     if use == "cast_on_gather_":
-        assert held.quantize()._products == "low"
+        assert held.quantize()._products == product_modes.OWN["reference"]
     names, context = held.__tensor_flatten__()
     inner = {name: getattr(held, name) for name in names}
-    assert type(held).__tensor_unflatten__(inner, context, held.shape, held.stride())._products == "low"
+    assert (
+        type(held).__tensor_unflatten__(inner, context, held.shape, held.stride())._products
+        == product_modes.OWN["reference"]
+    )
     assert of(copy.deepcopy(model)) == expected
     held.data = weight(WIDTH, WIDTH)
     assert of(model) == expected
@@ -194,20 +200,20 @@ def test_what_keeps_a_choice(use: str) -> None:
 def test_a_state_dict_that_is_assigned_brings_no_choice() -> None:
     """Nor does the model that it is of lose its own."""
     one, other = build(blocks=1), build(blocks=1)
-    layoutc.set_products_(one, "low")
-    layoutc.set_products_(other, "dequantize", filter_fn=lambda _, name: name.endswith("q"))
+    product_modes.set_products_(one, "reference")
+    product_modes.set_products_(other, "dequantize", filter_fn=lambda _, name: name.endswith("q"))
     other.load_state_dict(one.state_dict(), assign=True)
     assert of(other) == ["dequantize", None, None, None]
-    assert of(one) == ["low"] * 4
+    assert of(one) == ["reference"] * 4
 
 
 def test_a_weight_on_the_meta_device_takes_a_choice() -> None:
     with torch.device("meta"), layoutc.quantized_init("mxfp8"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    assert layoutc.set_products_(model, "low") == ["0.weight"]
+    assert product_modes.set_products_(model, "reference") == ["0.weight"]
     model.to_empty(device="cpu")
     nn.init.normal_(model[0].weight)
-    assert of(model) == ["low"]
+    assert of(model) == ["reference"]
 
 
 def test_matrix_products_and_groups_of_tokens_follow_the_choice() -> None:
@@ -221,11 +227,11 @@ def test_matrix_products_and_groups_of_tokens_follow_the_choice() -> None:
         return [x @ held.t(), x @ held, F.grouped_mm(x, right, offs=offs), torch.bmm(x.view(2, -1, WIDTH), right)]
 
     dequantized = made()
-    with layoutc.products("low"):
+    with product_modes.products("reference"):
         low = made()
-        held._products = experts._products = "dequantize"
+        held._products = experts._products = product_modes.OWN["dequantize"]
         assert all(map(same_bits, made(), dequantized))
-    held._products = experts._products = "low"
+    held._products = experts._products = product_modes.OWN["reference"]
     assert all(map(same_bits, made(), low))
     assert not any(map(same_bits, low, dequantized))
 
@@ -248,7 +254,7 @@ def test_experts_of_different_choices_compile_in_one_graph() -> None:
     model = Experts()
     layoutc.quantize_(model, "mxfp8", filter_fn=lambda module, _: hasattr(module, "weight"))
     dequantized = gradients(model, model, torch.bfloat16)
-    assert layoutc.set_products_(model, "low", filter_fn=lambda _, name: name == "down") == ["down.weight"]
+    assert product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name == "down") == ["down.weight"]
     expected = gradients(model, model, torch.bfloat16)
     assert not same_bits(expected[0], dequantized[0])
     torch._dynamo.reset()
@@ -258,44 +264,47 @@ def test_experts_of_different_choices_compile_in_one_graph() -> None:
 
 def test_explain_products_lists_the_choice() -> None:
     model = build("fp8_current", blocks=1)
-    layoutc.set_products_(model, "dequantize", filter_fn=lambda _, name: name.endswith("q"))
-    layoutc.set_products_(model, "low", filter_fn=lambda _, name: name.endswith("k"))
+    product_modes.set_products_(model, "dequantize", filter_fn=lambda _, name: name.endswith("q"))
+    product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name.endswith("k"))
     rows = {row.name: row for row in layoutc.explain_products(model, tokens=24) if row.product == "grad_weight"}
-    assert [(row.own_mode, row.way) for row in rows.values()] == [
+    assert [(product_modes.named(row.own_mode), row.way) for row in rows.values()] == [
         ("dequantize", "dequantize"),
-        ("low", "reference"),
+        ("reference", "reference"),
         (None, "dequantize"),
         (None, "dequantize"),
     ]
     assert str(rows["0.q.weight"]).endswith(
-        'dequantize: products are set to "dequantize" (its own choice: "dequantize")'
+        'dequantize: products are set to "dequantize" (its own choice: layoutc.products("dequantize"), '
+        'layoutc.dequantize("layer"))'
     )
-    asked = layoutc.explain_products(model, tokens=24, mode="low")
+    asked = layoutc.explain_products(model, tokens=24, mode="reference")
     assert [row.way for row in asked if row.product == "grad_weight"] == ["dequantize", *["reference"] * 3]
 
 
 def test_mistakes_change_nothing() -> None:
     model = build(blocks=1)
-    layoutc.set_products_(model, "low")
+    product_modes.set_products_(model, "reference")
     for mode in ("fp8", "", True):
-        with pytest.raises(ValueError, match=r"products are auto, low, dequantize, dequantize_on_gather, not"):
+        with pytest.raises(ValueError, match=r"products are low_precision or dequantize, not"):
             layoutc.set_products_(model, mode)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weights are dequantized by gather or layer, not 'rank'"):
+        layoutc.set_products_(model, dequantize="rank")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"filter_fn chooses no module with a quantized weight; there are 4: 0.q.weight, "
     ):
-        layoutc.set_products_(model, "dequantize", filter_fn=lambda _, name: name == "head")
+        product_modes.set_products_(model, "dequantize", filter_fn=lambda _, name: name == "head")
     with pytest.raises(
         ValueError, match="the model has no quantized weights: call quantize_ or cast_on_gather_ before"
     ):
-        layoutc.set_products_(nn.Linear(4, 4), "low")
-    assert of(model) == ["low"] * 4
-    assert product_mode.current() == "dequantize_on_gather"
+        product_modes.set_products_(nn.Linear(4, 4), "reference")
+    assert of(model) == ["reference"] * 4
+    assert product_mode.current() == ("dequantize", "gather")
 
 
 def test_a_tied_weight_has_one_choice() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
     model[1].weight = model[0].weight
     layoutc.quantize_(model, "mxfp8")
-    assert layoutc.set_products_(model, "low", filter_fn=lambda _, name: name == "1") == ["1.weight"]
-    assert of(model) == ["low", "low"]
-    assert isinstance(flattening.flatten(model[0].weight)[1].own_products, str)
+    assert product_modes.set_products_(model, "reference", filter_fn=lambda _, name: name == "1") == ["1.weight"]
+    assert of(model) == ["reference", "reference"]
+    assert isinstance(flattening.flatten(model[0].weight)[1].own_products, product_mode.Settings)

@@ -1,5 +1,5 @@
-"""Weights that choose by themselves how they are multiplied: some in low precision, others dequantized, on gather or
-later."""
+"""Per-weight overrides of how weights are multiplied: some in low precision, others dequantized, by gathers or by
+layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layoutc.runtime import product_mode
-from layoutc.runtime.product_mode import ON_GATHER, Mode
+from layoutc.runtime.product_mode import Mode, OldMode, Settings, Where, checked
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding
@@ -17,22 +16,37 @@ from layoutc.runtime.sharding.registry import Sharding
 Filter = Callable[[nn.Module, str], bool]
 
 
-def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | None = None) -> list[str]:
-    """Sets how the quantized weights of the chosen modules are multiplied; returns their names.
+_CALLS = (
+    'layoutc.set_products_(model, "{}")',
+    'layoutc.set_products_(model, "dequantize", dequantize="gather")',
+)
 
-    mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again. Or
-    "dequantize_on_gather": FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A
-    gathered weight is a plain tensor then, as that of any other model: compiled graphs and other software see it as
-    such, at a lower cost of the host than those of a plain model, and in as much gathered memory. The values are those
-    that forward has with "dequantize", to the bit, and backward has the same ones: where the passes of a
-    recipe gather different codes, forward's are gathered for both.
+
+def set_products_(
+    model: nn.Module,
+    mode: Mode | OldMode | None = None,
+    *,
+    dequantize: Where | None = None,
+    filter_fn: Filter | None = None,
+) -> list[str]:
+    """Sets how the quantized weights of the chosen modules are multiplied, and where they are dequantized; returns
+    their names. Both follow what is set for all weights where they are left out: `layoutc.set_products_(model)` takes
+    back what was set.
+
+    mode: as for `layoutc.products`, which does not change these weights from now on. dequantize: as for
+    `layoutc.dequantize`; but "gather" holds whatever it takes, of weights whose products are not in low precision:
+    FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A gathered weight is a plain
+    tensor then, as that of any other model: compiled graphs and other software see it as such, at a lower cost of the
+    host than those of a plain model, and in as much gathered memory. The values are those that forward has with
+    "layer", to the bit, and backward has the same ones: where the passes of a recipe gather different codes, forward's
+    are gathered for both.
     Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather refuses to
     go on.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
-    like others. A weight that several modules share has one mode. Call it after `quantize_`, `quantized_init` or
+    like others. A weight that several modules share has one choice. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
 
-    The mode goes with the weight: into shards, gathered weights, views and copies, through `module.to`, to_empty and
+    The choice goes with the weight: into shards, gathered weights, views and copies, through `module.to`, to_empty and
     deepcopy. Compiled graphs are traced anew where it changes. It is in no file: a checkpoint does not change it, and a
     module that is unpickled has none.
 
@@ -41,11 +55,11 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
     asking it, and so in the activations' precision.
 
     Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
-    filter that chooses none of them. Raises LayoutError where "dequantize_on_gather" begins or ends while a weight is
-    gathered.
+    filter that chooses none of them. Raises LayoutError where gathers would leave values in place of codes, or codes
+    in place of values, while a weight is gathered.
     """
-    if mode is not None:
-        product_mode.check(mode)
+    own: Settings | None = checked(mode, dequantize, *_CALLS)
+    own = None if own == (None, None) else own
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}
     modules: list[nn.Module] = []
@@ -66,21 +80,21 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
         raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
     chosen_shards = {id(holder): holder for _, param in chosen.values() for holder in _holders(param)}
-    changed = _changed(chosen_shards, mode)
+    changed = _changed(chosen_shards, own)
     for sharding in changed:
         gathered.check_resharded(sharding, sharding.name or "a weight")
         gathered.check_given_back(sharding, [sharding.param()], "set_products_ changes the weight")
     for sharding in changed:
         gathered.forget(sharding)
-    if mode != ON_GATHER:
+    if own is None or own.dequantize != "gather":
         multiply_parts_(modules)
     for _, param in chosen.values():
         for holder in _holders(param):
-            holder._products = mode
+            holder._products = own
     return [name for name, _ in chosen.values()]
 
 
-def _changed(chosen: Mapping[int, Any], mode: Mode | None) -> list[Sharding]:
+def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
     """Of all weights that FSDP2 gathers with the chosen ones: those whose gathers will leave codes where they left
     values before, or values where they left codes. chosen: by id."""
     found: list[Sharding] = []
@@ -88,11 +102,11 @@ def _changed(chosen: Mapping[int, Any], mode: Mode | None) -> list[Sharding]:
     for sharding in groups.values():
         weights = values_or_codes.weights_of(sharding)
         shards: list[Any] = [gathered.shard_of(one) for one in weights]
-        modes = [mode if id(shard) in chosen else shard._products for shard in shards]
-        for param, shard, values in zip(weights, shards, values_or_codes.are_left(weights, modes), strict=True):
-            decision, own = gathered.decision_of(param), registry.find(shard)
-            if own is not None and decision is not None and decision.values != values:
-                found.append(own)
+        settings = [own if id(shard) in chosen else shard._products for shard in shards]
+        for param, shard, values in zip(weights, shards, values_or_codes.are_left(weights, settings), strict=True):
+            decision, at = gathered.decision_of(param), registry.find(shard)
+            if at is not None and decision is not None and decision.values != values:
+                found.append(at)
     return found
 
 
