@@ -42,6 +42,7 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "grad_int4            1.0000  +0.00%  bound 1.5%  by seeds +0.00 +0.00" in told
 
 
+@pytest.mark.thorough
 def test_a_run_over_the_wire() -> None:
     """Two ranks over gloo in processes of their own; random bits of codes change what fp32 sums give."""
     short = ["--steps", "3", "--dim", "32", "--layers", "1"]
