@@ -150,18 +150,32 @@ def total(
     return lambda at: made(at).total
 
 
+_HOSTS: dict[str, float] = {}
+
+
+def host_beside(
+    seconds: float, machine: Machine, link: Link, size: tuple[int, int], world: int, runs: Runs, together: int
+) -> float:
+    """The factor of a host where bf16's step takes so many seconds: found once for all that was timed beside it."""
+    key, plain, model = repr((seconds, machine, link, size, world, runs, together)), use("bf16"), blocks(*size)
+    if key not in _HOSTS:
+        _HOSTS[key] = factor_of(
+            seconds, machine, lambda one: estimate(plain, model, world, link, one, runs, together).total
+        )
+    return _HOSTS[key]
+
+
 def beside(
-    words: str, ms: float, model: Blocks, world: int, link: str, how: str, card: Machine, together: int = 1
+    words: str, ms: float, size: tuple[int, int], world: int, link: str, how: str, card: Machine, together: int = 1
 ) -> Callable[[Constants], float]:
-    """A step on a host where bf16's takes so many milliseconds, both of so many in a row."""
+    """A step on a host where bf16's takes so many milliseconds, both of so many in a row. size: sequence and batch."""
     runs: Runs = "eager" if how == "eager" else "compiled"
 
     def seconds(at: Constants) -> float:
         own, over = at.machine_for("bf16", how, card), at.link(link, world)
-        plain = use("bf16")
-        factor = factor_of(ms / 1e3, own, lambda one: estimate(plain, model, world, over, one, runs, together).total)
+        factor = host_beside(ms / 1e3, own, over, size, world, runs, together)
         machine = at.machine_for(words, how, card).with_host(factor)
-        return estimate(use(words), model, world, over, machine, runs, together).total
+        return estimate(use(words), blocks(*size), world, over, machine, runs, together).total
 
     return seconds
 
@@ -247,7 +261,7 @@ def points() -> list[Point]:
             fitted, ms = ms.endswith("*"), ms.rstrip("*")
             where = f"{name}, {world} ranks, {link}, sequence {sequence}, batch {batch}, {how}"
             label = f"paired, {where}, bf16 {plain}: {words}"
-            seconds = beside(words, float(plain), blocks(sequence, batch), world, link, how, card)
+            seconds = beside(words, float(plain), (sequence, batch), world, link, how, card)
             add(label, float(ms), fitted, seconds)
     for line in recorded.TOGETHER.strip().splitlines():
         start, _, times = line.partition(": ")
@@ -261,7 +275,7 @@ def points() -> list[Point]:
                 label, seconds = f"{where}, {words}", total(words, model, world, link, how, card, steps)
             else:
                 label = f"{where}, bf16 {plain}: {words}"
-                seconds = beside(words, float(plain), model, world, link, how, card, steps)
+                seconds = beside(words, float(plain), (sequence, batch), world, link, how, card, steps)
             add(label, float(ms), False, seconds)
     return made
 
@@ -311,8 +325,11 @@ NAMES = (
 SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 1e-4, 1e-4, 50.0, 5e-4])
 
 
-def fit_steps(at: Constants) -> Constants:
-    """Gauss-Newton of relative residuals, with numeric derivatives and halved steps where a step does not help."""
+def fit_steps(at: Constants, start: np.ndarray | None = None, rounds: int = 30) -> Constants:
+    """Gauss-Newton of relative residuals, with numeric derivatives and halved steps where a step does not help.
+
+    start: in SCALES.
+    """
     steps = [point for point in points() if point.fitted and point.label.startswith(("step", "paired"))]
 
     def with_(x: np.ndarray) -> Constants:
@@ -324,20 +341,27 @@ def fit_steps(at: Constants) -> Constants:
         made = with_(x)
         return np.array([point.estimate(made) / point.measured - 1 for point in steps])
 
-    x = np.ones(len(SCALES))
-    for _ in range(30):
-        now = residuals(x)
+    x = np.ones(len(SCALES)) if start is None else start
+    now = residuals(x)
+    for _ in range(rounds):
         slopes = np.array([(residuals(x + 1e-4 * one) - now) / 1e-4 for one in np.eye(len(x))]).T
         move, *_ = np.linalg.lstsq(slopes, -now, rcond=1e-6)
         for _ in range(12):
             new = np.maximum(x + move, 0)
-            if np.square(residuals(new)).sum() < np.square(now).sum():
+            then = residuals(new)
+            if np.square(then).sum() < np.square(now).sum():
                 break
             move = move / 2
         else:
             break
-        x = new
+        x, now = new, then
     return with_(x)
+
+
+def places(kept: Constants) -> np.ndarray:
+    """Where constants stand, in SCALES."""
+    own = [getattr(kept.machine, name) for name in NAMES]
+    return np.array([*own, kept.peer_operand_bytes, kept.peer_linear]) / SCALES
 
 
 # What is fitted, how many constants, and to what.
@@ -355,11 +379,11 @@ FITTED = (
 )
 
 
-def fit() -> Constants:
-    """All constants."""
+def fit(near: Constants | None = None) -> Constants:
+    """All constants. near: one round of the fit from there, which moves what is no fit, and costs little."""
     nvlink, four, sockets = fit_links()
     start = Constants(replace(H200, in_step=fit_products()), nvlink, four, sockets)
-    return fit_steps(start)
+    return fit_steps(start) if near is None else fit_steps(start, places(near), rounds=1)
 
 
 def main() -> None:
