@@ -25,6 +25,12 @@ from layoutc.conformance import ranks
 
 gc.disable()  # until tests are collected: what is imported lives on, and each collection would look at all of it
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+# Where tests that pass are noted, which runs after that leave out: those that lack no package then run once.
+# A worker keeps the name from processes that its tests start, which may run tests of their own.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+PASSED = Path(os.environ["LAYOUTC_PASSED"]) if "LAYOUTC_PASSED" in os.environ else None
+if IS_WORKER:
+    os.environ.pop("LAYOUTC_PASSED", None)
 NOT_REWRITTEN = {"anyio", "hypothesis", "layoutc"}
 
 if not torch.cuda.is_available():
@@ -63,12 +69,24 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Puts tests into tiers, and of one folder those that run on ranks last, whose processes are then started once."""
     tiers.mark(items)
+    config.stash[tiers.COLLECTED] = {item.nodeid.partition("[")[0] for item in items}
     if not config.option.markexpr and not any("::" in argument for argument in config.args):
         items[:], second = tiers.parted(items)
         config.hook.pytest_deselected(items=second)
+    if PASSED is not None and PASSED.is_file():
+        before = set(PASSED.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])
+        items[:] = [item for item in items if item.nodeid not in before]
     yield
     folders = {path: number for number, path in enumerate(dict.fromkeys(item.path.parent for item in items))}
     items.sort(key=lambda item: (folders[item.path.parent], runs_on_ranks(item)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes what has passed, for runs in other environments; workers' reports come to the process that started them."""
+    if PASSED is not None and report.when == "call" and report.passed and not IS_WORKER:
+        with PASSED.open("a", encoding="utf-8") as file:
+            file.write(report.nodeid + "\n")
 
 
 def runs_on_ranks(item: pytest.Item) -> bool:

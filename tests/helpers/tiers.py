@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+COLLECTED = pytest.StashKey[set[str]]()  # of this run, before tests were left out: node ids without parameters
+
 
 def mark(items: Iterable[pytest.Item]) -> None:
     """Gives the mark `thorough` to cases that a test's mark `sample(count)` leaves out of the first tier."""
@@ -40,13 +42,14 @@ def chosen(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
     """
     values = [{(name, type(value), _comparable(value)) for name, value in case.items()} for case in cases]
     has = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in values]
-    left, kept = set(range(1, len(cases))), [0]
+    left, kept, away = set(range(1, len(cases))), [0], list(range(len(cases)))
     seen = set(has[0])
     while left and len(kept) < count:
-        best = max(left, key=lambda at: (len(has[at] - seen), min(abs(at - one) for one in kept), -at))
+        best = max(left, key=lambda at: (len(has[at] - seen), away[at], -at))
         left.remove(best)
         kept.append(best)
         seen |= has[best]
+        away = [min(steps, abs(at - best)) for at, steps in enumerate(away)]
     return set(kept)
 
 
