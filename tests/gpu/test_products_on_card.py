@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 import layoutc
+from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
+from layoutc.runtime.operands.routes import routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import grouped_choice, linear
 from layoutc.runtime.products.choice import NAMES as NAMES_OF_PRODUCTS
@@ -261,3 +263,22 @@ def test_groups_of_tokens_are_multiplied_without_waiting_for_their_offsets() -> 
         graph.replay()
         expected = F.grouped_mm(x, held.transpose(-2, -1), offs=offs)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_routed_tokens_on_card(dtype: torch.dtype) -> None:
+    """Sums over experts, and their gradients of whole numbers, are to the bit those of a CPU."""
+    tokens, each, experts, columns = 300, 8, 64, 2048
+    chosen = torch.stack([torch.randperm(experts)[:each] for _ in range(tokens)])
+    y, grad = (torch.randint(-4, 5, (rows, columns)).to(dtype) for rows in (tokens * each, tokens))
+    values, weights = torch.randn(tokens * each, columns).to(dtype), torch.rand(tokens, each).to(dtype)
+
+    def found(device: str) -> list[Tensor]:
+        order, rows, ends = routes_of(chosen.to(device), experts - 1)
+        those = [one.to(device) for one in (y, grad, values, weights)]
+        sums = [sum_of_experts(those[2], rows, by, ends) for by in (those[3], None)]
+        return [one.cpu() for one in (*sums, *of_experts(those[1], those[0], order, those[3], ends))]
+
+    order, *_ = routes_of(chosen, experts)
+    assert torch.equal(order, routes_of(chosen.cuda(), experts)[0].cpu())
+    assert all(map(torch.equal, found("cuda"), found("cpu")))

@@ -79,8 +79,9 @@ def losses(model: Any) -> list[float]:
     return curve
 
 
-def trains(kind: str, recipe: str) -> None:
+def trains(kind: str, recipe: str, implementation: str = "grouped_mm") -> None:
     model = built(kind, recipe)
+    model.set_experts_implementation(implementation)
     assert covered(model) >= 0.95, layoutc.coverage(model)
     expected, bytes_sent = losses(copy.deepcopy(model)), planned(model, dist.get_world_size())
     for layer in model.model.layers:
@@ -99,3 +100,28 @@ def trains(kind: str, recipe: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_covered_travel_as_planned_and_train_as_one_process(two: Ranks, kind: str, recipe: str) -> None:
     two.run(trains, kind, recipe)
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("Qwen3Moe", "nvfp4"), ("Mixtral", "fp8_block"), ("GptOss", "fp8_block")])
+def test_our_implementation_gives_what_theirs_gives(kind: str, recipe: str) -> None:
+    """Losses, to the bit, of three steps with two experts a token, where no sum has an order; gpt-oss, which has
+    biases, is transformers' own."""
+    import layoutc.integrations.transformers_experts  # noqa: F401
+
+    curves = []
+    for implementation in ("layoutc", "grouped_mm"):
+        torch.manual_seed(0)
+        model = built(kind, recipe)
+        model.set_experts_implementation(implementation)
+        curves.append(losses(model))
+    assert curves[0] == curves[1]
+
+
+def trains_by_ours(kind: str, recipe: str) -> None:
+    import layoutc.integrations.transformers_experts  # noqa: F401
+
+    trains(kind, recipe, "layoutc")
+
+
+def test_our_implementation_trains_on_ranks_as_one_process_does(two: Ranks) -> None:
+    two.run(trains_by_ours, "Qwen3Moe", "nvfp4")

@@ -1,0 +1,75 @@
+"""Rows of tokens for each of their experts: what a token's experts have made, added up; and its gradient, handed out.
+
+Tokens are chosen by several experts each. Sums go over the rows of each token, so that no row is written twice: torch's
+own gradient of an index adds rows by atomics, or sorts them first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime import library
+from layoutc.runtime.kernels import launch
+
+TILE, WARPS = 1024, 4
+
+
+def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
+    y = y.contiguous()
+    (tokens, chosen), columns = rows.shape, y.shape[1]
+    if not launch.usable(y):
+        total = y.new_zeros((tokens, columns), dtype=torch.float32)
+        for i in range(chosen):
+            values = torch.where((rows[:, i] < ends[-1])[:, None], y[rows[:, i]], 0)
+            total += values if weights is None else values * weights[:, i, None]
+        return total.to(y.dtype)
+    from layoutc.runtime.kernels import direct
+    from layoutc.runtime.triton.reductions import sum_of_experts_kernel
+
+    out = y.new_empty((tokens, columns))
+    constants = direct.Constants((chosen, weights is not None, TILE, launch.hardware(y.device)))
+    args = (y, rows, rows if weights is None else weights.contiguous(), ends, out, columns, len(ends))
+    direct.run(sum_of_experts_kernel, (tokens * cdiv(columns, TILE),), args, WARPS, None, constants)
+    return out
+
+
+def _of_experts(grad: Tensor, y: Tensor, order: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
+    chosen, columns = weights.shape[1], y.shape[1]
+    of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
+    if not launch.usable(y):
+        within = (torch.arange(len(order), device=y.device) < ends[-1])[:, None]
+        given, y = torch.where(within, grad[order // chosen], 0), torch.where(within, y, 0)
+        torch.mul(given, weights.flatten()[order, None], out=of_y)
+        of_weights.view(-1)[order] = (given.float() * y.float()).sum(-1).to(weights.dtype)
+        return of_y, of_weights
+    from layoutc.runtime.kernels import direct
+    from layoutc.runtime.triton.reductions import of_experts_kernel
+
+    constants = direct.Constants((chosen, up(columns, TILE), TILE, launch.hardware(y.device)))
+    args = (grad, y, order, weights, ends, of_y, of_weights, columns, len(ends))
+    direct.run(of_experts_kernel, (len(order),), args, WARPS, None, constants)
+    return of_y, of_weights
+
+
+library.define(
+    "sum_of_experts(Tensor y, Tensor rows, Tensor? weights, Tensor ends) -> Tensor",
+    _sum_of_experts,
+    lambda y, rows, weights, ends: y.new_empty((rows.shape[0], y.shape[1])),
+)
+library.define(
+    "of_experts(Tensor grad, Tensor y, Tensor order, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
+    _of_experts,
+    lambda grad, y, order, weights, ends: (torch.empty_like(y), torch.empty_like(weights)),
+)
+sum_of_experts: Any = torch.ops.layoutc.sum_of_experts.default
+"""(y (rows, columns), rows (tokens, chosen), weights (tokens, chosen) or None, ends) -> (tokens, columns): for each
+token the sum of its rows of y, in fp32 in the order of `rows`; each is multiplied by its weight before, as torch
+multiplies tensors of their dtypes. Rows from ends[-1] on, of no expert, are left out, whatever they hold."""
+of_experts: Any = torch.ops.layoutc.of_experts.default
+"""(grad (tokens, columns), y, order (rows,), weights, ends) -> the gradients of y and of weights, where row r of y is
+the order[r]th entry of weights; 0 from row ends[-1] on."""

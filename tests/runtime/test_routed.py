@@ -1,0 +1,109 @@
+"""Experts of a layer as one call: kernels as torch computes it, the same numbers as by indices, and one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels_on_cpu import use_kernels
+from torch import Tensor
+
+from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
+from layoutc.runtime.operands.routes import routes_of
+from layoutc.runtime.products.routed import routed_experts
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def chosen_by(tokens: int, each: int, experts: int, seed: int = 0) -> Tensor:
+    """Different experts for each token; the second one has none."""
+    generator = torch.Generator().manual_seed(seed)
+    others = torch.tensor([i for i in range(experts) if i != 1])
+    return torch.stack([others[torch.randperm(len(others), generator=generator)[:each]] for _ in range(tokens)])
+
+
+def whole(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Small whole numbers, whose sums are exact in any order."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("each", "columns", "dtype", "weighted"),
+    [(1, 64, BF16, BF16), (2, 1500, BF16, FP32), (3, 1024, torch.float16, torch.float16), (8, 96, FP32, FP32)],
+)
+def test_kernels_write_the_bytes_of_torch(
+    each: int, columns: int, dtype: torch.dtype, weighted: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that belong to no expert of this rank hold NaN, and are not seen."""
+    tokens, experts = 13, 10
+    chosen = chosen_by(tokens, each, experts)
+    order, rows, ends = routes_of(chosen, experts - 1)  # the last expert is another rank's
+    last = int(ends[-1])
+    assert last < tokens * each or each == 1
+    y = torch.randn(tokens * each, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weights = torch.rand(tokens, each, generator=torch.Generator().manual_seed(2)).to(weighted)
+    y[last:] = float("nan")
+    exact, grad = whole(tokens * each, columns, seed=3, dtype=dtype), whole(tokens, columns, seed=4, dtype=dtype)
+    exact[last:] = float("nan")
+
+    def found() -> list[Tensor]:
+        sums = [sum_of_experts(y, rows, by, ends) for by in (weights, None)]
+        return [*sums, *of_experts(grad, exact, order, weights, ends)]
+
+    expected = found()
+    assert not any(one.isnan().any() for one in expected)
+    assert [one.dtype for one in expected] == [dtype, dtype, dtype, weighted]
+    use_kernels(monkeypatch)
+    assert all(map(torch.equal, found(), expected))
+
+
+def test_routes_are_in_the_order_of_experts() -> None:
+    """Groups of no tokens among them; rows and order are inverse."""
+    chosen = torch.tensor([[3, 0], [0, 2], [2, 3]])
+    order, rows, ends = routes_of(chosen, 4)
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == [2, 2, 4, 6]
+    assert order.tolist() == [1, 2, 3, 4, 0, 5]
+    assert torch.equal(rows.flatten()[order], torch.arange(6))
+
+
+def gated(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        gate, value = F.grouped_mm(rows, up.transpose(-2, -1), offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * value, down.transpose(-2, -1), offs=ends)
+
+    return routed_experts(x, chosen, weights, len(up), compute)
+
+
+def by_indices(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same, each expert by itself, in fp64."""
+    out = torch.zeros_like(x)
+    for expert in range(len(up)):
+        token, place = torch.where(chosen == expert)
+        gate, value = (x[token] @ up[expert].t()).chunk(2, -1)
+        out = out.index_add(0, token, (F.silu(gate) * value) @ down[expert].t() * weights[token, place, None])
+    return out
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_and_all_gradients(compiled: bool) -> None:
+    """Against fp64; one graph gives the bits of eager."""
+    tokens, experts, columns, inner = 24, 5, 32, 48
+    chosen = chosen_by(tokens, 3, experts)
+    shapes = ((tokens, columns), (tokens, 3), (experts, 2 * inner, columns), (experts, columns, inner))
+    made = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) / 4 for i, shape in enumerate(shapes)]
+
+    def run(function: object, dtype: torch.dtype) -> list[Tensor]:
+        x, weights, up, down = (one.detach().to(dtype).clone().requires_grad_() for one in made)
+        out: Tensor = function(x, chosen, weights, up, down)  # type: ignore[operator]
+        out.backward(out.detach().cos())
+        return [out.detach(), *(one.grad for one in (x, weights, up, down) if one.grad is not None)]
+
+    if compiled:
+        program = torch.compile(gated, fullgraph=True, backend="aot_eager")
+        assert all(map(torch.equal, run(program, BF16), run(gated, BF16)))
+        return
+    found, expected = run(gated, FP32), run(by_indices, torch.float64)
+    assert len(found) == len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
