@@ -38,9 +38,6 @@ def known() -> list[str]:
     return sorted(kind for entry in table()["architectures"].values() for kind in entry["types"])
 
 
-OF_EXPERTS = "experts take more than this: steps of Qwen3-MoE on two H100s peaked 17 to 38% above the plan; leave room"
-
-
 def read(config: Mapping[str, Any], source: str) -> Model:
     """The model of a config.
 
@@ -67,8 +64,7 @@ def read(config: Mapping[str, Any], source: str) -> Model:
     root = sizes.weights(("ends",))
     if sizes.value("tie_word_embeddings"):
         root = tuple(_tied(weight) for weight in root)
-    has_experts = any(weight.kind == "experts" for layer in layers for weight in layer.weights)
-    notes = (*entry.get("notes", ()), *([OF_EXPERTS] if has_experts else []))
+    notes = tuple(entry.get("notes", ()))
     model = Model(str(kind), source, tuple(layers), Layer("", root, saved=sizes.saved(("ends",))), notes)
     check(model)
     return model

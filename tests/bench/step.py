@@ -44,6 +44,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import card_time
 import phases
 import torch
 import torch.distributed as dist
@@ -352,24 +353,15 @@ def _parts(step: Callable[[], Tensor], trace: Path | None) -> dict[str, float]:
         kind = next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
         of_kind.setdefault(kind, []).append((start, end))
     every = [(start, end) for start, end, _ in spans]
-    busy = _covered(every)
+    busy = card_time.covered(every)
     found = {}
     for kind, those in sorted(of_kind.items()):
         found[kind] = sum(end - start for start, end in those)
-        found[f"{kind} alone"] = busy - _covered(
+        found[f"{kind} alone"] = busy - card_time.covered(
             [span for other in of_kind if other != kind for span in of_kind[other]]
         )
     found["idle"] = max(end for _, end in every) - min(start for start, _ in every) - busy
     return {kind: round(microseconds / 1e3, 2) for kind, microseconds in found.items()}
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """How much of time the spans cover together."""
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
 
 
 def main() -> None:

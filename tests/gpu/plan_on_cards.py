@@ -256,6 +256,7 @@ def main() -> int:
                 held = torch.cuda.max_memory_reserved() / 2**30
                 free, total = torch.cuda.mem_get_info()
                 print(f"    reserved {held:.2f} GiB, in use on the card {(total - free) / 2**30:.2f}", flush=True)
+        gc.collect()  # FSDP2's hooks refer to one another: a model would live on beside the next one
         if cards:
             torch.cuda.empty_cache()
     dist.destroy_process_group()
