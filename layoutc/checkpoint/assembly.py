@@ -15,9 +15,9 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import shards
-from layoutc.runtime.weight import gathered_in_graphs, stored_form
+from layoutc.runtime.storage.pending_writes import check_whole
+from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.padding import NOT_PADDED
-from layoutc.runtime.weight.pending_writes import check_whole
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -67,7 +67,7 @@ class Destination:
         if self.missing:
             raise DamagedError(f"{self.name}: the checkpoint lacks {self.missing} of {self.live.numel()} elements")
         if isinstance(self.value, QuantizedTensor):
-            check_whole(self.value)
+            check_whole(self.value.store, self.value.label())
 
     def commit(self) -> None:
         """Writes the new value into the model. Everything has been checked by now."""
@@ -85,9 +85,9 @@ class Destination:
         """Host memory for the new value: of the shard's class for its own bytes, else plain."""
         live = self.live
         if same and isinstance(live, QuantizedTensor):
-            planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live._planes.items()}
-            value = live._with_planes(planes)
-            value._padding = NOT_PADDED
+            planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live.store.planes.items()}
+            value = live.with_planes(planes)
+            value.padding = NOT_PADDED
             return value
         if isinstance(source, QuantizedTensor):
             dtype = torch.float32 if isinstance(live, QuantizedTensor) else live.dtype
@@ -103,7 +103,7 @@ class Destination:
             return
         if isinstance(source, QuantizedTensor) and isinstance(live, QuantizedTensor):
             if theirs == ours:
-                lacking = [name for name in live._planes if name not in source._planes]
+                lacking = [name for name in live.store.planes if name not in source.store.planes]
                 if lacking:
                     raise LayoutError(
                         f"{self.name}: the checkpoint lacks its {', '.join(lacking)}, which the model holds"
@@ -145,9 +145,9 @@ def local_of(value: object) -> Tensor | None:
 
 def _check_takes_values(live: QuantizedTensor) -> None:
     """Raises LayoutError for a weight that can't be quantized, as `copy_` would after others have been written."""
-    gathered_in_graphs.refuse_write(live)
-    if live._transposed:
-        raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
+    live.refuse_gathered()
+    if live.transposed:
+        raise LayoutError(f"{live.label()} is transposed: load into the weight itself")
     check_whole_blocks(live, shards.row_sharding(live))
     weights.check_out(live.LAYOUT, live, live, None, alone=not shards.amax_groups(live)[0])
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutc
 from layoutc.integrations.packages import needs
-from layoutc.runtime.weight import initial_values
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 with needs("peft"):
@@ -84,5 +84,5 @@ def _took_nothing(layer: Any) -> bool:
     local = getattr(getattr(layer.get_base_layer(), "weight", None), "_local_tensor", None)
     if not isinstance(local, QuantizedTensor):
         return False
-    base = initial_values.base(local)
+    base = initial_values.base(local.store)
     return base is None or base.weight is None or base.owner is None or base.owner() is not layer

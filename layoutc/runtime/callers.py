@@ -30,6 +30,8 @@ _BETWEEN = (
     "contextlib",
 )  # from a call to its handler
 _OF_MODES = ("torch._compile", "torch._dynamo")  # around a user's __torch_dispatch__, which compilers leave alone
+STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others allocate their copies
+_CHECKPOINTS = "torch.distributed.checkpoint"
 _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
@@ -45,6 +47,11 @@ def keeps_the_weight() -> bool:
 def is_near(*modules: str) -> bool:
     """True if one of these modules, or a module below it, is a few calls up the stack."""
     return any(_module(frame).startswith(modules) for frame in islice(_frames(), 2, 2 + _NEAR))
+
+
+def copies_state() -> bool:
+    """True while torch's own code copies a tensor for a checkpoint or a state dict."""
+    return is_near(STAGERS, _CHECKPOINTS)
 
 
 def asking() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import lcm, prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -171,6 +171,10 @@ class Layout:
     def passes_differ(self) -> bool:
         """True if backward gathers other planes than forward, for weights that are resharded in between."""
         return bool(self.backward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        """Itself: what copies a tensor attribute by attribute, as stagers of checkpoints do, copies no facts."""
+        return self
 
     @cached_property
     def travels(self) -> Mapping[PassName, tuple[str, ...]]:

@@ -133,6 +133,18 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def traced(x: Tensor) -> bool:
+    """True while calls are recorded: by torch.compile, torch.export, make_fx or another dispatch mode."""
+    if torch.compiler.is_compiling():
+        return True
+    return is_fake(x) or dispatch_modes() > 0
+
+
+def is_fake(x: Tensor) -> bool:
+    """True for the tensors without values that torch traces with."""
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
 def raw_stream(device_index: int) -> int:
     """The current stream of a card, as a number, without a torch.cuda.Stream, which takes several times as long."""
     return torch._C._cuda_getCurrentRawStream(device_index)

@@ -66,7 +66,7 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for param in model.parameters():
         local = param._local_tensor  # type: ignore[attr-defined]
-        found += [local._entries(name) for name in local.planes()] if isinstance(local, QuantizedTensor) else [local]
+        found += [local.entries(name) for name in local.planes()] if isinstance(local, QuantizedTensor) else [local]
     return found
 
 

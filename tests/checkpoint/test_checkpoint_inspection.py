@@ -77,9 +77,9 @@ def test_a_weight_in_each_recipe(saved: Any, recipe: str) -> None:
     (one,) = found.layouts
     assert (one.recipe, one.layout_id, one.language) == (layout.name, layout.layout_id, layout.language)
     assert (one.spec_sha256, one.installed, one.difference, one.pieces) == (layout.spec_sha256, True, None, 1)
-    assert found.planes == tuple(weight._planes)
-    assert found.orientations == weight._orientations
-    held = sum(plane.nbytes for plane in weight._planes.values())
+    assert found.planes == tuple(weight.store.planes)
+    assert found.orientations == weight.store.declared
+    held = sum(plane.nbytes for plane in weight.store.planes.values())
     assert held < found.stored_bytes < held + 4096
     assert found.bytes_per_element == found.stored_bytes / elements
     assert found.bf16_bytes == 2 * elements
@@ -277,7 +277,7 @@ def test_safetensors_of_every_recipe(saved: Any, tmp_path: Path) -> None:
         shape = 128, columns(recipe)
         assert (ours.kind, ours.shape, ours.dtype, ours.layouts) == (recipe, shape, "float32", theirs.layouts)
         assert (ours.orientations, set(ours.planes)) == (theirs.orientations, set(theirs.planes))
-        planes = saved.model.get_submodule(recipe).weight.detach()._planes
+        planes = saved.model.get_submodule(recipe).weight.detach().store.planes
         assert ours.stored_bytes == sum(plane.nbytes for plane in planes.values())
     assert entry(facts, f"{WEIGHTS[0]}.bias").kind == "float32"
 

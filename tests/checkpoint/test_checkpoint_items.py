@@ -86,7 +86,7 @@ def test_quantized_tensors_are_what_torch_loads(name: str, is_parameter: bool, t
     assert isinstance(found, QuantizedTensor)
     assert found.planes().keys() == made.planes().keys()
     for plane in made.planes():
-        assert torch.equal(*(one._entries(plane).contiguous().view(torch.uint8) for one in (found, made)))
+        assert torch.equal(*(one.entries(plane).contiguous().view(torch.uint8) for one in (found, made)))
 
 
 def test_bytes_are_read_once(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import pytest
 import torch
 from places import TESTS
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 import layoutc
 import layoutc.checkpoint
 import layoutc.recipes
+from layoutc.runtime.weight import stored_form
 
 FOLDER = TESTS / "old" / "interface_4"
 RECIPES = ("fp8_delayed", "mxfp8")
@@ -89,3 +91,16 @@ def test_what_is_pickled_now_names_no_room(cast: bool, tmp_path: Path) -> None:
     assert b"layoutc.runtime" not in data
     assert b"layoutc.pickled" in data
     assert held(pickle.loads(data)[0].weight) == held(model[0].weight)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_copy_attribute_by_attribute_is_written_as_its_source(recipe: str) -> None:
+    """As stagers make them: the copy's state is that which files have had, the store's own facts included."""
+    weight = pickle.loads((FOLDER / f"{recipe}_weight.pickle").read_bytes()).detach()
+    staged = StateDictStager().stage({"weight": weight})["weight"]
+    assert staged.store is not weight.store
+    assert staged.store.layout is weight.LAYOUT
+    assert held(staged) == expected(recipe)
+    ours, theirs = stored_form.state_of(staged), stored_form.state_of(weight)
+    assert list(ours) == list(theirs)
+    assert all(ours[name] == theirs[name] for name in ours if name != "planes")

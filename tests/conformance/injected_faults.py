@@ -219,7 +219,7 @@ def quantize(x, *, seed=None, **options):
         r"        return (all_gather\.receive\(.*)\n",
         '        kept = {} if out is None else {n: p for n, p in out.planes().items() if "scale" in n}\n'
         r"        made = \1"
-        + "\n        if out is not None:\n            out._planes.update(kept)\n        return made\n",
+        + "\n        if out is not None:\n            out.store.planes.update(kept)\n        return made\n",
         ("gather-again",),
     ),
     "the gather cuts the wrong rows": (
@@ -384,7 +384,7 @@ def quantize(x, *, out=None, **options):
         "mxfp8",
         "tensor.py",
         SEND,
-        SENT + "        self._padding = None\n        return sent, note\n",
+        SENT + "        self.padding = None\n        return sent, note\n",
         ("shards-untouched",),
     ),
     "a refresh clears the shard": (
@@ -427,7 +427,7 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
         ("master-weights",),
     ),
     "products in low precision read one orientation": (
-        "layoutc.runtime.weight.tensor.QuantizedTensor._dequantize",
+        "layoutc.runtime.weight.tensor.QuantizedTensor.values_of",
         lambda dequantize: lambda self, orientation, dtype: dequantize(self, "rowwise", dtype),
         "mxfp8",
         ("low-precision", "layer"),

@@ -96,7 +96,7 @@ def test_kinds_of_tensors_that_are_saved_have_the_shapes_of_their_names() -> Non
     assert found["columns"].shape == (m, k - subject.plan.column_multiple)
     assert found["without rows"].shape == (0, k)
     assert (found["transposed"].shape, found["flat"].shape) == ((k, m), (m * k,))
-    assert [name for name, one in found.items() if one._transposed] == ["transposed"]  # m is k here
+    assert [name for name, one in found.items() if one.transposed] == ["transposed"]  # m is k here
 
 
 def test_each_check_catches_a_fault_that_is_put_there_for_it() -> None:

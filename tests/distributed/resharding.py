@@ -172,7 +172,7 @@ def held(tensor: Any) -> tuple[dict[str, Tensor], tuple[int, ...], tuple[int, ..
         own = tensor._local_tensor
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if isinstance(own, QuantizedTensor):
-        return {name: own._entries(name) for name in own.planes()}, tuple(own.shape), tuple(offset)
+        return {name: own.entries(name) for name in own.planes()}, tuple(own.shape), tuple(offset)
     return {"values": own}, tuple(own.shape), tuple(offset)
 
 

@@ -68,8 +68,8 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             if not isinstance(weight, QuantizedTensor):
                 tensors["values"] = weight
         if isinstance(weight, QuantizedTensor):
-            tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
-            own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
+            tensors |= {plane: t for plane, t in weight.store.planes.items() if plane not in weight.LAYOUT.shared}
+            own = getattr(shard.store, "planes", shard.store).values() if hasattr(shard, "store") else ()
             held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
             if isinstance(shard, CastOnGather) and param.mesh_info.shard_mesh_size == 1:
                 outputs = {output.untyped_storage().data_ptr() for output in param.all_gather_outputs}

@@ -103,7 +103,7 @@ def perturbs(change: str, meshed: str | None) -> str:
     if last and change == "orientation":
         weight = model.layers[0].weight
         for plane in ("columnwise_data", "columnwise_scale"):
-            del weight._planes[plane]
+            del weight.store.planes[plane]
     if change == "dtype" and last:
         model.layers[0].bias = nn.Parameter(model.layers[0].bias.to(torch.bfloat16))
     shard(model, **options)
@@ -113,11 +113,11 @@ def perturbs(change: str, meshed: str | None) -> str:
             model.layers[0].weight._local_tensor._agreed.amax += 1  # type: ignore[union-attr, operator]
     for change_of, plane in (("amax", "amax"), ("history", "amax"), ("replica", "rowwise_data")):
         if last and change == change_of:
-            local(model.layers[0].weight)._planes[plane].view(torch.uint8).flatten()[-1] ^= 1
+            local(model.layers[0].weight).store.planes[plane].view(torch.uint8).flatten()[-1] ^= 1
     if last and change == "group":
-        local(model.layers[0].weight)._fused = (0, "layers.[0, 1].weight", 2)
+        local(model.layers[0].weight).fused = (0, "layers.[0, 1].weight", 2)
     if last and change == "cut block":
-        local(model.layers[0].weight)._planes["columnwise_scale"][0, 0] ^= 1
+        local(model.layers[0].weight).store.planes["columnwise_scale"][0, 0] ^= 1
     return said(model)
 
 
@@ -161,7 +161,7 @@ def agrees_in_two_dims(recipe: str) -> None:
     if dist.get_rank() == 3:
         param = model[1].weight
         assert isinstance(param, DTensor)
-        planes = local(param)._planes
+        planes = local(param).store.planes
         name = next(name for name in planes if name in local(param).LAYOUT.shared)
         planes[name].view(torch.uint8).flatten()[-1] ^= 1
     message = said(model)

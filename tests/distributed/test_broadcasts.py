@@ -156,7 +156,7 @@ def loads_by_hand(recipe: str, names: str) -> None:
     for number, (name, param) in enumerate(model.state_dict().items()):
         full = state[name].detach() if rank == 0 else torch.empty(param.shape, dtype=param.dtype)
         if rank == 0 and names == "other":
-            full._name = f"model.{-number}.weight"  # as below a wrapper, and some are names of others
+            full.weight_name = f"model.{-number}.weight"  # as below a wrapper, and some are names of others
         dist.broadcast(full, 0, group=mesh.get_group(0))
         sharded[name] = nn.Parameter(distribute_tensor(full, mesh, param.placements))
     model.load_state_dict(sharded, assign=True)

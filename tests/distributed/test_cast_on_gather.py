@@ -89,7 +89,7 @@ class OneProcess:
             if param.dim() == 2:
                 # Into the tensor of the step before, whose history of amaxes goes on where the recipe has one.
                 held = self.weights[name] = self.quantize(param.detach().float(), out=self.weights.get(name))
-                used[name] = nn.Parameter(held._with_planes(held._planes, dtype=self.dtype))
+                used[name] = nn.Parameter(held.with_planes(held.store.planes, dtype=self.dtype))
             else:
                 used[name] = nn.Parameter(param.detach().to(self.dtype))
         x, y = batch(step, width)

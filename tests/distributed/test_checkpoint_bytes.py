@@ -79,10 +79,10 @@ def holds_own_rows(recipe: str, folder: str) -> None:
     model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), mesh_of(2))
     weight = model[recipe].first.weight
     shard_ = local(weight)
-    assert shard_._halo.rows
+    assert shard_.store.halo.rows
     state = {"weight": weight.detach()}
     dcp.save(state, checkpoint_id=folder)
-    own = sum(shard_._entries(name).nbytes for name in shard_.planes())
+    own = sum(shard_.entries(name).nbytes for name in shard_.planes())
     size = len(files(Path(folder))[f"__{rank}_0.distcp"])
     assert own < size < 1.01 * own + 4096, (own, size)
     assert own < sum(plane.nbytes for plane in shard_.planes().values())

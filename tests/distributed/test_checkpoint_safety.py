@@ -48,7 +48,7 @@ def all_bytes(value: Any, path: str = "") -> dict[str, bytes]:
         return {k: b for key, inner in value.items() for k, b in all_bytes(inner, f"{path}.{key}").items()}
     local = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(local, QuantizedTensor):
-        return {f"{path}.{n}": raw(local._entries(n)).numpy().tobytes() for n in local.planes()}
+        return {f"{path}.{n}": raw(local.entries(n)).numpy().tobytes() for n in local.planes()}
     return {path: raw(local).numpy().tobytes()} if isinstance(local, torch.Tensor) else {path: repr(local).encode()}
 
 

@@ -75,7 +75,7 @@ def on_ranks(where: str, world: int, expected: dict[str, NDArray[np.float32]], c
         fully_shard(found, mesh=mesh)
         assert load_safetensors(found, where, process_group=group) == ((), ())
         for name, param in found.named_parameters():
-            planes = param.full_tensor()._planes  # type: ignore[attr-defined]
+            planes = param.full_tensor().store.planes  # type: ignore[attr-defined]
             assert np.array_equal(planes["rowwise_scale"].numpy().view(np.int32), expected[name].view(np.int32)), name
             assert torch.equal(planes["rowwise_data"].reshape(-1), codes[name].reshape(-1)), name
 
@@ -97,7 +97,7 @@ def test_one_process_reads_them_and_writes_the_scales_themselves(tmp_path: Path)
     assert len(quantize_as_stored(again, out)) == 2
     assert load_safetensors(again, out) == ((), ())
     for name, param in again.named_parameters():
-        scales = param._planes["rowwise_scale"].numpy()  # type: ignore[attr-defined]
+        scales = param.store.planes["rowwise_scale"].numpy()  # type: ignore[attr-defined]
         assert np.array_equal(scales.view(np.int32), expected[name].view(np.int32))
         assert torch.equal(param.dequantize(), source.get_parameter(name).dequantize())  # type: ignore[operator]
     convert_safetensors(tmp_path, tmp_path / "converted", files="nf4_bitsandbytes/bitsandbytes")
@@ -146,7 +146,7 @@ def test_codes_of_a_codebook_that_a_binding_does_not_state_are_not_made(tmp_path
 
 
 def scales_of(found: nn.Module) -> list[bytes]:
-    return [bytes(param._planes["rowwise_scale"].numpy()) for param in found.parameters()]  # type: ignore[attr-defined]
+    return [bytes(param.store.planes["rowwise_scale"].numpy()) for param in found.parameters()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("offset", ["0.5", None, [1], 1e39, float("nan")])

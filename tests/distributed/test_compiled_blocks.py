@@ -244,7 +244,7 @@ def reads_and_refuses(recipe: str) -> None:
     run = partial(torch.compile, backend="aot_eager", fullgraph=True)
 
     clone = run(lambda w: w.clone())(weight)
-    assert clone._home is None
+    assert clone.store.home is None
     assert all(torch.equal(clone.planes()[name], plane) for name, plane in expected.items())
     with pytest.raises(Exception, match="gathered anew for each pass: a compiled graph can't write into it"):
         run(lambda w: w.copy_(torch.zeros(width, width)))(weight)

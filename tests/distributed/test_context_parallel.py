@@ -172,8 +172,8 @@ class Oracle:
         """The loss before it, and this rank's gradients."""
         values = dict(self.masters)
         for name, codes in self.codes().items():
-            values[name] = codes._dequantize("rowwise", torch.float32)
-            self.model.get_submodule(name.removesuffix(".weight")).columnwise = codes._dequantize(
+            values[name] = codes.values_of("rowwise", torch.float32)
+            self.model.get_submodule(name.removesuffix(".weight")).columnwise = codes.values_of(
                 "columnwise", torch.float32
             )
         for name, param in self.model.named_parameters():

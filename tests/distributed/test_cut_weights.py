@@ -83,17 +83,17 @@ def whole(recipe: str, given: list[Shape], seed: int) -> list[QuantizedTensor]:
 def assert_same(found: Any, expected: QuantizedTensor) -> None:
     """The class, what it says of itself, and all bytes, stored and laid out."""
     assert type(found) is type(expected), type(found)
-    assert (found.shape, found._matrix, found._halo.rows) == (expected.shape, expected._matrix, 0)
+    assert (found.shape, found.store.matrix, found.store.halo.rows) == (expected.shape, expected.store.matrix, 0)
     assert_same_tensors(expected.planes(), found.planes())
     assert_same_tensors(expected.buffers(), found.buffers())
 
 
 def assert_same_shard(found: Any, expected: Any) -> None:
     """What two shards have for their own rows."""
-    assert (found.shape, found._halo[:2]) == (expected.shape, expected._halo[:2])
-    for name in expected._planes:
+    assert (found.shape, found.store.halo[:2]) == (expected.shape, expected.store.halo[:2])
+    for name in expected.store.planes:
         if found.numel() or name in expected.LAYOUT.shared:
-            assert torch.equal(raw(found._entries(name)), raw(expected._entries(name))), name
+            assert torch.equal(raw(found.entries(name)), raw(expected.entries(name))), name
 
 
 def params(model: nn.Module) -> list[DTensor]:

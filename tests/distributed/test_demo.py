@@ -58,7 +58,7 @@ def trains(recipe: str | None) -> demo.Result:
     demo.train_step(model, optimizer, next(demo.batches(text, SMALL, 0, CPU)))  # which makes masters
     shards = {name: param._local_tensor for name, param in model.named_parameters()}  # type: ignore[attr-defined]
     name, shard = next((name, one) for name, one in shards.items() if hasattr(one, "QUANTIZED"))
-    shard._planes["rowwise_data"].view(torch.uint8)[0] += 1
+    shard.store.planes["rowwise_data"].view(torch.uint8)[0] += 1
     what = "rowwise_data" if shard.LAYOUT.passes_differ else "values"  # of blocks whose gathers leave values
     with pytest.raises(AssertionError, match=f"{name}: gathered, {what} are not those of quantizing the whole"):
         demo.verify_gather(model, optimizer)

@@ -55,7 +55,7 @@ def weight(recipe: str, *shape: int, seed: int = 0) -> QuantizedTensor:
 def assert_same(a: Any, b: QuantizedTensor) -> None:
     """Class, shape and every stored byte."""
     assert type(a) is type(b), type(a)
-    assert (a.shape, a._matrix, a.dtype) == (b.shape, b._matrix, b.dtype)
+    assert (a.shape, a.store.matrix, a.dtype) == (b.shape, b.store.matrix, b.dtype)
     assert_same_tensors(b.planes(), a.planes())
 
 

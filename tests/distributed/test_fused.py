@@ -79,7 +79,7 @@ def bytes_of(model: nn.Module) -> dict[str, bytes]:
     for name, param in model.named_parameters():
         held = gathered_whole(param.detach())
         assert isinstance(held, QuantizedTensor)
-        found[name] = b"".join(held._entries(plane).view(torch.uint8).numpy().tobytes() for plane in held.planes())
+        found[name] = b"".join(held.entries(plane).view(torch.uint8).numpy().tobytes() for plane in held.planes())
     return found
 
 

@@ -133,8 +133,8 @@ def memory(found: Any) -> Iterator[Tensor]:
         yield from memory(found.trigger_wait())
     elif isinstance(found, QuantizedTensor):
         yield from found.planes().values()
-        if found._writes.initial is not None:
-            yield found._writes.initial.values
+        if found.store.writes.initial is not None:
+            yield found.store.writes.initial.values
     elif isinstance(found, Tensor):
         yield getattr(found, "plain", found).detach()
 

@@ -85,7 +85,7 @@ def leaves_nothing(recipe: str, form: str) -> None:
 def _planes(param: Any) -> list[torch.Tensor]:
     shard = param._local_tensor
     agreed = getattr(shard, "_agreed", None)
-    own = [shard] if not hasattr(shard, "_planes") else [*shard._planes.values()]
+    own = [shard] if not hasattr(shard, "store") else [*getattr(shard.store, "planes", shard.store).values()]
     return own if agreed is None else own + [one for one in (agreed.amax, agreed.plane) if one is not None]
 
 

@@ -160,7 +160,7 @@ def quantizes_once(recipe: str) -> None:
     model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
     product_modes.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
     fully_shard(model)
-    with counted("send_alone", lambda shard, _: shard._name, gather_group) as alone, torch.no_grad():
+    with counted("send_alone", lambda shard, _: shard.weight_name, gather_group) as alone, torch.no_grad():
         for _ in range(2):
             model(torch.ones(8, WIDTH))
             reshard(model)
@@ -334,7 +334,7 @@ def leaves_nothing_of_a_failed_gather() -> None:
     made = hooks.new_values
 
     def fails(shard: Any, *args: Any) -> Tensor:
-        if shard._name == "layers.2.weight":
+        if shard.weight_name == "layers.2.weight":
             raise Lost
         return made(shard, *args)
 

@@ -85,7 +85,7 @@ def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
     multiply = linear._multiply
 
     def noted(name: Any, way: Any, left: Any, weight: Any, *args: Any) -> Tensor:
-        multiplied.append(f"{weight._name} {name}")
+        multiplied.append(f"{weight.weight_name} {name}")
         return multiply(name, way, left, weight, *args)
 
     linear._multiply = noted  # type: ignore[assignment]

@@ -181,7 +181,9 @@ def own_bytes(model: nn.Module) -> list[bytes]:
         held = meshes.local_of(param).detach()
         quantized = isinstance(held, QuantizedTensor)
         found += (
-            [bytes(raw(held._entries(n)).tolist()) for n in held._planes] if quantized else [bytes(raw(held).tolist())]
+            [bytes(raw(held.entries(n)).tolist()) for n in held.store.planes]
+            if quantized
+            else [bytes(raw(held).tolist())]
         )
     return found
 

@@ -54,7 +54,7 @@ def quantized(values: Tensor, recipe: str) -> nn.Module:
 def masters_are(model: nn.Module, expected: Tensor) -> None:
     """Masters made now equal the values, bit for bit, and the values are gone."""
     param: Any = model.weight
-    kept = local(param)._writes.initial
+    kept = local(param).store.writes.initial
     seen = weakref.ref(kept.values) if kept is not None else lambda: None
     assert kept is not None or not local(param).numel()
     assert kept is None or kept.values.numel() == local(param).numel(), "a shard keeps its own rows"
@@ -74,7 +74,7 @@ def keeps(recipe: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) ->
     """Values of the shards after fully_shard."""
     values = plain(shape, dtype)
     model = quantized(values, recipe)
-    whole = weakref.ref(model.weight._writes.initial.values)  # type: ignore[union-attr]
+    whole = weakref.ref(model.weight.store.writes.initial.values)  # type: ignore[union-attr]
     options: dict[str, Any] = {}
     if form.startswith("dim "):
         options["shard_placement_fn"] = lambda _: Shard(int(form[4:]))
@@ -184,7 +184,7 @@ def refreshes(recipe: str, shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         param.copy_(distribute_tensor(values, param.device_mesh, param.placements))
     assert torch.equal(optimizer.masters()[param].full_tensor(), values)  # type: ignore[attr-defined]
-    assert local(param)._writes.initial is None
+    assert local(param).store.writes.initial is None
     other_sharded = quantized(plain(shape).flip(0), recipe)
     layoutc.MasterWeights(torch.optim.SGD, other_sharded.parameters(), lr=1e-3)  # takes its values
     fully_shard(other_sharded)
@@ -206,9 +206,9 @@ def drops(recipe: str) -> None:
     fully_shard(model)
     model.requires_grad_(False)
     shard_of: Any = local(model.weight)  # type: ignore[arg-type]
-    assert shard_of._writes.initial is not None
+    assert shard_of.store.writes.initial is not None
     model(torch.ones(2, 64))
-    assert shard_of._writes.initial is None
+    assert shard_of.store.writes.initial is None
     other = quantized(plain((64, 64)) + dist.get_rank(), recipe)
     copies = [Replicate()]
     other.weight = nn.Parameter(distribute_tensor(other.weight, mesh_of(2), copies))
@@ -216,9 +216,9 @@ def drops(recipe: str) -> None:
     assert torch.equal(master.full_tensor(), plain((64, 64)))  # type: ignore[operator]
     other = quantized(plain((64, 64)), recipe)
     if dist.get_rank() == 0:
-        other.weight._writes.initial = None  # type: ignore[union-attr]
+        other.weight.store.writes.initial = None  # type: ignore[union-attr]
     sent: Any = distribute_tensor(other.weight, mesh_of(2), copies)
-    assert sent._local_tensor._writes.initial is None, "alike on all ranks"
+    assert sent._local_tensor.store.writes.initial is None, "alike on all ranks"
     whole: Any = quantized(plain((128, 64)) + dist.get_rank(), recipe)
     whole.weight = nn.Parameter(distribute_tensor(whole.weight, mesh_of(2), [Shard(0)]))
     masters_are(whole, plain((128, 64)))

@@ -224,7 +224,7 @@ def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
         assert isinstance(a, DTensor)
         assert isinstance(b, DTensor)
         if a.dim() == 2:
-            own = [{name: one._entries(name) for name in one.planes()} for one in (local(a), local(b))]
+            own = [{name: one.entries(name) for name in one.planes()} for one in (local(a), local(b))]
             assert_same_tensors(*own)
             assert type(local(b)) is recipe_module(recipe).Tensor
         else:
@@ -240,7 +240,7 @@ def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
     files = sum(path.stat().st_size for path in Path(folder).glob("*.distcp"))
     count = sum(param.numel() for param in model.parameters())
     shards = [local(param) for param in model.parameters() if param.dim() == 2]
-    held = torch.tensor(sum(shard._entries(name).nbytes for shard in shards for name in shard.planes()))
+    held = torch.tensor(sum(shard.entries(name).nbytes for shard in shards for name in shard.planes()))
     dist.all_reduce(held)  # ranks whose cuts go through blocks have scales of other numbers of them
     parts = (
         4 * len(list(model.parameters())) * dist.get_world_size()

@@ -82,8 +82,8 @@ def sees_other_planes(recipe: str, way: str) -> None:
         elif way == "data":
             one.data = another
         else:
-            for name, plane in one._planes.items():
-                plane.set_(another._planes[name].clone())  # type: ignore[call-overload]
+            for name, plane in one.store.planes.items():
+                plane.set_(another.store.planes[name].clone())  # type: ignore[call-overload]
     assert_gathers_as(model, reference)
 
 
@@ -106,11 +106,11 @@ def keeps_its_scale(recipe: str) -> None:
         names = shard_of.LAYOUT.shared
         assert names
         for name in names:
-            shard_of._planes[name].view(torch.float32).mul_(2)
+            shard_of.store.planes[name].view(torch.float32).mul_(2)
         assert torch.equal(raw(model.head.weight.dequantize()), raw(before))
         model.reshard()
         for name in names:
-            shard_of._planes[name].view(torch.float32).div_(2)
+            shard_of.store.planes[name].view(torch.float32).div_(2)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])

@@ -62,7 +62,7 @@ def held(model: nn.Module) -> Planes:
     found: Planes = {}
     for name, param in model.named_parameters():
         local = param._local_tensor  # type: ignore[attr-defined]
-        planes = {n: local._entries(n) for n in local.planes()} if isinstance(local, QuantizedTensor) else {"": local}
+        planes = {n: local.entries(n) for n in local.planes()} if isinstance(local, QuantizedTensor) else {"": local}
         found |= {f"{name}.{n}": plane.detach().clone() for n, plane in planes.items()}
     return found
 

@@ -93,6 +93,6 @@ def test_bytes_are_those_of_the_cpu(recipe: str) -> None:
     for one, other in ((card[0].weight, cpu[0].weight), (card[2].weight, cpu[2].weight)):
         assert type(other.data) is type(one.data)
         for orientation in one.data.orientations:
-            ours, theirs = (weight.data.quantize((orientation,))._planes for weight in (one, other))
+            ours, theirs = (weight.data.quantize((orientation,)).store.planes for weight in (one, other))
             for name, plane in ours.items():
                 assert torch.equal(plane.cpu().view(torch.uint8), theirs[name].view(torch.uint8)), name

@@ -41,24 +41,24 @@ def test_kept_launches_read_what_is_there_now(name: str, dtype: torch.dtype) -> 
     recipe = importlib.import_module(f"layoutc.recipes.{name}")
     first, second = (torch.randn(256, 512, device="cuda", dtype=dtype) for _ in range(2))
     weight = nn.Parameter(recipe.quantize(first))
-    before = {key: plane.clone() for key, plane in weight._planes.items()}  # some recipes round by chance
+    before = {key: plane.clone() for key, plane in weight.store.planes.items()}  # some recipes round by chance
     x = torch.randn(3, 32, 512, device="cuda", dtype=dtype, requires_grad=True)
-    other = recipe.quantize(second)._planes
+    other = recipe.quantize(second).store.planes
     expected = {}
-    for which, planes in (("first", weight._planes), ("second", other)):
+    for which, planes in (("first", weight.store.planes), ("second", other)):
         apart = nn.Parameter(recipe.Tensor({key: one.clone() for key, one in planes.items()}, (256, 512), dtype))
         expected[which] = results(x, apart, kept=False)
     for _ in range(3):
         assert all(map(torch.equal, results(x, weight, kept=True), expected["first"]))
-    assert [one for one in weight._readings.values() if one is not None]
-    for plane in weight._planes.values():  # as FSDP2 does between passes
+    assert [one for one in weight.readings.values() if one is not None]
+    for plane in weight.store.planes.values():  # as FSDP2 does between passes
         size = plane.untyped_storage().nbytes()
         plane.untyped_storage().resize_(0)
         plane.untyped_storage().resize_(size)
     in_the_way = torch.zeros(1 << 20, device="cuda")
-    for key, plane in weight._planes.items():
+    for key, plane in weight.store.planes.items():
         plane.copy_(other[key])
     assert all(map(torch.equal, results(x, weight, kept=True), expected["second"]))
-    weight._planes.update(before)
+    weight.store.planes.update(before)
     assert all(map(torch.equal, results(x, weight, kept=True), expected["first"]))
     assert not in_the_way.any()

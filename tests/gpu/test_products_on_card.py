@@ -84,8 +84,8 @@ def test_kernels_multiply_quantized_values(name: str, dtype: torch.dtype) -> Non
         recipes = module(name).LAYOUT.products
         activation, gradient = module(recipes.activation[0]), module(recipes.gradient[0])
         held = module(name).quantize(w)
-        a, b = activation.quantize(x)._dequantize("rowwise", torch.float32), held._dequantize("rowwise", torch.float32)
-        c, d = gradient.quantize(g)._dequantize("rowwise", torch.float32), held._dequantize("columnwise", torch.float32)
+        a, b = activation.quantize(x).values_of("rowwise", torch.float32), held.values_of("rowwise", torch.float32)
+        c, d = gradient.quantize(g).values_of("rowwise", torch.float32), held.values_of("columnwise", torch.float32)
         values = (a @ b.t(), c @ d, values[2])
     for one, other in list(zip(kernel, values, strict=True))[:2]:
         error = (one.float() - other.float()).norm() / other.float().norm()
@@ -181,7 +181,7 @@ def test_a_scale_that_is_a_piece_of_a_larger_tensor() -> None:
     weight = module("fp8_current").quantize(torch.randn(M, K, device="cuda", dtype=torch.bfloat16))
     with product_modes.products("reference"):
         expected = F.linear(x, weight)
-        planes = weight._planes
+        planes = weight.store.planes
         planes["rowwise_scale"] = torch.cat([planes["rowwise_scale"]] * 2)[1:]
         assert planes["rowwise_scale"].data_ptr() % 16
         assert torch.equal(F.linear(x, weight), expected)

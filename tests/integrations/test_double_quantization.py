@@ -230,7 +230,7 @@ def test_scales_are_rounded_by_less_than_a_step_of_codes(tmp_path: Path) -> None
     quantize_as_stored(again, tmp_path / "out")
     load_safetensors(again, tmp_path / "out")
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        before, after = one._planes, other._planes  # type: ignore[attr-defined]
+        before, after = one.store.planes, other.store.planes  # type: ignore[attr-defined]
         assert (after["rowwise_scale"] / before["rowwise_scale"] - 1).abs().max() < 0.012
         assert torch.equal(after["rowwise_data"], before["rowwise_data"])
 
@@ -238,7 +238,7 @@ def test_scales_are_rounded_by_less_than_a_step_of_codes(tmp_path: Path) -> None
 def refused(where: str) -> str:
     model, _ = ours()
     weight: Any = model.get_parameter("2.weight")
-    weight._planes["rowwise_scale"][7, 3] = float("inf")
+    weight.store.planes["rowwise_scale"][7, 3] = float("inf")
     for layer in model:  # type: ignore[attr-defined]
         fully_shard(layer)
     fully_shard(model)

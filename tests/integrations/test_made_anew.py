@@ -89,7 +89,7 @@ def test_cast_weights_without_values_yet(file: str) -> None:
         model: Any = plain(1)
         layoutc.cast_on_gather_(model, "mxfp8")
     assert model[0].weight.is_meta
-    assert model[0].weight._name == "0.weight"
+    assert model[0].weight.weight_name == "0.weight"
     model.load_state_dict(torch.load(file), assign=True)
     expected = plain()
     layoutc.cast_on_gather_(expected, "mxfp8")

@@ -144,7 +144,7 @@ def trains_as_one_process(recipe: str, how: str, on_gather: bool = False) -> flo
         assert param.grad is None
     weights = [p for p in model.parameters() if isinstance(p, DTensor) and isinstance(p._local_tensor, QuantizedTensor)]
     assert len(weights) == 14
-    assert not any(weight._local_tensor._writes.initial or weight.requires_grad for weight in weights)
+    assert not any(weight._local_tensor.store.writes.initial or weight.requires_grad for weight in weights)
     nbytes = sum(plane.nbytes for w in weights for plane in whole(w).planes().values())
     return nbytes / sum(weight.numel() for weight in weights)
 

@@ -110,7 +110,9 @@ def test_a_hundred_pairs_move_no_byte_and_cost_no_memory_between(recipe: str) ->
             one.data.mul_(1.01)
         model.unmerge_adapter()
     assert same(planes_of(model), before)
-    assert all(one._writes.base is not None and one._writes.base[0].weight is None for one in weights_of(model))
+    assert all(
+        one.store.writes.base is not None and one.store.writes.base[0].weight is None for one in weights_of(model)
+    )
 
 
 def _of(name: str, **more: Any) -> Callable[[], Any]:
@@ -185,7 +187,7 @@ def test_a_model_that_is_merged_for_good_keeps_nothing_beside() -> None:
         merged = model.merge_and_unload()
     del model
     gc.collect()
-    assert all(one._writes.base is None for one in weights_of(merged))
+    assert all(one.store.writes.base is None for one in weights_of(merged))
     before = planes_of(merged)
     again = adapted(merged, lora())
     again.merge_adapter()

@@ -282,10 +282,10 @@ def test_plain_values_are_written_where_the_shard_is_cut_as_its_row_sharding_say
     expected = cuts.halo(1, shard.LAYOUT.block_rows)
     others = Halo(expected.before + 1, expected.after), Halo(expected.before, 0), expected._replace(tied_after=True)
     for halo in others:
-        shard._halo = halo
+        shard.store.halo = halo
         with pytest.raises(LayoutError, match="rank 1 should hold"):
             check_whole_blocks(shard, row_sharding)
-    shard._halo = expected
+    shard.store.halo = expected
     check_whole_blocks(shard, row_sharding)
     with pytest.raises(UnsupportedOperator, match="cut inside a block"):
         check_whole_blocks(shard, None)

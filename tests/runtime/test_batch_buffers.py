@@ -60,7 +60,7 @@ def tensors_of(name: str, count: int) -> list[QuantizedTensor]:
 def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, ...], swizzled: bool) -> None:
     """Of a group, and of the reference."""
     flags = (swizzled,) if recipe(name).LAYOUT.swizzled else ()
-    weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
+    weights, shapes = [tensor.planes() for tensor in tensors], [tensor.store.matrix for tensor in tensors]
     together = kernels(name).lay_out_batch(weights, shapes, orientations, *flags)
     for planes, shape, found in zip(weights, shapes, together, strict=True):
         expected = reference(name).lay_out(planes, *shape, orientations)
@@ -132,7 +132,7 @@ def test_pieces_empty_weights_and_planes_that_lie_anywhere(launches: list[int]) 
     moved = make("mxfp8", 64, 64)
     space = {name: torch.empty(plane.numel() + 1, dtype=plane.dtype) for name, plane in moved.planes().items()}
     odd = {name: space[name][1:].view(plane.shape).copy_(plane) for name, plane in moved.planes().items()}
-    pieces = [whole[:64], whole[:, 32:64], whole[64:96], moved._with_planes(odd), whole[:0]]
+    pieces = [whole[:64], whole[:, 32:64], whole[64:96], moved.with_planes(odd), whole[:0]]
     found = layoutc.buffers_of(pieces)
     assert launches == [4]
     assert all(same_tensors(piece.buffers(), one) for piece, one in zip(pieces, found, strict=True))
@@ -189,7 +189,7 @@ def test_what_is_allocated_is_on_the_device_that_was_asked_for(name: str) -> Non
 def test_a_table_is_made_once_for_the_same_places() -> None:
     batches._tables.cache_clear()
     tensors = tensors_of("nvfp4", 3)
-    weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
+    weights, shapes = [tensor.planes() for tensor in tensors], [tensor.store.matrix for tensor in tensors]
     made = buffers.new_for_batch(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
     names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
     for _ in range(3):

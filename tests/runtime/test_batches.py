@@ -211,7 +211,7 @@ def one_by_one(batch: list[tuple[QuantizedTensor, Tensor]]) -> None:
     for target, values in batch:
         layout = target.LAYOUT
         with off_card():
-            amax = type(target)._shared_amax(values.reshape(target._matrix)) if layout.shares_amax else None
+            amax = type(target)._shared_amax(values.reshape(target.store.matrix)) if layout.shares_amax else None
             recipe(layout.name).quantize(values, amax=amax, out=target)
 
 
@@ -235,11 +235,11 @@ def take_steps(names: list[str], count: int, steps: int, sizes: list[int]) -> No
     others = [copy.deepcopy(target) for target in targets]
     for step in range(steps):
         values = [weight(*target.shape, 90 + step + index) for index, target in enumerate(targets)]
-        writes = [target._writes.count for target in targets]
+        writes = [target.store.writes.count for target in targets]
         sizes.clear()
         requantize_batch_(list(zip(targets, values, strict=True)), [])
         assert sizes == [count for name in names if name in GROUPED for _ in range(2 if name in APART else 1)]
-        assert [target._writes.count for target in targets] == [count + 1 for count in writes]
+        assert [target.store.writes.count for target in targets] == [count + 1 for count in writes]
         one_by_one(list(zip(others, values, strict=True)))
         for target, other in zip(targets, others, strict=True):
             for name, plane in other.planes().items():
@@ -253,9 +253,9 @@ def test_weights_that_hold_other_planes_go_elsewhere(on_card: list[int]) -> None
     with off_card():
         targets = [make(weight(*shape, seed)) for seed in range(4)]
         targets += [make(weight(*shape, seed), orientations="rowwise") for seed in range(4, 7)]
-    strided = targets[0]._map(lambda plane: plane.repeat(1, 2)[:, : plane.shape[1]])
-    targets[0] = targets[0]._with_planes(strided)
-    assert launch.writable(targets[0]._planes, torch.device("cpu")) is None
+    strided = targets[0].map_planes(lambda plane: plane.repeat(1, 2)[:, : plane.shape[1]])
+    targets[0] = targets[0].with_planes(strided)
+    assert launch.writable(targets[0].store.planes, torch.device("cpu")) is None
     values = [weight(*shape, 50 + index) for index in range(7)]
     values[1] = values[1].bfloat16()
     others = [copy.deepcopy(target) for target in targets]

@@ -178,7 +178,7 @@ def verdict(call: Call) -> tuple[str, str]:
     # Products along the rows read the columnwise values. For any subclass torch chooses what gradients need, as for
     # eigvalsh, which computes vectors too.
     others = [call.weight().dequantize().requires_grad_()]
-    others += [q._dequantize(name, q.dtype) for name in q.orientations if name == "columnwise"]
+    others += [q.values_of(name, q.dtype) for name in q.orientations if name == "columnwise"]
     return ("equal", "") if any(not difference(result, call.of(other)) for other in others) else ("", found)
 
 

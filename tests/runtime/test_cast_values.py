@@ -261,7 +261,7 @@ def test_a_copy_of_a_weight_made_of_a_parameter_keeps_no_graph() -> None:
     """Else each copy would hold all those before it."""
     weight = module_of("fp8_current").CastTensor(nn.Parameter(values_for()))
     other = copy.deepcopy(copy.deepcopy(weight))
-    assert not any(plane.requires_grad for plane in other._planes.values())
+    assert not any(plane.requires_grad for plane in other.store.values())
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "fp8_delayed"])

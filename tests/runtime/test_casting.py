@@ -211,7 +211,7 @@ def test_a_history_advances_once_for_each_change_of_the_values() -> None:
     layoutc.cast_on_gather_(model, module)
     weight: Any = model.weight
     expected = module.quantize(weight.data.plain)
-    assert torch.equal(weight.data.quantize()._planes["amax"], expected._planes["amax"])
+    assert torch.equal(weight.data.quantize().store.planes["amax"], expected.store.planes["amax"])
     for factor in (2.0, 3.0, 0.5):
         with torch.no_grad():
             weight.mul_(factor)
@@ -220,7 +220,7 @@ def test_a_history_advances_once_for_each_change_of_the_values() -> None:
         other = copy.deepcopy(model)
         for one in (weight, weight, other.weight, pickle.loads(pickle.dumps(model)).weight):
             found = one.data.quantize()
-            assert torch.equal(found._planes["amax"], expected._planes["amax"])
+            assert torch.equal(found.store.planes["amax"], expected.store.planes["amax"])
             assert torch.equal(found.dequantize(), expected.dequantize())
     model.load_state_dict(model.state_dict())
     assert torch.equal(weight.data.quantize().dequantize(), module.quantize(weight.data.plain).dequantize())

@@ -61,7 +61,7 @@ def test_outputs_and_gradients_have_the_bits_of_the_class(
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
     with torch.no_grad():
-        assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight._dequantize("rowwise", dtype), bias))
+        assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight.values_of("rowwise", dtype), bias))
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
@@ -100,11 +100,11 @@ def test_transforms_autocast_and_other_dtypes_are_left_to_the_class() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = F.linear(x, weight)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, F.linear(x.bfloat16(), weight._dequantize("rowwise", torch.bfloat16)))
+    assert torch.equal(out, F.linear(x.bfloat16(), weight.values_of("rowwise", torch.bfloat16)))
     half = x.detach().bfloat16()
-    assert torch.equal(F.linear(half, weight), F.linear(half, weight._dequantize("rowwise", torch.bfloat16)))
+    assert torch.equal(F.linear(half, weight), F.linear(half, weight.values_of("rowwise", torch.bfloat16)))
     with torch.inference_mode():
-        assert torch.equal(F.linear(detached, weight), F.linear(detached, weight._dequantize("rowwise", torch.float32)))
+        assert torch.equal(F.linear(detached, weight), F.linear(detached, weight.values_of("rowwise", torch.float32)))
 
 
 @pytest.mark.parametrize("products", ["dequantize", "reference"])
@@ -265,13 +265,13 @@ class Kept:
 def test_a_kept_launch_is_not_asked_where_it_does_not_fit(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While pieces wait, reading a weight raises; FSDP2's copies of shards may take over other planes."""
     _, weight, _ = case("fp8_block", (5,), torch.float32, False)
-    monkeypatch.setitem(weight._readings, ("rowwise", torch.float32), Kept())
+    monkeypatch.setitem(weight.readings, ("rowwise", torch.float32), Kept())
     assert not autograd.values_of(weight, "rowwise", torch.float32).any()
     if change == "pieces wait":
-        monkeypatch.setattr(weight._writes, "waiting", [object()])
+        monkeypatch.setattr(weight.store.writes, "waiting", [object()])
     elif change == "another matrix":
-        monkeypatch.setattr(weight, "_matrix", (128, 128))
+        monkeypatch.setattr(weight.store, "matrix", (128, 128))
     else:
-        monkeypatch.setattr(weight, "_halo", weight._halo._replace(before=128))
-    monkeypatch.setattr(type(weight), "_dequantize", lambda *_: torch.ones(256, 128))
+        monkeypatch.setattr(weight.store, "halo", weight.store.halo._replace(before=128))
+    monkeypatch.setattr(type(weight), "values_of", lambda *_: torch.ones(256, 128))
     assert autograd.values_of(weight, "rowwise", torch.float32).all()

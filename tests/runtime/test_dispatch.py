@@ -377,7 +377,7 @@ def test_rows_that_begin_elsewhere_in_a_block_are_others(recipe: str) -> None:
     q = module(recipe).quantize(values)
     a, b = (q[start : start + rows] for start in (rows // 4, rows // 2))
     for name in q.planes():
-        assert torch.equal(raw(a._entries(name)), raw(b._entries(name))), name
+        assert torch.equal(raw(a.entries(name)), raw(b.entries(name))), name
     assert not torch.equal(a.dequantize(), b.dequantize())
     assert not torch.equal(a, b)
     assert torch.equal(a, q[rows // 4 : rows // 4 + rows])

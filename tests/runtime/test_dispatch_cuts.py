@@ -14,7 +14,7 @@ from torch import Tensor
 
 import layoutc
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.weight.planes import ScatteredPlanes
+from layoutc.runtime.storage.planes import ScatteredPlanes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Cut = Callable[[Tensor], Tensor]
@@ -406,7 +406,7 @@ def test_any_accepted_chain_of_views_commutes_with_dequantize(
             assert type(view) is type(q)
             assert view.shape == plain.shape
             assert same_bits(view.dequantize(), plain)
-            assert offset_in(q, view) or isinstance(view._planes, ScatteredPlanes)  # rows that no strides reach
+            assert offset_in(q, view) or isinstance(view.store.planes, ScatteredPlanes)  # rows that no strides reach
     assert all(same_bits(plane, before[name]) for name, plane in q.planes().items())
 
 

@@ -45,7 +45,7 @@ M_CONTRACTED: dict[str, Product] = {
 
 def values(q: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
     """The plain weight that an orientation stands for."""
-    return q._dequantize(orientation, dtype)
+    return q.values_of(orientation, dtype)
 
 
 @pytest.mark.sample(86)

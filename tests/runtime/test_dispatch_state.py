@@ -69,7 +69,11 @@ def test_a_round_trip_is_byte_exact_and_compact(recipe: str, name: str, trip: st
     back = ROUND_TRIPS[trip](q)
     assert type(back) is type(q)
     assert (back.shape, back.stride(), back.dtype, back.device) == (q.shape, q.stride(), q.dtype, q.device)
-    assert (back.orientations, back.requires_grad, back._matrix) == (q.orientations, q.requires_grad, q._matrix)
+    assert (back.orientations, back.requires_grad, back.store.matrix) == (
+        q.orientations,
+        q.requires_grad,
+        q.store.matrix,
+    )
     if name == "meta":
         assert facts(back) == facts(q)
         return

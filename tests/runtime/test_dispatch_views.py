@@ -60,7 +60,7 @@ def test_views_keep_the_class_and_the_planes(recipe: str, name: str) -> None:
     with layoutc.strict():
         view, expected = EXACT[name](q), EXACT[name](plain)
     assert type(view) is module(recipe).Tensor
-    assert view._planes is q._planes
+    assert view.store.planes is q.store.planes
     assert (view.shape, view.stride(), view.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert view.is_contiguous() == expected.is_contiguous()
     assert same_bits(view.dequantize(), expected)
@@ -72,7 +72,7 @@ def test_views_of_views_see_what_is_written_to_the_base(recipe: str) -> None:
     seen = [q.detach(), q.view(-1), q.view(2, 128, 256), q.t(), q.as_strided(q.shape, q.stride())]
     q.copy_(other)
     for view in seen:
-        assert same_bits(view.dequantize().flatten(), (other.t() if view._transposed else other).dequantize().flatten())
+        assert same_bits(view.dequantize().flatten(), (other.t() if view.transposed else other).dequantize().flatten())
     seen[2].copy_(make(recipe, 2, 128, 256, seed=2))
     assert torch.equal(q.dequantize(), make(recipe, 2, 128, 256, seed=2).dequantize().view(256, 256))
 
@@ -241,6 +241,6 @@ def test_as_strided_keeps_what_a_parameter_holds(recipe: str) -> None:
     parameter = torch.nn.Parameter(torch.as_strided(q, q.shape, q.stride(), 0))
     assert isinstance(parameter, torch.nn.Parameter)
     assert type(parameter) is type(q)
-    assert parameter._planes is q._planes
+    assert parameter.store.planes is q.store.planes
     assert aliases(parameter, q)
     assert list(parameter.buffers()) == list(q.buffers())

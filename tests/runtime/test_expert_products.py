@@ -129,7 +129,7 @@ def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, si
     products = module(recipe).LAYOUT.products
     others = module(products.activation[0]), module(products.gradient[0])
     kept = all(
-        same_bits(one.quantize(data)._dequantize("columnwise", data.dtype), data)
+        same_bits(one.quantize(data).values_of("columnwise", data.dtype), data)
         for one, data in zip(others, (exact(recipe, 64, 64, 1), exact(recipe, 64, 64, 2)), strict=True)
     )
     count = 3 if kept or how != "reference" else 2
@@ -693,7 +693,7 @@ def test_pieces_of_weights() -> None:
         some = F.grouped_mm(x[40:], held[2:].transpose(1, 2), offs=offs[2:] - 40)
         assert same_bits(some, whole[40:])
         cut = make("fp8_block", EXPERTS, 96, K)[1:3]
-        assert cut._halo.rows
+        assert cut.store.halo.rows
         before = layoutc.products_without_kernel()
         ends = offsets((40, 88))
         made = F.grouped_mm(x, cut.transpose(1, 2), offs=ends)

@@ -86,11 +86,11 @@ def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pyt
     out, of_x, _ = run(recipe, x, w, g, offsets(sizes), "reference")
 
     def values(one: Any, data: Tensor) -> Tensor:
-        return one.quantize(data)._dequantize("rowwise", torch.float32).double()
+        return one.quantize(data).values_of("rowwise", torch.float32).double()
 
     for found, left, right in (
-        (out, values(activation, x), held._dequantize("columnwise", torch.float32).double()),
-        (of_x, values(gradient, g), held._dequantize("rowwise", torch.float32).double().transpose(1, 2)),
+        (out, values(activation, x), held.values_of("columnwise", torch.float32).double()),
+        (of_x, values(gradient, g), held.values_of("rowwise", torch.float32).double().transpose(1, 2)),
     ):
         groups = left.split(sizes)
         expected = torch.cat([a @ b for a, b in zip(groups, right, strict=True)])

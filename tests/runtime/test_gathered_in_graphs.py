@@ -31,12 +31,12 @@ def test_a_graph_reads_what_the_weight_holds_when_it_runs(recipe: str) -> None:
     whole = gather(shard, "forward", memory)
     read = make_fx(lambda: whole.dequantize())
     graph = read()
-    assert torch.equal(graph(), shard._dequantize("rowwise", torch.float32))
+    assert torch.equal(graph(), shard.values_of("rowwise", torch.float32))
     gather(shard, "backward", memory, whole)
     with pytest.raises(MissingOrientation, match="FSDP2 does not hold this shard any more"):
         graph()
     gather(shard, "forward", memory, whole)
-    assert torch.equal(graph(), shard._dequantize("rowwise", torch.float32))
+    assert torch.equal(graph(), shard.values_of("rowwise", torch.float32))
     memory[0].untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="reads rowwise of a weight that FSDP2 has resharded"):
         graph()
@@ -85,7 +85,7 @@ def test_shapes_and_dtypes_without_values(recipe: str, window: list[int]) -> Non
             made += OPERATORS.lay_out_gathered(handle, window, key, "rowwise", swizzled)
         return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
 
-    expected = facts(whole._planes.handle)
+    expected = facts(whole.store.planes.handle)
     with FakeTensorMode():
         assert facts(torch.empty(1, dtype=torch.uint8)) == expected
 
@@ -93,7 +93,7 @@ def test_shapes_and_dtypes_without_values(recipe: str, window: list[int]) -> Non
 def test_a_weight_that_is_gone(recipe: str) -> None:
     """Its handle, saved by a graph, stands for nothing; nor does a copy of it."""
     whole = gather(weight(recipe), "forward", [])
-    handle, key = whole._planes.handle, type(whole).KEY
+    handle, key = whole.store.planes.handle, type(whole).KEY
     arguments = [0, 256, 0, 256], key, "rowwise", torch.float32
     assert torch.equal(OPERATORS.dequantize_gathered(handle.detach(), *arguments), whole.dequantize())
     with pytest.raises(MissingOrientation, match="FSDP2 does not hold that weight any more"):
@@ -111,4 +111,4 @@ def test_an_orientation_that_the_shard_does_not_hold(recipe: str) -> None:
     whole = gather(shard, "forward", [])
     arguments = [0, 256, 0, 256], type(whole).KEY, "columnwise", torch.float32
     with pytest.raises(MissingOrientation, match="but its shard holds no columnwise"):
-        OPERATORS.dequantize_gathered(whole._planes.handle, *arguments)
+        OPERATORS.dequantize_gathered(whole.store.planes.handle, *arguments)

@@ -104,8 +104,8 @@ def check(recipe: str, x: Tensor, world: int, which: PassName) -> None:
         assert tensor.orientations == whole.LAYOUT.serves[which]
         assert same_tensors(tensor.buffers(), served(whole, which))
         for orientation in tensor.orientations:
-            expected = whole._dequantize(orientation, torch.float32)
-            assert same_bits(tensor._dequantize(orientation, torch.float32), expected)
+            expected = whole.values_of(orientation, torch.float32)
+            assert same_bits(tensor.values_of(orientation, torch.float32), expected)
 
 
 def shapes(recipe: str, world: int) -> list[tuple[int, ...]]:
@@ -233,9 +233,9 @@ def test_the_same_object_is_refreshed_for_all_its_aliases(recipe: str, world: in
         result = shards[0].fsdp_post_all_gather(outputs, metadata[0], torch.float32, out=parameter)
         assert result is None
         assert same_tensors(parameter.buffers(), served(whole, which))
-        expected = whole._dequantize(parameter.orientations[0], torch.float32)
+        expected = whole.values_of(parameter.orientations[0], torch.float32)
         assert same_bits(parameter.dequantize(), expected)
-        assert all(view._planes is parameter._planes for view in views)
+        assert all(view.store.planes is parameter.store.planes for view in views)
         assert same_bits(views[1].dequantize(), expected.t())
         assert same_bits(views[2].dequantize(), expected.flatten())
 

@@ -48,7 +48,7 @@ def weight_of(module: nn.Module) -> Any:
 
 
 def kept(module: nn.Module) -> Tensor | None:
-    initial = weight_of(module)._writes.initial
+    initial = weight_of(module).store.writes.initial
     return None if initial is None else initial.values
 
 
@@ -114,7 +114,7 @@ def test_weights_that_do_not_train_keep_nothing() -> None:
     assert kept(built) is None
     assert kept(frozen) is None
     made: Any = import_module("layoutc.recipes.mxfp8").quantize(values_of())
-    assert made._writes.initial is None
+    assert made.store.writes.initial is None
     later = quantized("mxfp8", values_of())
     later.requires_grad_(False)
     layoutc.MasterWeights(torch.optim.SGD, later.parameters(), lr=1e-3)
@@ -245,7 +245,7 @@ def test_weights_initialized_after_quantize_have_the_bytes_of_plain_ones(recipe:
 def test_a_part_of_a_weight_whose_rest_has_no_values() -> None:
     """The rest is what it dequantizes to."""
     module = quantized("mxfp8", values_of(), keep_values=False)
-    module.weight._writes.trains = True  # type: ignore[union-attr]
+    module.weight.store.writes.trains = True  # type: ignore[union-attr]
     module = copy.deepcopy(module)
     expected = weight_of(module).dequantize(torch.float32)
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_values_are_in_no_file_and_no_graph() -> None:
     assert weight_of(module).planes().keys() == weight_of(bare).planes().keys()
     assert weight_of(module).__tensor_flatten__() == weight_of(bare).__tensor_flatten__()
     restored = pickle.loads(pickle.dumps(module.weight))
-    assert restored._writes.initial is None
+    assert restored.store.writes.initial is None
 
 
 @pytest.mark.parametrize("kind", ["default", "blocking"])
@@ -341,7 +341,7 @@ def test_stagers_copy_no_values(kind: str) -> None:
         staged = BlockingAsyncStager().stage(state)
     copied = staged["model"]["weight"]
     assert bytes_of(copied) == bytes_of(module.weight)
-    assert copied._writes.initial is None
+    assert copied.store.writes.initial is None
     assert kept(module) is not None
 
 

@@ -181,18 +181,18 @@ def test_an_operand_is_kept_while_the_planes_stay(recipe: str) -> None:
     expected, of_other = out(make(recipe, M, K)), out(make(recipe, M, K, seed=1))
     assert not torch.equal(expected, of_other)
     assert same_bits(out(held), expected)
-    kept = held._readings["rowwise", "operand"].side
+    kept = held.readings["rowwise", "operand"].side
     assert same_bits(out(held), expected)
-    assert held._readings["rowwise", "operand"].side is kept
+    assert held.readings["rowwise", "operand"].side is kept
     held.copy_(other)  # into the same planes
     assert same_bits(out(held), of_other)
-    assert held._readings["rowwise", "operand"].side is kept
+    assert held.readings["rowwise", "operand"].side is kept
     held.data = make(recipe, M, K)
     assert same_bits(out(held), expected)
-    held._planes["rowwise_data"] = held._planes["rowwise_data"].clone()
+    held.store.planes["rowwise_data"] = held.store.planes["rowwise_data"].clone()
     assert same_bits(out(held), expected)
-    assert held._readings["rowwise", "operand"].side is not kept
-    held._planes["rowwise_data"].untyped_storage().resize_(0)
+    assert held.readings["rowwise", "operand"].side is not kept
+    held.store.planes["rowwise_data"].untyped_storage().resize_(0)
     assert weight_operand.kept_side(held, "rowwise") is None
 
 

@@ -192,7 +192,7 @@ def test_masters_that_are_loaded_are_not_said_to_start_from_codes() -> None:
         resumed[0].weight.copy_(values_of(5))
     other.load_state_dict(state)
     steps(resumed, other)
-    assert resumed[0].weight._writes.initial is None, "not taken, and not kept either"  # type: ignore[union-attr]
+    assert resumed[0].weight.store.writes.initial is None, "not taken, and not kept either"  # type: ignore[union-attr]
     assert not warned(lambda: steps(model, optimizer))
 
 
@@ -205,7 +205,7 @@ def test_a_plain_optimizer_is_told_of_master_weights(kind: Any, foreach: bool) -
     (message,) = warned(lambda: steps(model, optimizer, 3))
     assert f"{kind.__name__} steps quantized weights themselves (0.weight of shape (64, 64) in mxfp8 first)" in message
     assert f"layoutc.MasterWeights(torch.optim.{kind.__name__}, model.parameters(), ...)" in message
-    assert all(param._writes.initial is None for param in model.parameters())  # type: ignore[attr-defined]
+    assert all(param.store.writes.initial is None for param in model.parameters())  # type: ignore[attr-defined]
 
 
 def rounds(

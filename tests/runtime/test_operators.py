@@ -351,11 +351,11 @@ def test_flattening_follows_what_a_weight_holds() -> None:
     names, context = weight.__tensor_flatten__()
     assert weight.__tensor_flatten__() == (names, context)
     assert weight.__tensor_flatten__()[1] is context
-    assert [getattr(weight, name) for name in names] == list(weight._planes.values())
+    assert [getattr(weight, name) for name in names] == list(weight.store.planes.values())
     with product_modes.products("reference"):
         assert weight.__tensor_flatten__()[1] != context
     assert weight.__tensor_flatten__()[1] == context
-    old = weakref.ref(weight._planes["rowwise_data"])
+    old = weakref.ref(weight.store.planes["rowwise_data"])
     weight.data = recipe("nvfp4").quantize(torch.randn(128, 32))
     gc.collect()
     assert old() is None

@@ -9,7 +9,7 @@ import torch
 from numpy_models import recipe
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.weight import pending_writes
+from layoutc.runtime.storage import pending_writes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ROWS = 64
@@ -45,7 +45,7 @@ def test_pieces_are_written_when_the_last_has_come(name: str, again: int) -> Non
         first, last = order[-1]
         target[first:last].copy_(source[first:last])
         assert raw(target) == wanted, order
-        assert not target._writes.waiting
+        assert not target.store.writes.waiting
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -65,12 +65,13 @@ def test_a_piece_that_begins_where_a_tensor_ends_is_not_its_own() -> None:
     tensor = weight("nvfp4", 1)
 
     def waits(first: int, last: int) -> pending_writes.Piece:
-        return pending_writes.Piece(tensor, tensor, pending_writes.Rect(first, last, 0, ROWS), (), 1)
+        covers = pending_writes.Rect(first, last, 0, ROWS)
+        return pending_writes.Piece(tensor.store, tensor.store, covers, (), 1, lambda: None)
 
     within, at_the_last, beyond, further = waits(0, 8), waits(ROWS - 1, ROWS), waits(ROWS, ROWS + 1), waits(80, 96)
-    tensor._writes.waiting[:] = [within, at_the_last, beyond, further]
-    pending_writes.forget(tensor)
-    assert tensor._writes.waiting == [beyond, further]
+    tensor.store.writes.waiting[:] = [within, at_the_last, beyond, further]
+    pending_writes.forget(tensor.store)
+    assert tensor.store.writes.waiting == [beyond, further]
 
 
 @pytest.mark.parametrize("name", RECIPES)

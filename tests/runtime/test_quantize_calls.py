@@ -131,7 +131,7 @@ def test_orientations_choose_what_is_held(recipe: str, orientations: Any) -> Non
     assert all(name in q.orientations for name in orientations)
     assert all(same_bits(plane, both.planes()[name]) for name, plane in q.planes().items())
     for name in orientations:
-        assert same_bits(q._dequantize(name, torch.float32), both._dequantize(name, torch.float32))
+        assert same_bits(q.values_of(name, torch.float32), both.values_of(name, torch.float32))
     if recipe == "mxfp8":
         assert len(q.planes()) == 2 * len(set(orientations))
         module(recipe).quantize(weight(256, 256, seed=1), out=q)
@@ -312,7 +312,7 @@ def test_quantize_replaces_the_weights_of_linears_and_names_them(recipe: str, by
         if name in NAMES:
             assert isinstance(param, nn.Parameter)
             assert same(param, module(recipe).quantize(plain[name].detach()))
-            assert (param.dtype, param.requires_grad, param._name) == (
+            assert (param.dtype, param.requires_grad, param.weight_name) == (
                 plain[name].dtype,
                 plain[name].requires_grad,
                 name,

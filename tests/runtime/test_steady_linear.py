@@ -17,8 +17,8 @@ import layoutc
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.operands import launched, scaled_mm
 from layoutc.runtime.products import autograd, choice, linear, steady_linear
+from layoutc.runtime.storage.planes import GatheredPlanes, Home
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
-from layoutc.runtime.weight.planes import GatheredPlanes, Home
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
@@ -135,8 +135,8 @@ def test_autocast_rounds_no_gradient_of_a_weight() -> None:
 def test_weights_whose_passes_gather_other_planes() -> None:
     """Each pass finds its own, and what a product has left of forward's serves forward alone."""
     held, (x, grad) = weight("fp8_rowwise"), case(0)
-    every, home = dict(held._planes), Home(lambda: None, lambda *_: {})
-    held._planes = planes = GatheredPlanes(
+    every, home = dict(held.store.planes), Home(lambda: None, lambda *_: {})
+    held.store.planes = planes = GatheredPlanes(
         {name: every[name] for name in ("rowwise_data", "rowwise_scale")}, home, (M, K)
     )
     assert (
@@ -213,12 +213,12 @@ def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
         after = step(x, held, grad)
         assert not torch.equal(after[0], before[0])
         assert all(map(same_bits, after, ordinary(monkeypatch, x, held, grad)))
-        held._planes["rowwise_data"] = weight(recipe)._planes["rowwise_data"]
+        held.store.planes["rowwise_data"] = weight(recipe).store.planes["rowwise_data"]
         assert all(map(same_bits, step(x, held, grad), ordinary(monkeypatch, x, held, grad)))
         laid = next(iter(steady_linear._backwards.values()))
         assert laid is not None
         assert laid.weight is not None
-        held._planes["rowwise_data"].untyped_storage().resize_(0)
+        held.store.planes["rowwise_data"].untyped_storage().resize_(0)
         assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
         assert laid(grad, held, []) is None
 
@@ -241,7 +241,7 @@ def test_codes_that_an_ordinary_forward_has_saved() -> None:
 def test_what_can_not_be_read_is_not_remembered() -> None:
     """A weight that FSDP2 has freed says so, and the next one of its size is multiplied as ever."""
     held, (x, _) = weight("fp8_block"), case(0)
-    held._planes["rowwise_data"].untyped_storage().resize_(0)
+    held.store.planes["rowwise_data"].untyped_storage().resize_(0)
     assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
     assert not steady_linear._forwards
     assert steady_linear.forward(x, weight("fp8_block"), None, "low_precision", "quantized") is not None

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
-from layoutc.runtime.weight import pending_writes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -37,7 +36,7 @@ def _identity(value: Tensor) -> Any:
     """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
     local = meshes.local_of(value)
     if isinstance(local, QuantizedTensor):
-        return id(local._planes), tuple(value.shape)
+        return id(local.store.planes), tuple(value.shape)
     plain = local.plain if isinstance(local, CastOnGather) else local
     storage = id(plain) if plain.is_meta else plain.untyped_storage()._cdata
     return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
@@ -52,12 +51,12 @@ def check_exportable(name: str, value: Tensor) -> None:
         raise LayoutError(f"{name} is sharded over ranks that don't include this one; pass their process_group")
     if not isinstance(local, QuantizedTensor):
         return
-    pending_writes.check_readable(local)
-    if local._transposed or (value is local and (local._halo.rows or local._peers == ())):
-        raise LayoutError(f"{name}: {local._label()} is a view or a part of a weight; export the weight itself")
-    if local.shape[-1:] != local._matrix[1:]:
+    local.check_readable()
+    if local.transposed or (value is local and (local.store.halo.rows or local.peers == ())):
+        raise LayoutError(f"{name}: {local.label()} is a view or a part of a weight; export the weight itself")
+    if local.shape[-1:] != local.store.matrix[1:]:
         raise LayoutError(
-            f"{name}: {local._label()} is a view with another shape than the weight; export the weight itself"
+            f"{name}: {local.label()} is a view with another shape than the weight; export the weight itself"
         )
 
 

@@ -19,7 +19,6 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import meshes, shards
-from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -66,19 +65,19 @@ def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGrou
         first[dim], last[dim] = min(rank * each, size), min((rank + 1) * each, size)
         runs.append(rows_of(shape, Box(tuple(first), tuple(last))))
         if len(runs[-1]) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs[-1]):
-            raise LayoutError(f"{local._label()} is cut inside blocks of {layout.block_rows} rows on dim {dim}")
+            raise LayoutError(f"{local.label()} is cut inside blocks of {layout.block_rows} rows on dim {dim}")
     planes = {}
     for name, facts in layout.planes(m, k).items():
-        if name not in local._planes:
+        if name not in local.store.planes:
             continue
-        plane, own = layout.stored[name], local._entries(name)
+        plane, own = layout.stored[name], local.entries(name)
         if plane.rows_per_value is None:
             planes[name] = own.clone()
             continue
         indexes = [[entries_of(plane, facts.shape, rows, k) for rows in of_rank] for of_rank in runs]
         most = max(sum(index[0].stop - index[0].start for index in of_rank) for of_rank in indexes)
         sent = own.new_zeros(most, *facts.shape[1:])
-        if local._rows:
+        if local.store.rows:
             sent[: len(own)] = own
         everywhere = gather_bytes(sent.flatten().view(torch.uint8), group).view(own.dtype)
         planes[name] = own.new_empty(facts.shape)
@@ -88,7 +87,7 @@ def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGrou
                 length = index[0].stop - index[0].start
                 planes[name][index] = piece[start : start + length]
                 start += length
-    return type(local)(planes, shape, local.dtype, orientations=local._orientations)
+    return type(local)(planes, shape, local.dtype, orientations=local.store.declared)
 
 
 def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int]]) -> Tensor:
@@ -97,7 +96,7 @@ def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int
         return joined
     mesh = value.device_mesh
     if (names := mesh.mesh_dim_names) is None:
-        raise LayoutError(f"{joined._label()} is cut along several dims of a mesh without names: name its dims")
+        raise LayoutError(f"{joined.label()} is cut along several dims of a mesh without names: name its dims")
     within, cut = mesh[tuple(names[mesh_dim] for mesh_dim, _ in rest)], [Shard(dim) for _, dim in rest]
     tensor = DTensor.from_local(joined, within, cut, run_check=False, shape=value.shape, stride=value.stride())
     whole: Tensor = tensor.full_tensor()
@@ -124,5 +123,5 @@ def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor, amax: Tensor 
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))
         whole = weights.quantize(cls, whole.contiguous(), orientations=(first,), amax=amax)
-    gathered_in_graphs.check_not_resharded(whole)
-    return {plane: whole._entries(plane) for plane in whole.planes()}
+    whole.check_not_freed()
+    return {plane: whole.entries(plane) for plane in whole.planes()}

@@ -195,8 +195,8 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
         there = ", ".join(sorted({one.label for one in installed()}))
         raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
     local = meshes.local_of(value)
-    lacking = [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in getattr(local, "_planes", (one,))]
-    if lacking and isinstance(local, QuantizedTensor):
+    held = local.store.planes if isinstance(local, QuantizedTensor) else None
+    if held is not None and (lacking := [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in held]):
         raise LayoutError(f"{name} holds no {lacking[0]}, which {kind.binding.type} has: {local!r}")
     return kind
 

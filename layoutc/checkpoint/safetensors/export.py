@@ -46,7 +46,7 @@ from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.sharding import meshes
-from layoutc.runtime.weight import checksums, gathered_in_graphs, stored_form
+from layoutc.runtime.weight import checksums, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -223,9 +223,9 @@ def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple
     if not theirs or cls is None:
         return (), None
     one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
-    lacking = [plane for plane in one.binding.planes if plane not in getattr(local, "_planes", one.binding.planes)]
-    if lacking and isinstance(local, QuantizedTensor):
-        raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {local._label()}")
+    held = local if isinstance(local, QuantizedTensor) else None
+    if held is not None and (lacking := [plane for plane in one.binding.planes if plane not in held.store.planes]):
+        raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {held.label()}")
     kept = files.of(name, tuple(value.shape), one)
     return _as_kept(name, value, one, kept), kept
 
@@ -254,7 +254,7 @@ def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[lis
 def _planes_of(value: Tensor) -> Mapping[str, Tensor] | None:
     """The entries of a weight that this rank has; None of one that is quantized when it is gathered."""
     local = meshes.local_of(value)
-    return {name: local._entries(name) for name in local._planes} if isinstance(local, QuantizedTensor) else None
+    return {name: local.entries(name) for name in local.store.planes} if isinstance(local, QuantizedTensor) else None
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
@@ -267,7 +267,7 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
     return {
         f"{name}.{plane}": facts._replace(dtype=_in_files(facts.dtype))
         for plane, facts in planes.items()
-        if plane in local._planes
+        if plane in local.store.planes
     }
 
 
@@ -372,8 +372,8 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> 
     elif dtype is not None:
         tensors = {item.name: whole.dequantize(dtype)}
     else:
-        gathered_in_graphs.check_not_resharded(whole)
-        tensors = {f"{item.name}.{plane}": whole._entries(plane) for plane in whole.planes()}
+        whole.check_not_freed()
+        tensors = {f"{item.name}.{plane}": whole.entries(plane) for plane in whole.planes()}
     for name, facts in item.tensors.items():
         if tuple((tensor := tensors[name]).shape) != facts.shape:
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
@@ -394,7 +394,7 @@ def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums:
         **stored_form.describe(weight.LAYOUT),
         "shape": list(shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "orientations": list(weight._orientations),
-        "planes": {plane: str(tensor.dtype).removeprefix("torch.") for plane, tensor in weight._planes.items()},
-        "crc32": {plane: sums[f"{name}.{plane}"] for plane in weight._planes},
+        "orientations": list(weight.store.declared),
+        "planes": {plane: str(tensor.dtype).removeprefix("torch.") for plane, tensor in weight.store.planes.items()},
+        "crc32": {plane: sums[f"{name}.{plane}"] for plane in weight.store.planes},
     }

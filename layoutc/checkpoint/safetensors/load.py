@@ -33,8 +33,7 @@ from layoutc.runtime.quantize import completing, weights
 from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
-from layoutc.runtime.weight import gathered_in_graphs, operators, stored_form
-from layoutc.runtime.weight.pending_writes import check_writable
+from layoutc.runtime.weight import operators, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 DEQUANTIZED = 1 << 22  # values that are dequantized at a time
@@ -128,9 +127,9 @@ def check(step: Step, convert: bool) -> None:
     except ValueError as error:
         raise LayoutError(f"{name}: {error}") from error
     if isinstance(local, QuantizedTensor):
-        check_writable(local)
-        gathered_in_graphs.refuse_write(local)
-        if local._transposed:
+        local.check_writable()
+        local.refuse_gathered()
+        if local.transposed:
             raise LayoutError(f"{name} is transposed: load into the weight itself")
     if isinstance(source, Entry):
         if _is_same(local, source):
@@ -221,7 +220,7 @@ def _unfit(source: Stored, local: Tensor) -> str:
 
 def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rect]) -> None:
     layout = local.LAYOUT
-    lacking = [plane for plane in local._planes if plane not in source.planes]
+    lacking = [plane for plane in local.store.planes if plane not in source.planes]
     if lacking and all(isinstance(plane, Stored) for plane in source.planes.values()):
         raise LayoutError(
             f"{name}: the files have its {', '.join(source.planes)}, but the model also needs {', '.join(lacking)}"
@@ -273,11 +272,11 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
     groups, found = dict[str, Group](), dict[Group, Tensor]()
     for step in steps:
         local = meshes.local_of(step.param)
-        group = local._fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
+        group = local.fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
         if group is None or not isinstance(local, QuantizedTensor) or _is_same(local, step.source):
             continue
         values = _plain_values(step, slices).to(local.device)
-        amax = operators.shared_amax(type(local), weights.as_matrix(values, (local._rows, local._matrix[1])))
+        amax = operators.shared_amax(type(local), weights.as_matrix(values, (local.store.rows, local.store.matrix[1])))
         amax = reduce_max(amax, _sharing(step.name, step.param, local)[0])
         found[group] = torch.maximum(amax, found.get(group, amax).to(amax.device))
         groups[step.name] = group
@@ -338,8 +337,8 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
     """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
-    for name in (name for name in local._planes if name in source.planes):
-        plane, stored, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
+    for name in (name for name in local.store.planes if name in source.planes):
+        plane, stored, into, start = layout.stored[name], source.planes[name], local.entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
             piece = _read(slices, stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
             into[start : start + len(piece)].copy_(piece)

@@ -114,7 +114,7 @@ def refused_views(subject: Subject) -> None:
         for what, cut in _inside(i).items():
             piece = cut(base)
             expect_same(subject, f"{what} {i} of blocks of {r}: values", piece.dequantize(), cut(plain), shape=(m, k))
-            if subject.facts.block_rows > 1 and piece._halo.tied:
+            if subject.facts.block_rows > 1 and piece.store.halo.tied:
                 expect_refused(UnsupportedOperator, lambda piece=piece: piece.copy_(torch.zeros(piece.shape)), what)
     for j in {1, c // 2, c - 1, c + 1} - {0} if c > 1 else ():
         expect_refused(UnsupportedOperator, lambda j=j: base[:, j:], f"columns from {j} of groups of {c}")

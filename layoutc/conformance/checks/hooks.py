@@ -120,7 +120,7 @@ def gather(subject: Subject) -> None:
             expected = Expected(
                 planes,
                 buffers(subject.layout, planes, *subject.matrix(shape)),
-                {name: whole._dequantize(name, torch.float32) for name in subject.layout.orientations},
+                {name: whole.values_of(name, torch.float32) for name in subject.layout.orientations},
             )
             shards = shards_of(subject, x, world)
             for which in PASSES:
@@ -155,7 +155,7 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
         named = {n: b for n, b in tensor.buffers().items() if n.startswith(tuple(serves))}
         expect_same_all(subject, named, laid, matrix, rank=rank, **details)
         for orientation in serves:
-            value = tensor._dequantize(orientation, torch.float32)
+            value = tensor.values_of(orientation, torch.float32)
             expect_same(subject, f"{orientation} values", value, expected.values[orientation], **details)
 
 
@@ -184,7 +184,7 @@ def gather_again(subject: Subject) -> None:
             planes = served_planes(subject, tensor, which)
             expect_same_all(subject, planes, {n: expected[n] for n in planes}, subject.matrix(shape), **details)
             for orientation in subject.facts.serves[which]:
-                seen, wanted = (q._dequantize(orientation, torch.float32) for q in (view, tensor))
+                seen, wanted = (q.values_of(orientation, torch.float32) for q in (view, tensor))
                 expect_same(subject, "values of a view", seen, wanted.flatten(), **details)
 
 

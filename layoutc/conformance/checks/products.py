@@ -39,7 +39,7 @@ def values(subject: Subject, q: Any, orientation: str) -> Tensor:
     if orientation not in subject.layout.orientations:
         orientation = subject.layout.orientations[0]
     planes = {name: array(plane) for name, plane in q.planes().items()}
-    return torch.from_numpy(subject.model.values(planes, orientation, *q._matrix))
+    return torch.from_numpy(subject.model.values(planes, orientation, *q.store.matrix))
 
 
 @check("products", "a product that contracts k reads rowwise values, one that contracts m reads columnwise values")

@@ -40,9 +40,11 @@ def kinds(subject: Subject) -> Iterator[tuple[str, Any]]:
 def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
     """Fails unless class, shape, dtype, orientations and bytes are equal."""
     expect(type(actual) is type(expected), f"{what}: comes back as {type(actual).__name__}")
-    for attribute in ("shape", "dtype", "orientations", "_matrix", "_transposed"):
+    for attribute in ("shape", "dtype", "orientations", "transposed"):
         one, other = getattr(actual, attribute), getattr(expected, attribute)
-        expect(one == other, f"{what}: {attribute.lstrip('_')} is {one}, not {other}")
+        expect(one == other, f"{what}: {attribute} is {one}, not {other}")
+    one, other = actual.store.matrix, expected.store.matrix
+    expect(one == other, f"{what}: matrix is {one}, not {other}")
     expect_same_all(subject, actual.planes(), expected.planes(), tensor=what)
     expect_same(subject, f"{what}: values", actual.dequantize().float(), expected.dequantize().float())
 

@@ -29,26 +29,26 @@ class CopiedView:
 
     def __init__(self, view: Cast, copy: Cast) -> None:
         if (first := view._copied_view()) is not None:  # `view` is one of a copy of a view
-            views, transposed = (*first._views, *view._views), first._transposed != view._transposed
-            view = first._alias()
-            view._views, view._transposed = views, transposed
-        self._planes = weakref.ref(view._planes)
+            views, transposed = (*first._views, *view._views), first.transposed != view.transposed
+            view = first.alias()
+            view._views, view.transposed = views, transposed
+        self.store = weakref.ref(view.store)
         self.products = view._products
-        self._rest = view._views, view._transposed, view._name, view._agreed, view._products
+        self._rest = view._views, view.transposed, view.weight_name, view._agreed, view._products
         self._written = view._agreed.count(view), copy._agreed.count(copy)
 
     def view(self, copy: Cast) -> Cast | None:
         """The view; None where its weight is gone, or a copy of a whole one, which has blocks of its own, no longer is
         one. Raises LayoutError if the weight of a view or the copy has been written since."""
-        if (planes := self._planes()) is None:
+        if (planes := self.store()) is None:
             return None
         view = copy._wrap(planes, planes["values"])
-        view._views, view._transposed, view._name, view._agreed, view._products = self._rest
+        view._views, view.transposed, view.weight_name, view._agreed, view._products = self._rest
         if self._written != (view._agreed.count(view), copy._agreed.count(copy)):
             if not view._views:
                 return None
             raise LayoutError(
-                f"{copy._label()} is a copy of a view of a weight, and either has been written since, so what its "
+                f"{copy.label()} is a copy of a view of a weight, and either has been written since, so what its "
                 "blocks are is not known: to multiply with the weight, copy the view again; for a weight with blocks "
                 "of its own, copy view.detach()"
             )

@@ -28,6 +28,7 @@ from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 
     def is_of(self, shard: CastOnGather) -> bool:
         """True if nobody has written the values or replaced them."""
-        planes = shard._planes
+        planes = shard.store
         same = planes is self.planes and _version(planes["values"]) == self.version
         return same and shard._agreed.writes == self.writes
 
@@ -131,12 +132,12 @@ def matrix(tensor: CastOnGather) -> Tensor:
 
 
 def _is_ordinary(tensor: CastOnGather) -> bool:
-    values = tensor._planes["values"]
+    values = tensor.store["values"]
     return type(values) is Tensor and not values.is_meta
 
 
 def _stamp(tensor: CastOnGather) -> tuple[dict[str, Tensor], int, int]:
-    return tensor._planes, _version(tensor._planes["values"]), tensor._agreed.writes
+    return tensor.store, _version(tensor.store["values"]), tensor._agreed.writes
 
 
 def _version(values: Tensor) -> int:
@@ -164,7 +165,7 @@ def quantized(tensors: Sequence[CastOnGather]) -> list[QuantizedTensor]:
         xs, amaxes = [whole[at] for at in members], [decided[at][0] for at in members]
         made = [_new_planes(cls.LAYOUT.written(x.shape[0], x.shape[1], asked), x) for x in xs]
         shared = [amax for amax in amaxes if amax is not None] or None
-        if operators.traced(xs[0]) or not cls._quantize_batch(xs, shared, asked, made):
+        if traced(xs[0]) or not cls._quantize_batch(xs, shared, asked, made):
             made = [operators.quantize(cls, x, amax, asked) for x, amax in zip(xs, amaxes, strict=True)]
         for at, one in zip(members, made, strict=True):
             planes[at] = one | decided[at][1]

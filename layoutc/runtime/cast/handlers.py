@@ -32,12 +32,12 @@ c10d = torch.ops.c10d
 
 
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
-    return args[0]._alias()  # type: ignore[no-any-return]
+    return args[0].alias()  # type: ignore[no-any-return]
 
 
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     """An alias outside of the model, unless it becomes a parameter, or stands for one in a traced graph."""
-    alias: CastOnGather = args[0]._alias()
+    alias: CastOnGather = args[0].alias()
     keeps = callers.keeps_the_weight()
     alias._detached = alias._detached or not keeps
     if keeps and alias._copied is not None:  # a parameter is no copy
@@ -52,15 +52,15 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
     if func in _CUTS and callers.parallelizes():
         _check_part(tensor, shown if isinstance(shown, Tensor) else shown[0])
     if isinstance(shown, Tensor):
-        return tensor._alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
-    return [tensor._alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+        return tensor.alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
+    return [tensor.alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
 
 
 def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
     """Raises LayoutError where a model gathers a DTensor of plain values, which layers would multiply as they are."""
     if callers.redistributes():
         raise LayoutError(
-            f"redistribute: {tensor._label()}, would be gathered as plain values, which layers would multiply: call "
+            f"redistribute: {tensor.label()}, would be gathered as plain values, which layers would multiply: call "
             f'fully_shard(model); or, for SimpleFSDP, layoutc.quantize_(model, "{tensor.LAYOUT.name}") in place of '
             "cast_on_gather_; for the plain values, call full_tensor() or weight.detach().redistribute(...)"
         )
@@ -70,7 +70,7 @@ def _check_part(tensor: CastOnGather, part: Tensor) -> None:
     """Raises LayoutError where tensor parallelism cuts blocks: all ranks cut, and see the same first part."""
     for dim, (size, each) in enumerate(zip(tensor.shape, part.shape, strict=True)):
         if each < size and each:
-            shards.check_parts(tensor.LAYOUT, tensor.shape, dim, cdiv(size, each), tensor._name or "a weight")
+            shards.check_parts(tensor.LAYOUT, tensor.shape, dim, cdiv(size, each), tensor.weight_name or "a weight")
 
 
 def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
@@ -84,7 +84,7 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
         first, second = (dim % rank for dim in rest or (0, 1))
         order[first], order[second] = order[second], order[first]
     transposed = rank > 1 and order[-2:] == [rank - 1, rank - 2]
-    return tensor._alias(View(func, tuple(rest)), shown, transposed=transposed)  # type: ignore[no-any-return]
+    return tensor.alias(View(func, tuple(rest)), shown, transposed=transposed)  # type: ignore[no-any-return]
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -128,7 +128,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         moved._copied = CopiedView(tensor, moved)
         moved._products = Settings("dequantize", "layer") if converts else moved._products
         return moved
-    if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
+    if made.dtype == tensor.dtype and made.numel() == tensor.store["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
     if registry.remember_copy(moved, tensor):
         moved._agreed = tensor._agreed
@@ -207,7 +207,7 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _moves(target: Any, source: Any) -> bool:
     """True if a copy_ moves values into a tensor that was made to hold them, as FSDP2 does with shards."""
     both_cast = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
-    return both_cast and target._agreed is source._agreed and target._planes is not source._planes
+    return both_cast and target._agreed is source._agreed and target.store is not source.store
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:

@@ -27,8 +27,7 @@ from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.streams import stream_of
-from layoutc.runtime.torch_private import foreach_copy_
-from layoutc.runtime.weight import operators
+from layoutc.runtime.torch_private import foreach_copy_, traced
 
 if TYPE_CHECKING:
     from layoutc.runtime.cast.tensor import CastOnGather
@@ -51,8 +50,8 @@ class Source:
         layout = shard.LAYOUT
         self.member, self.shard = member, weakref.ref(shard)
         self.gathering: Gathering | None = gathering
-        self.planes, self.matrix = shard._planes, gather_group.matrix(shard)
-        self.address = shard._planes["values"].data_ptr()
+        self.planes, self.matrix = shard.store, gather_group.matrix(shard)
+        self.address = shard.store["values"].data_ptr()
         self.orientations = layout.serves[gathering.which]
         m, k = self.matrix.shape
         self.facts = layout.written(m, k, self.orientations)
@@ -85,7 +84,7 @@ class Source:
     def holds(self) -> bool:
         """True if the FSDPParam still has this shard, with its values where they were, and no other dtype."""
         shard = self.shard()
-        if shard is None or gathered.shard_of(self.member.param()) is not shard or shard._planes is not self.planes:
+        if shard is None or gathered.shard_of(self.member.param()) is not shard or shard.store is not self.planes:
             return False
         values: Tensor = self.planes["values"]
         return values.data_ptr() == self.address
@@ -136,7 +135,7 @@ class IntoPack:
 
     def is_ready(self) -> bool:
         """True if kernels may do it now."""
-        return self.is_able and not operators.traced(self.sources[0].matrix) and self.holds()
+        return self.is_able and not traced(self.sources[0].matrix) and self.holds()
 
     def is_able_into(self, sent: Tensor) -> bool:
         """True if launches write into this memory. Where some weight has none, it has none elsewhere."""

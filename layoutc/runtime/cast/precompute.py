@@ -38,4 +38,4 @@ def precompute(sharing: Sequence[CastOnGather]) -> None:
     """The same for weights of recipes that share an amax. Collective."""
     for tensor, amax, new in measured([(tensor, tensor.as_matrix()) for tensor in sharing]):
         tensor._agreed.advance(tensor, amax, new)
-        tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)
+        tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor.store)

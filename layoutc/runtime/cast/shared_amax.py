@@ -17,6 +17,7 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize.amax import join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight import operators
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Agreed:
         if not layout.shares_amax:
             return None, {}
         # FSDP2 gathers outside of graphs, so a dispatch mode there is a flop counter or a debugger, not a tracer.
-        if operators.traced(matrix) and registry.find(tensor) is None:
+        if traced(matrix) and registry.find(tensor) is None:
             return self._traced(tensor, matrix)
-        if self.is_ahead(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
+        if self.is_ahead(tensor) and (self.owner == id(tensor.store) or registry.find(tensor) is not None):
             return self.current(tensor)
         if self.fused is not None:  # those that it is gathered with may be of its group
             sharding = registry.find(tensor)
@@ -84,7 +85,7 @@ class Agreed:
 
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
-        planes = (tensor if tensor._source is None else tensor._source)._planes
+        planes = (tensor if tensor._source is None else tensor._source).store
         now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
         # If the planes are other ones, FSDP2 has moved the shard, perhaps on some ranks only: the values are the same.
         if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
@@ -108,7 +109,7 @@ class Agreed:
             return
         if capturing(current.device):
             raise LayoutError(
-                f"{tensor._label()}: its scale follows a history of amaxes, which replays of a CUDA graph would not "
+                f"{tensor.label()}: its scale follows a history of amaxes, which replays of a CUDA graph would not "
                 "advance; use layoutc.quantize_ in place of cast_on_gather_, whose histories lie in the weights, or a "
                 "recipe without one"
             )
@@ -136,12 +137,12 @@ class Agreed:
     def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.fused is not None:
             raise UnsupportedOperator(
-                f"{tensor._label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
+                f"{tensor.label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
                 "does not see; shard them with fully_shard, whose gathers run outside of graphs"
             )
         if tensor.LAYOUT.history:
             raise UnsupportedOperator(
-                f"{tensor._label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
+                f"{tensor.label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
                 "shard it with fully_shard, whose gathers run outside of graphs, or leave its module uncompiled"
             )
         return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
@@ -155,7 +156,7 @@ class Agreed:
     def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
         """The inverse of `snapshot`, for the copy."""
         amax, plane, of, ahead, *fused = snapshot  # those of earlier versions have no group
-        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes), *fused)
+        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor.store), *fused)
         agreed.count(tensor)
         return agreed
 
@@ -204,7 +205,7 @@ def _check_whole(tensors: Sequence[CastOnGather]) -> None:
     for tensor in tensors:
         if (group := tensor._agreed.fused) is not None and count[group] < group[2]:
             raise LayoutError(
-                f"{tensor._label()} is quantized under one amax with others, {group[1]}, which are not gathered with "
+                f"{tensor.label()} is quantized under one amax with others, {group[1]}, which are not gathered with "
                 "it, or are sharded over other ranks: call fully_shard on the module that has all of them, or "
                 "layoutc.precompute_amaxes(model) after each step"
             )

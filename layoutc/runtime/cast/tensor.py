@@ -65,14 +65,14 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
     INTO_PACK = into_pack.IntoPack  # what quantizes into a pack of such weights
 
-    _planes: Values  # {"values": all of them}: the very dict is what aliases and views share
+    store: Values  # {"values": all of them}: the very dict is what aliases and views share
     _plain: Tensor  # those that this view shows
     _views: tuple[View, ...]  # the views that lead from all values to these
-    _transposed: bool
+    transposed: bool
     _detached: bool  # an alias outside of the model, or a view of one
-    _name: str | None
+    weight_name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
-    _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
+    peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
     _products: Settings | None  # as of a QuantizedTensor
     _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
@@ -88,7 +88,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         cls.QUANTIZED.LAYOUT.check_weights()
         plain = values._plain if others and isinstance(values, CastOnGather) else values
         made = cls._wrap(Values(values=plain), plain, requires_grad=requires_grad)
-        made._name, made._products = others.get("_name"), others.get("_products")
+        made.weight_name, made._products = others.get("weight_name"), others.get("_products")
         if others.get("_is_param"):  # which makes it an nn.Parameter
             made._is_param = True
         return made
@@ -104,25 +104,25 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             device=values.device,
             requires_grad=requires_grad,
         )
-        self._planes, self._plain = planes, values
-        self._views, self._transposed, self._detached, self._name = (), False, False, None
+        self.store, self._plain = planes, values
+        self._views, self.transposed, self._detached, self.weight_name = (), False, False, None
         self._agreed, self._source, self._products, self._copied = Agreed(), None, None, None
         self._packed = None
         return self
 
-    def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
+    def alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
         """The same values, or the part of them that a view shows."""
-        other = self._wrap(self._planes, self._plain if values is None else values)
+        other = self._wrap(self.store, self._plain if values is None else values)
         other._views = self._views if view is None else (*self._views, view)
-        other._transposed, other._detached = self._transposed != transposed, self.is_detached
-        other._name, other._agreed, other._source = self._name, self._agreed, self._source
+        other.transposed, other._detached = self.transposed != transposed, self.is_detached
+        other.weight_name, other._agreed, other._source = self.weight_name, self._agreed, self._source
         other._products, other._copied = self._products, self._copied
         return other
 
     def _fresh(self, values: Tensor) -> Self:
         """Other values with the same metadata."""
         other = type(self)(values)
-        other._name, other._detached, other._products = self._name, self.is_detached, self._products
+        other.weight_name, other._detached, other._products = self.weight_name, self.is_detached, self._products
         other._agreed.fused = self._agreed.fused
         return other
 
@@ -130,7 +130,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     @property
     def plain(self) -> Tensor:
         """The values as a plain tensor that shares memory with this one, so that a write to it changes the weight."""
-        whole, shown = self._planes["values"].detach(), self._plain
+        whole, shown = self.store["values"].detach(), self._plain
         # Made as a view of all values, since a view that was made below autograd has a version counter of its own.
         return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
 
@@ -142,10 +142,6 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     @property
     def orientations(self) -> tuple[str, ...]:
         """All of the recipe's: each can be made from the values."""
-        return self.LAYOUT.orientations
-
-    @property
-    def _orientations(self) -> tuple[str, ...]:
         return self.LAYOUT.orientations
 
     def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor:
@@ -161,10 +157,10 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             if registry.find(self) is not None or hooks.simulated():
                 return self._quantized(self._plain, chosen)
             if (copied := self._copied_view()) is not None:
-                whole = copied.quantize(chosen)._alias(dtype=self.dtype)
+                whole = copied.quantize(chosen).alias(dtype=self.dtype)
                 whole._products = self._products
                 return self._viewed(whole)  # type: ignore[return-value]
-            return self._viewed(self._quantized(self._planes["values"], chosen))  # type: ignore[return-value]
+            return self._viewed(self._quantized(self.store["values"], chosen))  # type: ignore[return-value]
 
     def in_use(self, orientations: Sequence[str] | None = None) -> Tensor:
         """What a model multiplies with: quantize(), or this view of its values where codes can't follow the view.
@@ -176,9 +172,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         except InexactView:
             first = self.LAYOUT.orientations[:1]
             copied = self._copied_view()
-            whole: Tensor = self._quantized(self._planes["values"], first) if copied is None else copied.in_use(first)
+            whole: Tensor = self._quantized(self.store["values"], first) if copied is None else copied.in_use(first)
             if isinstance(whole, QuantizedTensor):
-                strict.note(str(self._views[-1].func), self._label())
+                strict.note(str(self._views[-1].func), self.label())
                 whole = whole.dequantize()
             return self._viewed(whole.to(self.dtype).contiguous())
 
@@ -186,7 +182,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def is_transposed(self) -> bool:
         """Whether rows of the quantized weight are its columns."""
         copied = self._copied_view() if self._copied is not None else None
-        return self._transposed != (copied is not None and copied._transposed)
+        return self.transposed != (copied is not None and copied.transposed)
 
     @property
     def is_converted(self) -> bool:
@@ -204,7 +200,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             whole = func(whole, *args) if index is None else func(whole, *args)[index]
         return whole
 
-    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
+    def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
         return self.quantize(orientations)
 
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
@@ -225,12 +221,12 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     ) -> QuantizedTensor:
         """Planes that a matrix was quantized to, as a tensor. values: those of the matrix without its halo; default:
         all."""
-        values, halo = self._planes["values"] if values is None else values, NO_HALO
+        values, halo = self.store["values"] if values is None else values, NO_HALO
         if row_sharding is not None:
             halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
         m, k = matrix.shape
         made = self.QUANTIZED(planes, values.shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
-        made._name, made._products = self._name, self._products
+        made.weight_name, made._products = self.weight_name, self._products
         return made
 
     def as_matrix(self) -> Tensor:
@@ -240,11 +236,11 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def _matrix_of(self, values: Tensor) -> Tensor:
         shape = tuple(values.shape)
         if values.numel() and registry.find(self) is None:  # a shard may have any number of rows
-            self.LAYOUT.check_shape(shape, self._name or "weight")
+            self.LAYOUT.check_shape(shape, self.weight_name or "weight")
         return as_matrix(values, (prod(shape[:-1]), shape[-1]))
 
-    def _label(self) -> str:
-        return f"{self._name or 'a weight'} of shape {tuple(self.shape)}, cast to {self.LAYOUT.name}"
+    def label(self) -> str:
+        return f"{self.weight_name or 'a weight'} of shape {tuple(self.shape)}, cast to {self.LAYOUT.name}"
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Recipe, shape and dtype; never reads values."""
@@ -274,25 +270,25 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def data(self) -> Self:
         """An alias that autograd does not follow. Assigning replaces the values, their dtype and shape."""
         with torch.no_grad():
-            alias = self._alias()
+            alias = self.alias()
         alias._detached = True
         return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        new = value._alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
+        new = value.alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
         _set_data(self, new)
-        self._planes, self._plain, self._agreed = new._planes, new._plain, new._agreed
-        self._views, self._transposed, self._copied = new._views, new._transposed, new._copied
+        self.store, self._plain, self._agreed = new.store, new._plain, new._agreed
+        self._views, self.transposed, self._copied = new._views, new.transposed, new._copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
         products = self._products, product_mode.setting(self)  # see flattening.Context
-        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name, *products)
+        return ["_whole"], (self._views, self.transposed, self.is_detached, self.weight_name, *products)
 
     @property
     def _whole(self) -> Tensor:
-        return self._planes["values"]
+        return self.store["values"]
 
     @classmethod
     def __tensor_unflatten__(
@@ -304,7 +300,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         for func, args, index in views:
             values = func(values, *args) if index is None else func(values, *args)[index]
         self = cls._wrap(Values(values=inner["_whole"]), values)
-        self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
+        self._views, self.transposed, self._detached, self.weight_name = views, transposed, detached, name
         self._products = products
         return self
 
@@ -323,7 +319,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         if values.numel() * values.element_size() != values.untyped_storage().nbytes():
             values = values.clone()
         if isinstance(self, nn.Parameter):
-            return rebuild_cast, (type(self), values, self._name, self.requires_grad, self._agreed.snapshot(self))
+            return rebuild_cast, (type(self), values, self.weight_name, self.requires_grad, self._agreed.snapshot(self))
         return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -363,7 +359,7 @@ def rebuild_cast(
 ) -> nn.Parameter:
     """Rebuilds a parameter for pickle and torch.load."""
     tensor = cls(values)
-    tensor._name, tensor._agreed = name, Agreed.restored(agreed, tensor)
+    tensor.weight_name, tensor._agreed = name, Agreed.restored(agreed, tensor)
     return nn.Parameter(tensor, requires_grad)
 
 
@@ -374,6 +370,6 @@ def find_cast(param: Tensor) -> CastOnGather | None:
     """The CastOnGather that a parameter is, that a DTensor holds as its shard, or that it was gathered from; else
     None."""
     local = getattr(param, "_local_tensor", param)
-    if isinstance(local, QuantizedTensor) and local._home is not None:
-        local = local._home()
+    if isinstance(local, QuantizedTensor) and local.store.home is not None:
+        local = local.store.home()
     return local if isinstance(local, CastOnGather) else None

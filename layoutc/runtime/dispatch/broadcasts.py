@@ -25,7 +25,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.sharding.meshes import with_local
-from layoutc.runtime.weight.pending_writes import Writes
+from layoutc.runtime.storage.store import Writes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Slices = tuple[slice, ...]
@@ -68,20 +68,20 @@ def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs:
 
 def _refusal(tensor: QuantizedTensor) -> str:
     return (
-        f"{tensor._label()}: a broadcast sends values, and needs plain tensors on all other ranks; to send the bytes, "
+        f"{tensor.label()}: a broadcast sends values, and needs plain tensors on all other ranks; to send the bytes, "
         "call distribute_tensor(weight, mesh, [Replicate()]) on all ranks"
     )
 
 
 def _remember(tensor: QuantizedTensor) -> None:
-    if tensor._halo.rows or tensor._transposed or isinstance(tensor, nn.Parameter):
+    if tensor.store.halo.rows or tensor.transposed or isinstance(tensor, nn.Parameter):
         return
     whole = type(tensor)(
-        tensor._planes, tensor.shape, tensor.dtype, matrix=tensor._matrix, orientations=tensor._orientations
+        tensor.store.planes, tensor.shape, tensor.dtype, matrix=tensor.store.matrix, orientations=tensor.store.declared
     )
-    whole._name = tensor._name
-    tensor._sent = tensor._writes.sent = whole
-    _sent[id(tensor._writes)] = tensor._writes
+    whole.weight_name = tensor.weight_name
+    tensor.sent = tensor.store.writes.sent = whole
+    _sent[id(tensor.store.writes)] = tensor.store.writes
 
 
 # ---------------------------------------------------------------------------------------------------------- the arrival
@@ -95,7 +95,11 @@ def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
         return source
     param = frame.f_locals.get("local_state")
     local = meshes.local_of(param) if isinstance(param, DTensor) else None
-    if not isinstance(param, DTensor) or not isinstance(local, QuantizedTensor) or local._planes is not target._planes:
+    if (
+        not isinstance(param, DTensor)
+        or not isinstance(local, QuantizedTensor)
+        or local.store.planes is not target.store.planes
+    ):
         return source
     return received(param, target, source)
 
@@ -127,25 +131,25 @@ def _exchanged(
         if not sources or group.size() == 1:
             continue
         layout_id, names = described[sources[0]]
-        lacking = [name for name in like._planes if name not in names]
+        lacking = [name for name in like.store.planes if name not in names]
         if layout_id == like.LAYOUT.layout_id and lacking:
-            raise LayoutError(f"{like._label()}: the weight that was broadcast lacks {', '.join(lacking)}")
+            raise LayoutError(f"{like.label()}: the weight that was broadcast lacks {', '.join(lacking)}")
         if layout_id != like.LAYOUT.layout_id:  # another recipe: its values, which all ranks have
             continue
         planes = {}
         for name, facts in like.LAYOUT.planes(prod(shape[:-1]), shape[-1]).items():
-            if name not in like._planes:
+            if name not in like.store.planes:
                 continue
             if whole is not None:
-                planes[name] = whole._planes[name].to(device).contiguous()
+                planes[name] = whole.store.planes[name].to(device).contiguous()
             else:
                 planes[name] = torch.empty(facts.shape, dtype=facts.dtype, device=device)
             source = dist.get_global_rank(group, sources[0])
             dist.broadcast(planes[name].view(-1).view(torch.uint8), source, group=group)
-        whole = type(like)(planes, shape, like.dtype, orientations=like._orientations)
+        whole = type(like)(planes, shape, like.dtype, orientations=like.store.declared)
     if whole is None or whole.LAYOUT.layout_id != like.LAYOUT.layout_id:
         return found.dequantize(found.dtype) if isinstance(found, QuantizedTensor) else found
-    whole._name = like._name
+    whole.weight_name = like.weight_name
     return _cut(whole, slices)
 
 
@@ -158,7 +162,7 @@ def _cut(whole: Tensor, slices: Slices) -> Tensor:
 
 
 def _described(whole: QuantizedTensor | None) -> tuple[str, tuple[str, ...]] | None:
-    return None if whole is None else (whole.LAYOUT.layout_id, tuple(whole._planes))
+    return None if whole is None else (whole.LAYOUT.layout_id, tuple(whole.store.planes))
 
 
 def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[int, ...]) -> QuantizedTensor | None:
@@ -168,17 +172,19 @@ def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[in
     recipe's quantize() returns. Of an empty part only the name can.
     """
     if isinstance(found, QuantizedTensor):
-        return found._sent
+        return found.sent  # type: ignore[no-any-return]
     for writes in list(_sent.values()):
         whole = writes.sent
         if whole is None or (tuple(whole.shape), whole.dtype) != (shape, found.dtype):
             continue
-        if whole.LAYOUT.layout_id != like.LAYOUT.layout_id or (not found.numel() and whole._name != like._name):
+        if whole.LAYOUT.layout_id != like.LAYOUT.layout_id or (
+            not found.numel() and whole.weight_name != like.weight_name
+        ):
             continue
         values = _cut(whole, slices)
         values = values.dequantize() if isinstance(values, QuantizedTensor) else values
         if values.shape == found.shape and torch.equal(values, found.to(values.device)):
-            return whole
+            return whole  # type: ignore[no-any-return]
     return None
 
 
@@ -204,7 +210,7 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
         held = meshes.local_of(found) if assigns and isinstance(found, Tensor) else None
         if isinstance(found, Tensor) and isinstance(held, QuantizedTensor) and held._products != like._products:
             with torch.no_grad():
-                chosen = held._alias()
+                chosen = held.alias()
                 chosen._products = like._products
                 state[key] = with_local(found, chosen)
 
@@ -219,7 +225,7 @@ def _take(state: dict[str, Any], key: str, weight: Tensor, like: QuantizedTensor
     is_plain = type(values) in (Tensor, nn.Parameter)
     with torch.no_grad():
         if isinstance(found, DTensor):
-            if assigns and (is_plain or getattr(values, "_sent", None) is not None):
+            if assigns and (is_plain or getattr(values, "sent", None) is not None):
                 state[key] = with_local(found, _as_shard(like, received(found, like, values.detach())))
             return
         if _is_broadcast():

@@ -25,10 +25,10 @@ from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, may_wait
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group
-from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.storage import initial_values
+from layoutc.runtime.storage.planes import with_copies
+from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group, traced
 from layoutc.runtime.weight.padding import ENDS_WHERE_CUT, NOT_PADDED
-from layoutc.runtime.weight.planes import with_copies
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
@@ -48,31 +48,31 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         return rejoining.gather(func, tensor, world, group)
     _check_straight(func, tensor)
     tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
-    names = [name for name in tensor._planes if _travels(layout, name)]
-    sent = [_bytes(tensor._planes[name]) for name in names]
+    names = [name for name in tensor.store.planes if _travels(layout, name)]
+    sent = [_bytes(tensor.store.planes[name]) for name in names]
     received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
-    planes = with_copies(tensor._planes, layout.shared)
+    planes = with_copies(tensor.store.planes, layout.shared)
     stacked: dict[str, Tensor] = {}
     for name, plane in zip(names, received, strict=True):
         into = stacked if name in layout.shared else planes
-        into[name] = plane.view(tensor._planes[name].dtype)
+        into[name] = plane.view(tensor.store.planes[name].dtype)
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
-    whole = tensor._with_planes(planes, shape, matrix=(tensor._matrix[0] * world, tensor._matrix[1]))
-    whole._padding = ENDS_WHERE_CUT  # DTensor cuts the padding of short shards off before it waits
-    whole._stacked = stacked
+    whole = tensor.with_planes(planes, shape, matrix=(tensor.store.matrix[0] * world, tensor.store.matrix[1]))
+    whole.padding = ENDS_WHERE_CUT  # DTensor cuts the padding of short shards off before it waits
+    whole.stacked = stacked
     return whole
 
 
 def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """wait_tensor: waits for every plane. As in torch, the argument itself may be used from then on, too."""
     tensor: QuantizedTensor = args[0]
-    if isinstance(tensor._planes, rejoining.StackedPlanes):  # these have been waited for
+    if isinstance(tensor.store.planes, rejoining.StackedPlanes):  # these have been waited for
         return tensor
-    if tensor._padding.ends_where_cut:
-        tensor._padding = NOT_PADDED
-    waited = tensor._with_planes(tensor._map(func))
-    waited._common = tensor._common
-    waited._stacked = {name: func(plane) for name, plane in tensor._stacked.items()}
+    if tensor.padding.ends_where_cut:
+        tensor.padding = NOT_PADDED
+    waited = tensor.with_planes(tensor.map_planes(func))
+    waited.store.common = tensor.store.common
+    waited.stacked = {name: func(plane) for name, plane in tensor.stacked.items()}
     return waited
 
 
@@ -86,8 +86,8 @@ def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """broadcast: every plane of the source rank, also those that cover all rows; asynchronous."""
     tensor, *rest = args
     _check_straight(func, tensor)
-    return tensor._with_planes(  # type: ignore[no-any-return]
-        tensor._map(lambda plane: func(_bytes(plane), *rest).view(plane.dtype))
+    return tensor.with_planes(  # type: ignore[no-any-return]
+        tensor.map_planes(lambda plane: func(_bytes(plane), *rest).view(plane.dtype))
     )
 
 
@@ -103,7 +103,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     gather_dim, shard_dim = dim_of(gather_dim, tensor.dim()), dim_of(shard_dim, tensor.dim())
     if tensor.shape[shard_dim] % world:
         raise LayoutError(
-            f"{func}: dim {shard_dim} of {tensor._label()} can't be cut evenly over {world} ranks: it must be a "
+            f"{func}: dim {shard_dim} of {tensor.label()} can't be cut evenly over {world} ranks: it must be a "
             f"multiple of {world}"
         )
     rows = prod(tensor.shape[:-1]) // (1 if shard_dim == tensor.dim() - 1 else world)
@@ -116,10 +116,10 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     _check_straight(func, tensor)
     tensor = rejoining.with_zeros(tensor, tensor.shape)
     pieces: Sequence[Any] = torch.chunk(tensor, world, shard_dim)
-    names = [name for name in tensor._planes if _travels(tensor.LAYOUT, name)]
-    first = pieces[0]._planes
+    names = [name for name in tensor.store.planes if _travels(tensor.LAYOUT, name)]
+    first = pieces[0].store.planes
     sizes = [first[name].numel() * first[name].element_size() for name in names]
-    sent = torch.cat([_bytes(piece._planes[name]).view(-1) for piece in pieces for name in names])
+    sent = torch.cat([_bytes(piece.store.planes[name]).view(-1) for piece in pieces for name in names])
     each = [sum(sizes)] * world
     received = c10d_functional.wait_tensor(c10d_functional.all_to_all_single(sent, each, each, group))
     parts: list[Any] = []
@@ -127,7 +127,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
         planes = dict(first)
         for name, flat in zip(names, chunk.split(sizes), strict=True):
             planes[name] = flat.clone().view(first[name].dtype).view(first[name].shape)
-        parts.append(pieces[0]._with_planes(planes))
+        parts.append(pieces[0].with_planes(planes))
     return torch.cat(parts, gather_dim)  # type: ignore[return-value]
 
 
@@ -145,7 +145,7 @@ def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into], [sent] if pieces else pieces, *rest, **kwargs)[1]
 
-    sent = [initial_values.complete_matrix(piece) for piece in pieces[0]] if pieces else []
+    sent = [initial_values.complete_matrix(piece.store) for piece in pieces[0]] if pieces else []
     values = _initial_values(output, sent, send, waits)
     return _done(output, [rejoining.scatter_(func, output, pieces, rest, kwargs, waits)], waits, values)
 
@@ -156,7 +156,7 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     Other callers have plain buffers on the other ranks, and these get values (see `broadcasts`).
     """
     (tensor,), *rest = args
-    if tensor._sent is not None or not broadcasts.among_quantized():
+    if tensor.sent is not None or not broadcasts.among_quantized():
         waits = may_wait(func, args, kwargs, tensor)
         return [tensor], broadcasts.send_values(func, tensor, rest, kwargs, waits)
     _check_straight(func, tensor)
@@ -165,8 +165,8 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
 
-    values = _initial_values(tensor, [initial_values.complete_matrix(tensor)], send, waits)
-    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
+    values = _initial_values(tensor, [initial_values.complete_matrix(tensor.store)], send, waits)
+    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor.store.planes.values()]
     return _done(tensor, works, waits, values)
 
 
@@ -210,8 +210,8 @@ def _done(
         work.wait()
     written([tensor])
     if values is not None:
-        tensor._writes.trains = True
-        initial_values.store(tensor, values[: tensor._rows])
+        tensor.store.writes.trains = True
+        initial_values.keep(tensor.store, values[: tensor.store.rows])
     return [tensor], works[-1]
 
 
@@ -227,25 +227,25 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     layout, shape = tensor.LAYOUT, list(tensor.shape)
     for position, amount in enumerate(amounts):
         shape[tensor.dim() - 1 - position // 2] += amount
-    k, columns = tensor._matrix[1], shape[-1]
+    k, columns = tensor.store.matrix[1], shape[-1]
     only_after = not any(amounts[::2]) and min(amounts, default=0) >= 0
-    whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
+    whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor.transposed
     takes = not value and only_after and whole and tuple(shape[1:-1]) == tuple(tensor.shape[1:-1])
     rows, block = prod(shape[:-1]), layout.block_rows
     if not any(amounts):
-        return tensor._compact_copy()  # type: ignore[no-any-return]
+        return tensor.compact_copy()  # type: ignore[no-any-return]
     if not callers.makes_shards():
-        is_cut = tensor._halo.rows or tensor._rows % block or rows % block or rows % layout.multiple_m
+        is_cut = tensor.store.halo.rows or tensor.store.rows % block or rows % block or rows % layout.multiple_m
         ends = k % layout.column_multiple == 0 and columns % layout.column_multiple == 0
-        exact = takes and ends and not is_cut and tensor._padding.rows is None
+        exact = takes and ends and not is_cut and tensor.padding.rows is None
         return rejoining.with_zeros(tensor, shape) if exact else fallback(func, args, kwargs)
     if not takes:
-        raise LayoutError(f"{func}: {tensor._label()} can only be padded with zeros after its last row or column")
-    if columns == k and (tensor._halo.rows or rows % block or tensor._rows % block):
+        raise LayoutError(f"{func}: {tensor.label()} can only be padded with zeros after its last row or column")
+    if columns == k and (tensor.store.halo.rows or rows % block or tensor.store.rows % block):
         return rejoining.padded(tensor, shape)
-    if columns != k and (tensor._halo.rows or k % layout.column_multiple):
+    if columns != k and (tensor.store.halo.rows or k % layout.column_multiple):
         raise LayoutError(
-            f"{func}: the {k} columns of {tensor._label()} do not end with a block: shards of columns must be "
+            f"{func}: the {k} columns of {tensor.label()} do not end with a block: shards of columns must be "
             f"multiples of {layout.column_multiple} columns"
         )
     return rejoining.with_zeros(tensor, shape)
@@ -256,7 +256,7 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     runs: list[list[int]] = []
-    is_eager = dim in (0, tensor.dim() - 1) and not index.is_meta and not operators.traced(index)
+    is_eager = dim in (0, tensor.dim() - 1) and not index.is_meta and not traced(index)
     for entry in index.tolist() if is_eager else ():
         if runs and runs[-1][1] == entry:
             runs[-1][1] += 1
@@ -266,7 +266,7 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
     except UnsupportedOperator:
         pieces = []
-    if not pieces or any(piece._halo.rows for piece in pieces):
+    if not pieces or any(piece.store.halo.rows for piece in pieces):
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
     return torch.cat(pieces, dim)
 
@@ -274,19 +274,19 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- checks
 def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
     _check_rows_of(func, tensor)
-    if tensor._halo.rows:
+    if tensor.store.halo.rows:
         raise LayoutError(_cut_inside(func, tensor))
 
 
 def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
-    (_, k), last = tensor._matrix, tensor.shape[-1:]
-    if tensor._transposed or tensor.dim() < 2 or last != (k,):
-        raise LayoutError(f"{func}: {tensor._label()} must be sent as rows of {k} columns, not transposed or flattened")
+    (_, k), last = tensor.store.matrix, tensor.shape[-1:]
+    if tensor.transposed or tensor.dim() < 2 or last != (k,):
+        raise LayoutError(f"{func}: {tensor.label()} must be sent as rows of {k} columns, not transposed or flattened")
 
 
 def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
     return (
-        f"{func}: {tensor._label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight with "
+        f"{func}: {tensor.label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight with "
         "full_tensor() first, or cut it into whole blocks"
     )
 

@@ -20,67 +20,66 @@ from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.dispatch.written_by_ranks import refuse_flat_parameters
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
+from layoutc.runtime.storage.planes import CutPlanes, ScatteredPlanes, with_copies
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
-from layoutc.runtime.weight.pending_writes import part_of
-from layoutc.runtime.weight.planes import CutPlanes, ScatteredPlanes, with_copies
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
     """Entries start..stop of an outer dim, as views of the planes."""
-    rows = tensor._padding.rows
+    rows = tensor.padding.rows
     if (start, stop) == (0, tensor.shape[dim] if rows is None else rows):
         return _first_rows(tensor, dim, stop)
-    if not tensor._transposed:
+    if not tensor.transposed:
         return _cut(tensor, selection(tensor, dim, start, stop, operator))
     last = tensor.dim() - 1
-    straight = tensor._alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
+    straight = tensor.alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
     piece = _piece(straight, {last: last - 1, last - 1: last}.get(dim, dim), start, stop, operator)
-    return piece._alias((*piece.shape[:-2], piece.shape[-1], piece.shape[-2]), transposed=True)
+    return piece.alias((*piece.shape[:-2], piece.shape[-1], piece.shape[-2]), transposed=True)
 
 
 def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor:
     """All that a tensor holds, which is less than its shape says where that is padded."""
-    padding = tensor._padding
-    piece = tensor._alias(None if padding.rows is None else (*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
+    padding = tensor.padding
+    piece = tensor.alias(None if padding.rows is None else (*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
     if not padding.ends_where_cut:
-        piece._padding = Padding(first_rows_of=weakref.ref(tensor)) if padding.is_new else NOT_PADDED
+        piece.padding = Padding(first_rows_of=weakref.ref(tensor)) if padding.is_new else NOT_PADDED
     return piece
 
 
 def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
     """A piece as a view: `chosen` of the tensor, which may have halos of its own."""
     rect, halo = chosen.rect, chosen.halo
-    is_first = tensor._padding.ends_where_cut and rect.r0 == 0
+    is_first = tensor.padding.ends_where_cut and rect.r0 == 0
     if is_first and halo.after:
         rect, halo = rect._replace(r1=rect.r1 - halo.after), NO_HALO
     rows = rect.shape[0] - halo.rows
     planes: MutableMapping[str, Tensor]
-    if isinstance(tensor._planes, ScatteredPlanes):  # these planes are copies: writes to a view of them would be lost
-        if rows == tensor._rows:
-            return tensor._planes.columns(rect.c0, rect.c1)._alias(chosen.shape)  # type: ignore[attr-defined,no-any-return]
+    own = tensor.store
+    if isinstance(own.planes, ScatteredPlanes):  # these planes are copies: writes to a view of them would be lost
+        if rows == own.rows:
+            return own.planes.columns(rect.c0, rect.c1).alias(chosen.shape)  # type: ignore[no-any-return]
         raise UnsupportedOperator(
-            f"{tensor._label()} consists of rows that are not adjacent, and can't be cut further: clone it first"
+            f"{tensor.label()} consists of rows that are not adjacent, and can't be cut further: clone it first"
         )
-    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the weight's planes
-        planes = CutPlanes(tensor._planes, tensor._matrix, rect, type(tensor)._cut)
+    if getattr(own.planes, "handle", None) is not None:  # each pass replaces the weight's planes
+        planes = CutPlanes(own.planes, own.matrix, rect, type(tensor)._cut)
     else:
-        planes = type(tensor)._cut(tensor._planes, *rect)
-    piece = tensor._with_planes(planes, chosen.shape, matrix=rect.shape, halo=halo)
-    piece._home, piece._writes = tensor._home, tensor._writes
-    piece._part = None if is_first else part_of(tensor, rect.r0, rect.c0)
+        planes = type(tensor)._cut(own.planes, *rect)
+    piece = tensor.with_planes(planes, chosen.shape, matrix=rect.shape, halo=halo)
+    part = None if is_first else own.part_at(rect.r0, rect.c0)
     # FSDP2 cuts only the first rows of a new tensor (see Padding); whoever cuts others as well gets parts.
-    if tensor._padding.is_new and rect.r0 + halo.before != tensor._halo.before:
-        tensor._padding = NOT_PADDED
-    piece._padding = tensor._padding.of_piece()
-    if tensor._padding.is_new:
-        piece._padding = Padding(first_rows_of=weakref.ref(tensor))
-        piece._halo, piece._part = Halo(*halo[:2]), None
-    if rows != tensor._rows and not (tensor._padding.is_new or is_first):
-        piece._common |= tensor.LAYOUT.shared
-    if rect.shape[1] != tensor._matrix[1]:
-        piece._common |= tensor.LAYOUT.shared_along_rows
-    piece._common |= tensor._common
+    if tensor.padding.is_new and rect.r0 + halo.before != own.halo.before:
+        tensor.padding = NOT_PADDED
+    piece.padding = tensor.padding.of_piece()
+    if tensor.padding.is_new:
+        piece.padding = Padding(first_rows_of=weakref.ref(tensor))
+        piece.store.halo, part = Halo(*halo[:2]), None
+    shares = rows != own.rows and not (tensor.padding.is_new or is_first)
+    common = tensor.LAYOUT.shared if shares else frozenset()
+    if rect.shape[1] != own.matrix[1]:
+        common |= tensor.LAYOUT.shared_along_rows
+    piece.store.cut_from(own, part, common)
     return piece
 
 
@@ -113,12 +112,12 @@ def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0
-    if (tensor._transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
-        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor._label()} is not whole rows")
+    if (tensor.transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
+        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor.label()} is not whole rows")
     if not 0 <= index < tensor.shape[dim]:
-        raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor._label()}")
+        raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor.label()}")
     piece = _some(tensor, dim, index, index + 1, func)
-    return piece._alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
+    return piece.alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
 
 
 def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
@@ -130,25 +129,25 @@ def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
 def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     """split (also chunk): pieces of equal size, as views. FSDP2 shards by chunk on dim 0."""
     tensor, size, dim = _fill(args, (None, None, 0))
-    if tensor._sent is not None and callers.is_called_from("torch.distributed.tensor"):
+    if tensor.sent is not None and callers.is_called_from("torch.distributed.tensor"):
         return list(func(tensor.dequantize(), size, dim))  # the other ranks receive values from DTensor's scatter
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
-    if isinstance(tensor._planes, StackedPlanes) and dim == 0 and size * tensor._planes.world == total:
+    if isinstance(tensor.store.planes, StackedPlanes) and dim == 0 and size * tensor.store.planes.world == total:
         return unstacked(tensor)
     starts = range(0, total, size) if size else (0,)
     if _scatters(tensor, dim) and 0 < size < total:
         return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
     pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
-    for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor splits what it has gathered
+    for name, stack in tensor.stacked.items() if dim == 0 else ():  # DTensor splits what it has gathered
         for piece, own in zip(pieces, stack.chunk(len(pieces)), strict=True):
-            piece._planes[name] = own
+            piece.store.planes[name] = own
     return pieces
 
 
 def _scatters(tensor: QuantizedTensor, dim: int) -> bool:
     """True if entries of a dim are not adjacent rows: some rows of each entry of the dims before it."""
-    return 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed
+    return 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor.transposed
 
 
 def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
@@ -160,35 +159,35 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
     """
     inner, layout = prod(tensor.shape[dim + 1 : -1]), tensor.LAYOUT
     total, first, last = (n * inner for n in (tensor.shape[dim], start, stop))
-    if isinstance(tensor._planes, ScatteredPlanes):
+    if isinstance(tensor.store.planes, ScatteredPlanes):
         raise UnsupportedOperator(
-            f"{operator}: {tensor._label()} consists of rows that are not adjacent, and can't be cut further: clone it "
+            f"{operator}: {tensor.label()} consists of rows that are not adjacent, and can't be cut further: clone it "
             "first"
         )
-    fits = tensor.shape[-1] == tensor._matrix[1] and not tensor._halo.rows
+    fits = tensor.shape[-1] == tensor.store.matrix[1] and not tensor.store.halo.rows
     if any(n % layout.block_rows for n in (total, first, last)) or not fits:
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} of each "
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are {last - first} of each "
             f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}: cut dim "
             "0, which may fall anywhere, or store plain weights and quantize them when they are gathered "
             f'(layoutc.cast_on_gather_(model, "{layout.name}")); for a plain copy, call .dequantize() first'
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
-    whole = tensor._alias()
-    whole._padding = whole._padding.of_piece()
+    whole = tensor.alias()
+    whole.padding = whole.padding.of_piece()
 
     def runs() -> list[QuantizedTensor]:
-        matrix, starts = whole._alias(tensor._matrix), range(0, lead * total, total)
+        matrix, starts = whole.alias(tensor.store.matrix), range(0, lead * total, total)
         return [_cut(matrix, selection(matrix, 0, at + first, at + last, operator)) for at in starts]
 
     def columns(begin: int, end: int) -> QuantizedTensor:
         return _scattered(_piece(whole, whole.dim() - 1, begin, end, operator), dim, start, stop, operator)
 
-    planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last), runs, columns)
-    piece = tensor._with_planes(planes, shape, matrix=(lead * (last - first), tensor._matrix[1]))
-    piece._home, piece._writes, piece._common = tensor._home, tensor._writes, layout.shared
-    piece._padding = tensor._padding.of_piece()
+    planes = ScatteredPlanes(tensor.store.planes, layout.stored, (lead, total, first, last), runs, columns)
+    piece = tensor.with_planes(planes, shape, matrix=(lead * (last - first), tensor.store.matrix[1]))
+    piece.store.cut_from(tensor.store, None, layout.shared)
+    piece.padding = tensor.padding.of_piece()
     return piece
 
 
@@ -197,7 +196,7 @@ def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTen
     tensor, sizes, dim = _fill(args, (None, None, 0))
     dim = dim_of(dim, tensor.dim())
     if sum(sizes) != tensor.shape[dim]:
-        raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor._label()}")
+        raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor.label()}")
     pieces, start = [], 0
     for size in sizes:
         pieces.append(_some(tensor, dim, start, start + size, func))
@@ -220,57 +219,57 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if dim:
         return _join_between(pieces, dim)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
-    matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
-    planes = with_copies(type(first)._join([piece._planes for piece in pieces]), first.LAYOUT.shared)
-    return first._with_planes(planes, shape, matrix=matrix)
+    matrix = (sum(piece.store.matrix[0] for piece in pieces), first.store.matrix[1])
+    planes = with_copies(type(first)._join([piece.store.planes for piece in pieces]), first.LAYOUT.shared)
+    return first.with_planes(planes, shape, matrix=matrix)
 
 
 def _joinable(pieces: list[Any], dim: int) -> bool:
     first = pieces[0]
     layout = first.LAYOUT
-    if any(type(p) is not type(first) or p._transposed or p.dim() < 2 or p.dim() != first.dim() for p in pieces):
+    if any(type(p) is not type(first) or p.transposed or p.dim() < 2 or p.dim() != first.dim() for p in pieces):
         return False
     others = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in pieces]
-    if others.count(others[0]) < len(pieces) or any(p._planes.keys() != first._planes.keys() for p in pieces):
+    if others.count(others[0]) < len(pieces) or any(p.store.planes.keys() != first.store.planes.keys() for p in pieces):
         return False
-    halo = first._halo[:2] if dim == first.dim() - 1 > 0 else (0, 0)
-    if any(p._halo[:2] != halo or p._padding.rows is not None or (dim and p.shape[-1] != p._matrix[1]) for p in pieces):
+    halo = first.store.halo[:2] if dim == first.dim() - 1 > 0 else (0, 0)
+    stores = [p.store for p in pieces]
+    if any(s.halo[:2] != halo for s in stores) or any(p.padding.rows is not None for p in pieces):
+        return False
+    if dim and any(p.shape[-1] != p.store.matrix[1] for p in pieces):
         return False
     if 0 < dim < first.dim() - 1:
         if any(prod(p.shape[dim:-1]) % layout.block_rows for p in pieces):
             return False
     else:
         axis, multiple = (1, layout.column_multiple) if dim else (0, layout.block_rows)
-        if any(p._matrix[axis] % multiple for p in pieces[:-1]):
+        if any(s.matrix[axis] % multiple for s in stores[:-1]):
             return False
     shared = layout.shared if dim < first.dim() - 1 else layout.shared_along_rows
-    return all(
-        p._planes[n] is first._planes[n] or torch.equal(p._planes[n], first._planes[n])
-        for p in pieces[1:]
-        for n in shared & first._planes.keys()
-    )
+    ours = {name: plane for name, plane in first.store.planes.items() if name in shared}
+    return all(s.planes[n] is own or torch.equal(s.planes[n], own) for s in stores[1:] for n, own in ours.items())
 
 
 def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
     """Pieces joined along the columns: planes are m-major, so columns of the weight are columns of each plane."""
-    first, k = pieces[0], sum(piece._matrix[1] for piece in pieces)
-    planes = with_copies(first._planes, first.LAYOUT.shared_along_rows)
-    for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
-        planes[name] = torch.cat([piece._planes[name] for piece in pieces], 1)
-    return first._with_planes(planes, (*first.shape[:-1], k), matrix=(first._matrix[0], k))
+    first, k = pieces[0], sum(piece.store.matrix[1] for piece in pieces)
+    planes = with_copies(first.store.planes, first.LAYOUT.shared_along_rows)
+    for name in first.store.planes.keys() - first.LAYOUT.shared_along_rows:
+        planes[name] = torch.cat([piece.store.planes[name] for piece in pieces], 1)
+    return first.with_planes(planes, (*first.shape[:-1], k), matrix=(first.store.matrix[0], k))
 
 
 def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
     """Pieces joined along a middle dim, as rows of each expert; all of them are whole blocks."""
     first, planes = pieces[0], {}
     shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
-    for name, plane in first._planes.items():
+    for name, plane in first.store.planes.items():
         if first.LAYOUT.stored[name].rows_per_value is None:
             planes[name] = plane.clone()
         else:
-            each = [p._planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
+            each = [p.store.planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
             planes[name] = torch.cat(each, 1).reshape(-1, plane.shape[-1])
-    return first._with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))
+    return first.with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
@@ -301,20 +300,20 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         plain: Tensor = make(size, dtype=dtype, **options)
         return plain
     facts = tensor.LAYOUT.planes(*matrix)
-    planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
+    planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor.store.planes}
     for name, plane in planes.items() if make is torch.zeros else ():
         if name in tensor.LAYOUT.zeros:
             tensor.LAYOUT.fill_with_zeros(name, plane)
     for name, plane in planes.items():
         # FSDP2 makes a rank's empty shard like this and copies nothing into it: it must get what all shards share.
-        if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
-            plane.copy_(tensor._planes[name])
+        if name in tensor.LAYOUT.shared and plane.shape == tensor.store.planes[name].shape:
+            plane.copy_(tensor.store.planes[name])
     halo = Halo(0, matrix[0] - prod(size) // matrix[1])
     new: QuantizedTensor = type(tensor)(
-        planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
+        planes, size, dtype, matrix=matrix, orientations=tensor.store.declared, halo=halo
     )
-    new._name, new._padding = tensor._name, NEW
-    new._writes.trains, new._products, new._fused = tensor._writes.trains, tensor._products, tensor._fused
+    new.weight_name, new.padding = tensor.weight_name, NEW
+    new.store.writes.trains, new._products, new.fused = tensor.store.writes.trains, tensor._products, tensor.fused
     return new
 
 
@@ -332,9 +331,9 @@ def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     pin = bool(kwargs.get("pin_memory"))
     if dtype != tensor.dtype:
         return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=pin)
-    facts, planes = tensor.LAYOUT.planes(*tensor._matrix), {}
-    for name in tensor._planes:
+    facts, planes = tensor.LAYOUT.planes(*tensor.store.matrix), {}
+    for name in tensor.store.planes:
         # What all rows share (a history of amaxes) decides later scales, so it is never left uninitialized.
         make = torch.zeros if name in tensor.LAYOUT.shared else torch.empty
         planes[name] = make(facts[name].shape, dtype=facts[name].dtype, device=device, pin_memory=pin)
-    return tensor._with_planes(planes)
+    return tensor.with_planes(planes)

@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layoutc.runtime import library
 from layoutc.runtime.products import autograd
-from layoutc.runtime.torch_private import transform, tree_leaves, tree_map, without_torch_function
-from layoutc.runtime.weight import operators
+from layoutc.runtime.torch_private import traced, transform, tree_leaves, tree_map, without_torch_function
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -32,7 +31,7 @@ HANDLERS = {_values: lambda func, args, kwargs: args[0].dequantize()}
 def values_of(weight: Any) -> Tensor:
     """The values that a model multiplies with, of a weight or a view of one. Nothing for autograd."""
     found: Tensor
-    if operators.traced(weight):
+    if traced(weight):
         found = _values(weight)
     else:
         with without_torch_function():
@@ -65,7 +64,7 @@ class Saved(NamedTuple):
     def values(self) -> Tensor:
         """As they were in forward. Raises RuntimeError for a weight that was written since."""
         if self.weight._version != self.version:
-            raise RuntimeError(f"{self.weight._label()} was written between forward and backward of torch.einsum")
+            raise RuntimeError(f"{self.weight.label()} was written between forward and backward of torch.einsum")
         return self.weight.dequantize().as_strided(self.size, self.stride)
 
 
@@ -92,7 +91,7 @@ def _dequantized_again(weights: dict[int, Any], found: dict[int, Tensor]) -> Abs
     """Inside, autograd saves the weights in place of their values. Traces keep what their compiler decides to."""
     quantized = {key: one for key, one in weights.items() if isinstance(one, QuantizedTensor)}
     is_followed = torch.is_grad_enabled() and transform() is None
-    if not is_followed or any(operators.traced(one) for one in weights.values()):
+    if not is_followed or any(traced(one) for one in weights.values()):
         return nullcontext()
     storages = {found[key].untyped_storage().data_ptr(): one for key, one in quantized.items()}
 

@@ -11,7 +11,6 @@ from layoutc.runtime.dispatch import merges, truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.torch_private import tree_leaves, tree_map
-from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -29,7 +28,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if decomposed is not NotImplemented:
             return decomposed
     schema = func._schema
-    label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
+    label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor)).label()
     if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
         raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
     if torch.Tag.inplace_view in func.tags:
@@ -53,7 +52,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         # A tensor that is written starts from the values that it was quantized from: initializers have several steps,
         # some of which only read.
         is_written = any(value is target for target in targets)
-        values = initial_values.values(value, value.dtype) if is_written or initializes else None
+        values = value.initial_values(value.dtype) if is_written or initializes else None
         return value.dequantize() if values is None else values
 
     plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)

@@ -7,6 +7,7 @@ handler fall back to a dequantized copy, which strict() refuses.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,9 +23,10 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.products import linear as linear_products
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import registry, shards
-from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
+from layoutc.runtime.storage import initial_values, pending_writes
+from layoutc.runtime.storage.planes import ScatteredPlanes
+from layoutc.runtime.weight import operators, staging
 from layoutc.runtime.weight.padding import Padding
-from layoutc.runtime.weight.planes import ScatteredPlanes
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
@@ -36,7 +38,7 @@ Kwargs = dict[str, Any]
 def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """detach, alias: the same planes."""
     tensor: QuantizedTensor = args[0]
-    return tensor._alias()
+    return tensor.alias()
 
 
 def detach_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -48,19 +50,19 @@ def detach_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """view, _unsafe_view: any shape with the same number of elements, since their order stays. [] is one element."""
     tensor, size = args[0], list(args[1])
-    if tensor._transposed and tuple(size) != tuple(tensor.shape):
+    if tensor.transposed and tuple(size) != tuple(tensor.shape):
         raise UnsupportedOperator(
-            f"{func}: {tensor._label()} is transposed; a view of another shape would not be contiguous"
+            f"{func}: {tensor.label()} is transposed; a view of another shape would not be contiguous"
         )
     numel = tensor.numel()
     if -1 in size:
         stated = prod(extent for extent in size if extent != -1)
         if size.count(-1) > 1 or stated == 0 or numel % stated:
-            raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
+            raise RuntimeError(f"{func}: shape {size} is invalid for {tensor.label()} of {numel} elements")
         size[size.index(-1)] = numel // stated
     if prod(size) != numel or any(extent < 0 for extent in size):
-        raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
-    return tensor._alias(size)  # type: ignore[no-any-return]
+        raise RuntimeError(f"{func}: shape {size} is invalid for {tensor.label()} of {numel} elements")
+    return tensor.alias(size)  # type: ignore[no-any-return]
 
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -83,17 +85,17 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """t, transpose: swaps the last two dims, as a view."""
     tensor: QuantizedTensor = args[0]
     rank = tensor.dim()
-    if rank == 2 and len(args) == 1 and tensor.shape[not tensor._transposed] == tensor._matrix[1]:
-        return tensor._alias(reversed(tensor.shape), transposed=not tensor._transposed)  # as every linear layer asks
+    if rank == 2 and len(args) == 1 and tensor.shape[not tensor.transposed] == tensor.store.matrix[1]:
+        return tensor.alias(reversed(tensor.shape), transposed=not tensor.transposed)  # as every linear layer asks
     dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is that vector
     first, second = sorted(dim_of(dim, rank) for dim in dims)
     if first == second:
-        return tensor._alias()
-    columns = tensor.shape[-1 - tensor._transposed]
-    if (first, second) != (rank - 2, rank - 1) or columns != tensor._matrix[1]:
+        return tensor.alias()
+    columns = tensor.shape[-1 - tensor.transposed]
+    if (first, second) != (rank - 2, rank - 1) or columns != tensor.store.matrix[1]:
         raise InexactView(func, tensor, f"can only swap its last two dims, not {tuple(dims)}")
     shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
-    return tensor._alias(shape, transposed=not tensor._transposed)
+    return tensor.alias(shape, transposed=not tensor.transposed)
 
 
 def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -101,9 +103,9 @@ def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor = args[0]
     order, rank = [dim_of(dim, tensor.dim()) for dim in args[1]], tensor.dim()
     if sorted(order) != list(range(rank)):
-        raise RuntimeError(f"{func}: {tuple(args[1])} is not an order of the {rank} dims of {tensor._label()}")
+        raise RuntimeError(f"{func}: {tuple(args[1])} is not an order of the {rank} dims of {tensor.label()}")
     if order == list(range(rank)):
-        return tensor._alias()  # type: ignore[no-any-return]
+        return tensor.alias()  # type: ignore[no-any-return]
     if order[:-2] != list(range(rank - 2)):
         raise InexactView(func, tensor, f"can only swap its last two dims, not {tuple(order)}")
     return transpose(func, (tensor, -2, -1), kwargs)
@@ -115,10 +117,10 @@ def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if (tuple(size), tuple(stride), offset or 0) != (tuple(tensor.shape), tuple(tensor.stride()), 0):
         raise UnsupportedOperator(
-            f"{func}: {tensor._label()} only has strides {tuple(tensor.stride())} at offset 0, "
+            f"{func}: {tensor.label()} only has strides {tuple(tensor.stride())} at offset 0, "
             f"not size {tuple(size)}, strides {tuple(stride)}, offset {offset or 0}"
         )
-    return tensor._alias()  # type: ignore[no-any-return]
+    return tensor.alias()  # type: ignore[no-any-return]
 
 
 def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -127,7 +129,7 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     wanted = [own if extent == -1 else extent for own, extent in zip(tensor.shape, size, strict=False)]
     if len(size) != tensor.dim() or wanted != list(tensor.shape):
         raise InexactView(func, tensor, f"can't be expanded to {tuple(size)}")
-    return tensor._alias()  # type: ignore[no-any-return]
+    return tensor.alias()  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -135,7 +137,7 @@ def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """clone: every plane copied, compact, scales and amax included."""
     tensor: QuantizedTensor = args[0]
     merges.note_read(args[:1])
-    return tensor._compact_copy()
+    return tensor.compact_copy()
 
 
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -147,87 +149,91 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     if dtype != tensor.dtype:
         if not (dtype.is_floating_point and callers.converts_a_module()):
-            strict.note(f"{func} to {dtype}", tensor._label())
+            strict.note(f"{func} to {dtype}", tensor.label())
             values = tensor.dequantize(dtype if dtype.is_floating_point else None)
             return values.to(device, dtype)
-        if device == (tensor := tensor._alias(dtype=dtype)).device:
+        if device == (tensor := tensor.alias(dtype=dtype)).device:
             return tensor
     options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
-    planes = tensor._map(lambda plane: aten._to_copy(plane, **options))
+    planes = tensor.map_planes(lambda plane: aten._to_copy(plane, **options))
     if kwargs.get("pin_memory"):
         planes = {name: plane.pin_memory() for name, plane in planes.items()}
-    moved = tensor._with_planes(planes)
+    moved = tensor.with_planes(planes)
     if not registry.remember_copy(moved, tensor):
-        initial_values.carry(moved, tensor)
-    initial_values.carry_base(moved, tensor)
+        initial_values.carry(moved.store, tensor.store)
+    initial_values.carry_base(moved.store, tensor.store)
     return moved
 
 
 def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """_pin_memory: pins every plane."""
     tensor: QuantizedTensor = args[0]
-    pinned = tensor._with_planes(tensor._map(lambda plane: plane.pin_memory()))
-    initial_values.carry(pinned, tensor)
+    pinned = tensor.with_planes(tensor.map_planes(lambda plane: plane.pin_memory()))
+    initial_values.carry(pinned.store, tensor.store)
     return pinned
 
 
 def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """is_pinned: true if every plane is pinned."""
-    return all(plane.is_pinned() for plane in args[0]._planes.values())
+    return all(plane.is_pinned() for plane in args[0].store.planes.values())
 
 
 def record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
     """record_stream on every plane, scales and amax included; changes nothing."""
-    for plane in args[0]._planes.values():
+    for plane in args[0].store.planes.values():
         plane.record_stream(args[1])
 
 
 def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """equal: the same recipe, shape and bytes; for a plain tensor, the same values."""
     a, b = args[0], args[1]
-    if type(a) is not type(b) or a._planes.keys() != b._planes.keys():
+    if type(a) is not type(b) or a.store.planes.keys() != b.store.planes.keys():
         plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
         return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
-    same = (tuple(a.shape), a._transposed, _phase(a)) == (tuple(b.shape), b._transposed, _phase(b))
-    pairs = ([x._entries(name).contiguous().flatten().view(torch.uint8) for x in (a, b)] for name in a._planes)
+    same = (tuple(a.shape), a.transposed, _phase(a)) == (tuple(b.shape), b.transposed, _phase(b))
+    pairs = ([x.entries(name).contiguous().flatten().view(torch.uint8) for x in (a, b)] for name in a.store.planes)
     return same and all(torch.equal(*pair) for pair in pairs)
 
 
 def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
     """(rows, columns, offset in a block): equal for tensors of one recipe whose planes correspond entry by entry."""
-    return tensor._rows, tensor._matrix[1], tensor._halo.before
+    return tensor.store.rows, tensor.store.matrix[1], tensor.store.halo.before
 
 
 def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """is_set_to: the same memory under the same shape and strides; false for a plain tensor."""
     a, b = args
-    if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
+    if (
+        type(a) is not type(b)
+        or (a.shape, a.stride()) != (b.shape, b.stride())
+        or a.store.planes.keys() != b.store.planes.keys()
+    ):
         return False
-    return all(plane.is_set_to(b._planes[name]) for name, plane in a._planes.items())
+    return all(plane.is_set_to(b.store.planes[name]) for name, plane in a.store.planes.items())
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: quantizes zeros; for a part, zeroes every byte that it does not share. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
-    truncated.check_elements(tensor._label())
-    pending_writes.check_writable(tensor)
-    gathered_in_graphs.refuse_write(tensor)
-    before = initial_values.lookup(tensor)
+    truncated.check_elements(tensor.label())
+    tensor.check_writable()
+    tensor.refuse_gathered()
+    before = initial_values.lookup(tensor.store)
     row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
     is_cut = row_sharding is not None and row_sharding.splits_blocks(tensor.LAYOUT)
-    if is_cut or (tensor._halo.rows and not tensor.is_meta):
+    if is_cut or (tensor.store.halo.rows and not tensor.is_meta):
         weights.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
-    elif not tensor._common and not tensor._transposed and not tensor.is_meta:
+    elif not tensor.store.common and not tensor.transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
-        matrix = zeros.view(tensor._matrix)
+        matrix = zeros.view(tensor.store.matrix)
         shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
         weights.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
     else:
-        for name, plane in tensor._planes.items():
-            if name not in tensor._common:
+        for name, plane in tensor.store.planes.items():
+            if name not in tensor.store.common:
                 tensor.LAYOUT.fill_with_zeros(name, plane)
         written([tensor])
-    initial_values.zeroed(tensor, before)
+    initial_values.zeroed(tensor.store, before)
     return tensor
 
 
@@ -253,31 +259,31 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
         as_sent = (
-            source._sent is not None or not target.is_floating_point()
+            source.sent is not None or not target.is_floating_point()
         )  # the other ranks have the values in its own dtype
-        if callers.initializes() and (values := initial_values.values(source, target.dtype)) is not None:
+        if callers.initializes() and (values := source.initial_values(target.dtype)) is not None:
             return target.copy_(values)  # type: ignore[no-any-return]
         return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
-        raise LayoutError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
-    gathered_in_graphs.refuse_write(target)
+        raise LayoutError(f"{func}: {target.label()} can't take a tensor of shape {tuple(source.shape)}")
+    target.refuse_gathered()
     source = broadcasts.arrived(target, source)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
-        if same and isinstance(target._planes, ScatteredPlanes):
-            return _copy_runs(func, target, source, target._planes.runs())
-        padded = target._padding.first_rows_of
-        new = padded() if padded is not None and target._writes.count == 0 else None
-        if same and new is not None and (source._halo.rows or target._halo.rows):
+        if same and isinstance(target.store.planes, ScatteredPlanes):
+            return _copy_runs(func, target, source, target.store.planes.runs())
+        padded = target.padding.first_rows_of
+        new = padded() if padded is not None and target.store.writes.count == 0 else None
+        if same and new is not None and (source.store.halo.rows or target.store.halo.rows):
             return _take_over(target, new, source)
-        if same and source._halo[:2] != target._halo[:2]:
+        if same and source.store.halo[:2] != target.store.halo[:2]:
             _check_same_cut(func, target)
-        if same and (_phase(source), source._transposed) == (_phase(target), target._transposed):
+        if same and (_phase(source), source.transposed) == (_phase(target), target.transposed):
             return _copy_planes(target, source)
-        strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target._label())
+        strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target.label())
         source = source.dequantize(torch.float32)
-    if target._transposed:
-        raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
+    if target.transposed:
+        raise UnsupportedOperator(f"{func}: {target.label()} is transposed; copy into the weight itself")
     update_warnings.note_average(target)
     merges.write(target, source.to(target.device))
     return target
@@ -285,7 +291,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs: Any) -> QuantizedTensor:
     """copy_ into rows that are not adjacent: one run of adjacent rows after the other."""
-    source = clone(aten.clone.default, (source,), {}) if isinstance(source._planes, ScatteredPlanes) else source
+    source = clone(aten.clone.default, (source,), {}) if isinstance(source.store.planes, ScatteredPlanes) else source
     matrix = view(func, (source, (-1, target.shape[-1])), {})
     for run, rows in zip(runs, matrix.split(runs[0].shape[0]), strict=True):  # type: ignore[no-untyped-call]
         copy_(func, (run, rows), {})
@@ -301,39 +307,43 @@ def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
     row_sharding = shards.row_sharding(target)
     if row_sharding is not None and row_sharding.splits_blocks(target.LAYOUT):
         raise LayoutError(
-            f"{func}: {target._label()} is a shard whose cuts fall inside blocks, and the source has other cuts; "
+            f"{func}: {target.label()} is a shard whose cuts fall inside blocks, and the source has other cuts; "
             "copy the same rows of the whole quantized weight, or plain values on all ranks"
         )
 
 
 def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
-    pending_writes.check_writable(target)
-    missing = [name for name in target._planes if name not in source._planes]
+    target.check_writable()
+    into, given = target.store, source.store
+    missing = [name for name in into.planes if name not in given.planes]
     if missing:
-        raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")
-    pairs = {name: (target._entries(name), source._entries(name)) for name in target._planes}
-    for name, (into, plane) in pairs.items():
-        if into.shape != plane.shape:
-            raise LayoutError(f"copy_: {name} is {tuple(into.shape)} in the target, {tuple(plane.shape)} in the source")
-    if target._common and target._part is None and any(not torch.equal(*pairs[name]) for name in target._common):
+        raise LayoutError(f"copy_: {source.label()} lacks {', '.join(missing)}, which the target holds")
+    pairs = {name: (target.entries(name), source.entries(name)) for name in into.planes}
+    for name, (ours, theirs) in pairs.items():
+        if ours.shape != theirs.shape:
+            raise LayoutError(
+                f"copy_: {name} is {tuple(ours.shape)} in the target, {tuple(theirs.shape)} in the source"
+            )
+    if into.common and into.part is None and any(not torch.equal(*pairs[name]) for name in into.common):
         raise LayoutError(
-            f"copy_: {target._label()} is a part of a weight and shares its {', '.join(sorted(target._common))} with "
+            f"copy_: {target.label()} is a part of a weight and shares its {', '.join(sorted(into.common))} with "
             "the rest, but the source has different ones; copy into the whole weight"
         )
-    if needs := pending_writes.needs_of(target, source):
-        for piece in pending_writes.hold(target, source, needs):
-            _write_planes(piece.target, piece.source)
+    if needs := pending_writes.needs_of(into, given):
+        write = partial(_write_planes, target, source)
+        for piece in pending_writes.hold(into, given, needs, write, target.label()):
+            piece.write()
         return target
     _write_planes(target, source)
     return target
 
 
 def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    before = initial_values.lookup(target)
-    for name in target._planes:
-        target._entries(name).copy_(source._entries(name))
+    before = initial_values.lookup(target.store)
+    for name in target.store.planes:
+        target.entries(name).copy_(source.entries(name))
     written([target])
-    initial_values.carry(target, source, before)
+    initial_values.carry(target.store, source.store, before)
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
@@ -343,16 +353,16 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
     Padding). The new tensor can't know where in a block its rows will begin, nor that the weight ends inside its last
     block.
     """
-    pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
-    planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))
+    pin = not new.is_meta and all(plane.is_pinned() for plane in new.store.planes.values())
+    planes = source.map_planes(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))
     planes = {name: plane.pin_memory() for name, plane in planes.items()} if pin else planes
     for tensor in (target, new):
-        tensor._planes.clear()
-        tensor._planes.update(planes)
-        tensor._matrix, tensor._halo = source._matrix, Halo(*source._halo[:2])
-    new._padding = Padding(rows=target.shape[0])
+        tensor.store.planes.clear()
+        tensor.store.planes.update(planes)
+        tensor.store.matrix, tensor.store.halo = source.store.matrix, Halo(*source.store.halo[:2])
+    new.padding = Padding(rows=target.shape[0])
     written([target])
-    initial_values.carry(target, source)
+    initial_values.carry(target.store, source.store)
     return target
 
 
@@ -378,11 +388,11 @@ def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """linear, which only inference mode dispatches as a whole: x @ weight.t() + bias with rowwise values in x's
     dtype."""
     x, weight = args[0], args[1]
-    plain = weight._dequantize("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
+    plain = weight.values_of("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
     return func(x, plain, *args[2:], **kwargs)  # type: ignore[no-any-return]
 
 
 def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) -> Tensor:
     """Left operands contract their last dim, right operands the one before it."""
-    contracts_k = is_left != tensor._transposed
-    return tensor._dequantize("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)
+    contracts_k = is_left != tensor.transposed
+    return tensor.values_of("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)

@@ -29,36 +29,36 @@ def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator
     A cut between rows may fall inside a block: the rest of the block becomes the piece's halo. Raises
     UnsupportedOperator if a cut between columns falls inside a block, or the entries are not whole rows or columns.
     """
-    (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
+    (m, k), layout, shape = tensor.store.matrix, tensor.LAYOUT, tuple(tensor.shape)
     piece = (*shape[:dim], stop - start, *shape[dim + 1 :])
     if start == stop:
         return Selection(Rect(0, 0, 0, k), piece)
     if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
         if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
             raise _inexact(tensor, operator, f"columns {start} to {stop}", layout.column_multiple, "columns")
-        return Selection(Rect(0, m, start, stop), piece, tensor._halo)
+        return Selection(Rect(0, m, start, stop), piece, tensor.store.halo)
     if any(size != 1 for size in shape[:dim]):
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not adjacent rows"
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not adjacent rows"
         )
     step = prod(shape[dim + 1 :])
     if start * step % k or stop * step % k:
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not whole rows"
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not whole rows"
         )
     return _rows_selection(tensor, start * step // k, stop * step // k, piece)
 
 
 def _rows_selection(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Selection:
     """The piece of the tensor's own rows start..stop, start < stop: all blocks that they touch."""
-    (m, k), block, around = tensor._matrix, tensor.LAYOUT.block_rows, tensor._halo
+    (m, k), block, around = tensor.store.matrix, tensor.LAYOUT.block_rows, tensor.store.halo
     first, last = around.before + start, around.before + stop
     r0, r1 = first // block * block, min(up(last, block), m)
     halo = Halo(
         first - r0,
         r1 - last,
         first > r0 and (start > 0 or around.tied_before),
-        r1 > last and (stop < tensor._rows or around.tied_after),
+        r1 > last and (stop < tensor.store.rows or around.tied_after),
     )
     return Selection(Rect(r0, r1, 0, k), shape, halo)
 
@@ -84,7 +84,7 @@ def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] 
     size of one dim is taken for a flattened weight with the tensor's columns, if the tensor is flat itself or the size
     is 0.
     """
-    layout, k = tensor.LAYOUT, tensor._matrix[1]
+    layout, k = tensor.LAYOUT, tensor.store.matrix[1]
     if len(size) == 0 or (len(size) == 1 and size[0] and (tensor.dim() != 1 or k == 0 or size[0] % k)):
         return None
     m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
@@ -94,6 +94,6 @@ def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] 
 
 def _inexact(tensor: QuantizedTensor, operator: Any, what: str, multiple: int, axis: str) -> UnsupportedOperator:
     return UnsupportedOperator(
-        f"{operator}: {what} of {tensor._label()} would cut a block: {tensor.LAYOUT.name} is exact at multiples of "
+        f"{operator}: {what} of {tensor.label()} would cut a block: {tensor.LAYOUT.name} is exact at multiples of "
         f"{multiple} {axis}; for a plain copy, call .dequantize() first"
     )

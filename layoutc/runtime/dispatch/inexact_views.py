@@ -23,7 +23,7 @@ class InexactView(UnsupportedOperator):
     """A view that is none of codes, and why."""
 
     def __init__(self, func: Any, tensor: QuantizedTensor, why: str) -> None:
-        super().__init__(f"{func}: {tensor._label()} {why}; for a copy of the values, call .dequantize() first")
+        super().__init__(f"{func}: {tensor.label()} {why}; for a copy of the values, call .dequantize() first")
 
 
 def or_values(handler: Handler) -> Handler:
@@ -43,5 +43,5 @@ def or_values(handler: Handler) -> Handler:
 
 def of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:
     """The view of the weight's values. Raises ImplicitDequantize under strict()."""
-    strict.note(str(func), args[0]._label())
+    strict.note(str(func), args[0].label())
     return func(args[0].dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]

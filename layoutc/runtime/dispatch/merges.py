@@ -18,8 +18,8 @@ from torch import Tensor
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.weight import initial_values
-from layoutc.runtime.weight.pending_writes import Writes
+from layoutc.runtime.storage import initial_values
+from layoutc.runtime.storage.store import Writes
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 
@@ -33,19 +33,19 @@ class Base(NamedTuple):
 
 def keep(target: QuantizedTensor, owner: Any = None) -> Base:
     """What the weight was before the merges of an owner, if any is in it; else a copy of what it is now."""
-    kept = initial_values.base(target)
+    kept = initial_values.base(target.store)
     if kept is not None and kept.weight is not None and (kept.owner() if kept.owner else None) is owner:
         return kept  # type: ignore[no-any-return]
-    copy = target._compact_copy()
-    copy._writes.base = None
+    copy = target.compact_copy()
+    copy.store.writes.base = None
     return Base(copy)
 
 
 def hold(target: QuantizedTensor, base: Base, owner: Any = None) -> None:
     """Keeps what a weight, which has just been written, was before; no longer than its owner lives."""
     if owner is not None:
-        base = base._replace(owner=weakref.ref(owner, partial(_drop, weakref.ref(target._writes))))
-    initial_values.set_base(target, base)
+        base = base._replace(owner=weakref.ref(owner, partial(_drop, weakref.ref(target.store.writes))))
+    initial_values.set_base(target.store, base)
 
 
 def _drop(writes: weakref.ref[Writes], owner: weakref.ref[Any]) -> None:
@@ -56,14 +56,16 @@ def _drop(writes: weakref.ref[Writes], owner: weakref.ref[Any]) -> None:
 
 def give_back(target: QuantizedTensor) -> bool:
     """Writes what a weight was before merges; False if that is not kept."""
-    if (base := initial_values.base(target)) is None:
+    if (base := initial_values.base(target.store)) is None:
         return False
     if base.weight is not None:
-        for name, plane in target._planes.items():
-            plane.copy_(base.weight._planes[name])  # all of it: of a shard that is cut in a block, also rows of others
+        for name, plane in target.store.planes.items():
+            plane.copy_(
+                base.weight.store.planes[name]
+            )  # all of it: of a shard that is cut in a block, also rows of others
         written([target])
-        initial_values.carry(target, base.weight)
-        initial_values.set_base(target, Base(None))
+        initial_values.carry(target.store, base.weight.store)
+        initial_values.set_base(target.store, Base(None))
     return True
 
 
@@ -82,11 +84,11 @@ def write(target: QuantizedTensor, values: Tensor) -> None:
 def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     """What plain values that are assigned to a weight's data are replaced by: as `write`."""
     method, owner = callers.merging()
-    base = initial_values.base(target)
+    base = initial_values.base(target.store)
     if method == "unmerge" and base is not None:
         weight: Any = target if base.weight is None else base.weight
-        found: QuantizedTensor = weight.to(values.device)._alias(dtype=values.dtype)
-        initial_values.set_base(found, Base(None))
+        found: QuantizedTensor = weight.to(values.device).alias(dtype=values.dtype)
+        initial_values.set_base(found.store, Base(None))
         return found
     base = _before(target, owner) if method == "merge" else None
     new = weights.replacement(target, values)
@@ -103,10 +105,10 @@ def note_read(values: Sequence[Any]) -> None:
     params = of_layer[1].parameters()
     shards = [local for one in params if isinstance(local := getattr(one, "_local_tensor", None), QuantizedTensor)]
     for value in values:
-        if isinstance(value, QuantizedTensor) and any(value._planes is one._planes for one in shards):
+        if isinstance(value, QuantizedTensor) and any(value.store.planes is one.store.planes for one in shards):
             update_warnings.warn_once(
                 "assigned",
-                f"{type(of_layer[1]).__module__} computes merged values of {value._label()}, which is a shard. "
+                f"{type(of_layer[1]).__module__} computes merged values of {value.label()}, which is a shard. "
                 "Where it assigns them to .data, as DoRA, IA3 and safe_merge=True do, torch drops them, and nothing is "
                 "merged: use LoRA with safe_merge=False, or merge where weights are whole",
             )
@@ -114,11 +116,11 @@ def note_read(values: Sequence[Any]) -> None:
 
 def _before(target: QuantizedTensor, owner: Any) -> Base | None:
     """What a layer keeps of a weight before it merges; None of a part of a weight, which has no bytes of its own."""
-    if target._part is not None or target.is_meta:
+    if target.store.part is not None or target.is_meta:
         return None
     update_warnings.warn_once(
         "merge",
-        f"{type(owner).__module__} merges adapters into quantized weights ({target._label()} first): their codes are "
+        f"{type(owner).__module__} merges adapters into quantized weights ({target.label()} first): their codes are "
         "those of each sum, quantized again, and lack what is less than half a step between codes. Unmerging brings "
         "back the base's bytes",
     )

@@ -21,10 +21,10 @@ from layoutc.ints.sizes import up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.block_edges import gather_bytes
-from layoutc.runtime.torch_private import c10d_functional, process_group
-from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.storage import initial_values
+from layoutc.runtime.storage.planes import with_copies
+from layoutc.runtime.torch_private import c10d_functional, is_fake, process_group
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
-from layoutc.runtime.weight.planes import with_copies
 from layoutc.runtime.weight.stored_form import with_halo
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -68,33 +68,33 @@ class StackedPlanes(MutableMapping[str, Tensor]):
 
 def cuts_blocks(tensor: QuantizedTensor, world: int) -> bool:
     """True if shards of `tensor`'s outer size, which is equal on all ranks, are not whole blocks of rows."""
-    return world > 1 and (tensor._halo.rows > 0 or prod(tensor.shape[:-1]) % tensor.LAYOUT.block_rows != 0)
+    return world > 1 and (tensor.store.halo.rows > 0 or prod(tensor.shape[:-1]) % tensor.LAYOUT.block_rows != 0)
 
 
 def padded(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """A short shard under the shape of a full one, with only the planes that it has."""
-    full = tensor._alias(shape)
-    full._padding = Padding(rows=tensor.shape[0])
+    full = tensor.alias(shape)
+    full.padding = Padding(rows=tensor.shape[0])
     return full
 
 
 def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """A tensor of whole blocks padded to a larger shape, with codes of 0."""
     matrix, planes = (prod(shape[:-1]), shape[-1]), dict[str, Tensor]()
-    if matrix == tensor._matrix:
+    if matrix == tensor.store.matrix:
         return tensor
     for name, facts in tensor.LAYOUT.planes(*matrix).items():
-        if (plane := tensor._planes.get(name)) is not None:
+        if (plane := tensor.store.planes.get(name)) is not None:
             if plane.shape == facts.shape:
                 planes[name] = plane.clone()
             else:
                 planes[name] = plane.new_empty(facts.shape)
                 tensor.LAYOUT.fill_with_zeros(name, planes[name])
                 planes[name][: plane.shape[0], : plane.shape[1]] = plane
-    full = tensor._with_planes(planes, shape, matrix=matrix)
-    full._padding = NOT_PADDED
-    if (values := initial_values.complete_matrix(tensor)) is not None:
-        initial_values.store(full, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
+    full = tensor.with_planes(planes, shape, matrix=matrix)
+    full.padding = NOT_PADDED
+    if (values := initial_values.complete_matrix(tensor.store)) is not None:
+        initial_values.keep(full.store, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
     return full
 
 
@@ -105,15 +105,15 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
     world: ranks of `group`. Planes that cover all rows are copies of this rank's. Raises ShardAlignmentError on
     all ranks for tensors that are not shards of one weight, and while calls are traced.
     """
-    layout, rows, k = tensor.LAYOUT, prod(tensor.shape[:-1]), tensor._matrix[1]
+    layout, rows, k = tensor.LAYOUT, prod(tensor.shape[:-1]), tensor.store.matrix[1]
     message = (
-        f"{tensor._label()}: tensors of {rows} rows that were quantized separately can't be joined: each must have a "
+        f"{tensor.label()}: tensors of {rows} rows that were quantized separately can't be joined: each must have a "
         f"multiple of {layout.shard_rows} rows ({layout.shard_reason}), such as {up(rows, layout.shard_rows)}; cut the "
         "whole quantized weight instead"
     )
-    if torch.compiler.is_compiling() or any(operators.is_fake(plane) for plane in tensor._planes.values()):
+    if torch.compiler.is_compiling() or any(is_fake(plane) for plane in tensor.store.planes.values()):
         raise ShardAlignmentError(
-            f"{tensor._label()}: shards of {rows} rows can't be joined in a compiled graph: there, cuts must fall at "
+            f"{tensor.label()}: shards of {rows} rows can't be joined in a compiled graph: there, cuts must fall at "
             f"multiples of {layout.shard_rows} rows ({layout.shard_reason}); gather the weight outside of the graph"
         )
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
@@ -126,26 +126,26 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
         first, last = cuts.bounds(rank)
         if extent != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
             raise ShardAlignmentError(message)
-    names = [name for name in tensor._planes if layout.stored[name].rows_per_value is not None]
+    names = [name for name in tensor.store.planes if layout.stored[name].rows_per_value is not None]
     sent = [
         _as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
         for name in names
     ]
-    planes, facts = with_copies(tensor._planes, layout.shared), layout.planes(cuts.rows, k)
+    planes, facts = with_copies(tensor.store.planes, layout.shared), layout.planes(cuts.rows, k)
     for name, received in zip(names, _gathered(sent, world, group), strict=True):
         chosen = picks(cuts, layout.stored[name].rows_per_value or 1)
         entries = received[: facts[name].shape[0]]
         if chosen is not None:
             entries = received.index_select(0, torch.tensor(chosen, device=received.device))
         planes[name] = entries.reshape(-1).view(facts[name].dtype).view(facts[name].shape)
-    whole = tensor._with_planes(planes, shape, matrix=(cuts.rows, k), halo=NO_HALO)
-    whole._padding = NOT_PADDED if cuts.rows == rows * world else Padding(rows=cuts.rows // prod(shape[1:-1]))
+    whole = tensor.with_planes(planes, shape, matrix=(cuts.rows, k), halo=NO_HALO)
+    whole.padding = NOT_PADDED if cuts.rows == rows * world else Padding(rows=cuts.rows // prod(shape[1:-1]))
     return whole
 
 
 def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
     """Of each rank of a group: its own rows, and the rows of its halo before and after them. Collective."""
-    numbers = torch.tensor([tensor._rows, *tensor._halo[:2]], dtype=torch.int64, device=tensor.device)
+    numbers = torch.tensor([tensor.store.rows, *tensor.store.halo[:2]], dtype=torch.int64, device=tensor.device)
     gathered = gather_bytes(numbers.view(torch.uint8), group).view(torch.int64).view(-1, 3).tolist()
     return [(n, before, after) for n, before, after in gathered]
 
@@ -153,24 +153,24 @@ def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple
 def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group: Any, message: str) -> QuantizedTensor:
     layout = tensor.LAYOUT
     common = layout.shared - layout.shared_by_columns
-    names = [name for name in tensor._planes if name not in common]
-    received = [tensor._planes[name] for name in names]
+    names = [name for name in tensor.store.planes if name not in common]
+    received = [tensor.store.planes[name] for name in names]
     if not tensor.is_meta:
         received = _gathered([_as_bytes(plane) for plane in received], world, group)
     stacks = {}
     for name, plane in zip(names, received, strict=True):
-        own = tensor._planes[name]
+        own = tensor.store.planes[name]
         full = own.new_empty(own.shape[0] * world, *own.shape[1:]) if tensor.is_meta else plane.reshape(-1)
         stacks[name] = full.view(own.dtype).view(-1, *own.shape[1:])
-    copies = {name: plane.clone() for name, plane in tensor._planes.items() if name in common}
-    return tensor._with_planes(StackedPlanes(stacks, copies, world, message), shape)
+    copies = {name: plane.clone() for name, plane in tensor.store.planes.items() if name in common}
+    return tensor.with_planes(StackedPlanes(stacks, copies, world, message), shape)
 
 
 def unstacked(tensor: QuantizedTensor) -> list[QuantizedTensor]:
     """The tensors of StackedPlanes."""
-    assert isinstance(tensor._planes, StackedPlanes)
-    shape = (tensor.shape[0] // tensor._planes.world, *tensor.shape[1:])
-    return [tensor._with_planes(planes, shape) for planes in tensor._planes.apart()]
+    assert isinstance(tensor.store.planes, StackedPlanes)
+    shape = (tensor.shape[0] // tensor.store.planes.world, *tensor.shape[1:])
+    return [tensor.with_planes(planes, shape) for planes in tensor.store.planes.apart()]
 
 
 def _gathered(sent: list[Tensor], world: int, group: Any) -> list[Tensor]:
@@ -194,13 +194,13 @@ def scatter_(
 
     outgoing: Sequence[QuantizedTensor] = pieces[0] if pieces else ()
     numbers = [
-        torch.tensor([one._rows, *one._halo[:2]], dtype=torch.int64, device=output.device).view(torch.uint8)
+        torch.tensor([one.store.rows, *one.store.halo[:2]], dtype=torch.int64, device=output.device).view(torch.uint8)
         for one in outgoing
     ]
     header = torch.empty(3, dtype=torch.int64, device=output.device)
     scattered(header.view(torch.uint8), numbers)
     received, padded = dict[str, Tensor](), Cuts(rows * world, rows, world)
-    for name, plane in output._planes.items():
+    for name, plane in output.store.planes.items():
         per_value = layout.stored[name].rows_per_value
         most = plane.shape[0] if per_value is None else sent_blocks(padded, per_value)
         sent = [_as_bytes(_padded_rows(one, name, most)) for one in outgoing]
@@ -209,12 +209,12 @@ def scatter_(
     for work in works if waits else ():
         work.wait()
     own, before, after = header.tolist()
-    matrix, halo = (own + before + after, output._matrix[1]), Halo(before, after)
+    matrix, halo = (own + before + after, output.store.matrix[1]), Halo(before, after)
     entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in received.items()}
-    output._planes.clear()
-    output._planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
-    output._matrix, output._halo = matrix, halo
-    output._padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
+    output.store.planes.clear()
+    output.store.planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
+    output.store.matrix, output.store.halo = matrix, halo
+    output.padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
     return works[-1]
 
 
@@ -227,9 +227,9 @@ def _entries(layout: Layout, name: str, matrix: tuple[int, int], halo: Halo) -> 
 # ---------------------------------------------------------------------------------------------------------------- bytes
 def _padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
     """The entries of a plane that cover the tensor's own rows, padded with zeros to `rows` entries."""
-    own = tensor._entries(name) if tensor._rows else tensor._planes[name][:0]
+    own = tensor.entries(name) if tensor.store.rows else tensor.store.planes[name][:0]
     if tensor.LAYOUT.stored[name].rows_per_value is None:
-        own = tensor._planes[name]
+        own = tensor.store.planes[name]
     if own.shape[0] == rows:
         return own.contiguous()
     full = own.new_zeros(rows, *own.shape[1:])

@@ -33,7 +33,7 @@ def redrawn(func: Any, target: QuantizedTensor, values: Tensor) -> Tensor:
     asked = frame.f_locals
     if "candidates" in asked and _agrees(target):
         raise LayoutError(
-            f"{target._label()}: trunc_normal_ from {asked['a']} to {asked['b']} is mostly out of bounds, and ranks "
+            f"{target.label()}: trunc_normal_ from {asked['a']} to {asked['b']} is mostly out of bounds, and ranks "
             "that share scales would draw a different number of times; initialize the plain weight, then quantize it"
         )
     if "lo" not in asked:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.weight import initial_values
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
@@ -53,12 +53,16 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
         return
     plain = [one for one in others if isinstance(one, Tensor) and not any(one is target for target in targets)]
     shapes = {tuple(one.shape) for one in plain if one.is_floating_point() and one.dim()}
-    lose = [one for one in targets if tuple(one.shape) in shapes and initial_values.lookup(one) is None]
+    lose = [one for one in targets if tuple(one.shape) in shapes and initial_values.lookup(one.store) is None]
     if not lose or note_average(lose[0]) or callers.merging()[0] == "merge":
         return
-    lose = [one for one in lose if not one._writes.stepped and not (callers.merging()[0] and initial_values.base(one))]
+    lose = [
+        one
+        for one in lose
+        if not one.store.writes.stepped and not (callers.merging()[0] and initial_values.base(one.store))
+    ]
     if lose:
-        what = f"{func} updates {', '.join(one._label() for one in lose)} in place, and {_LOSES}"
+        what = f"{func} updates {', '.join(one.label() for one in lose)} in place, and {_LOSES}"
         undo = "to add what is taken off again, call layoutc.merge_(weight, delta, keep_base=True)"
         warnings.warn(f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}; {undo}", stacklevel=2)
 
@@ -67,7 +71,7 @@ def note_average(target: QuantizedTensor) -> bool:
     """Warns if torch's AveragedModel writes an average into a quantized weight; returns whether it does."""
     averages = callers.is_near(_AVERAGES)
     if averages:
-        what = f"AveragedModel keeps its averages quantized ({target._label()} first), and {_LOSES}"
+        what = f"AveragedModel keeps its averages quantized ({target.label()} first), and {_LOSES}"
         warn_once("average", f"{what}. Instead, {_AVERAGE}")
     return averages
 
@@ -89,12 +93,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     weights = [local for p in params if isinstance(local := getattr(p, "_local_tensor", p), QuantizedTensor)]
     for weight in weights:
-        initial_values.free(weight)
-        weight._writes.trains, weight._writes.stepped = False, True
+        initial_values.free(weight.store)
+        weight.store.writes.trains, weight.store.writes.stepped = False, True
     if weights:
         kind = type(optimizer)
         name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
-        what = f"{kind.__name__} steps quantized weights themselves ({weights[0]._label()} first), and {_LOSES}"
+        what = f"{kind.__name__} steps quantized weights themselves ({weights[0].label()} first), and {_LOSES}"
         instead = f"{_train(name)}, which steps fp32 masters; {_OUTER}"
         warnings.warn(f"{what}. Instead, {instead}", stacklevel=2)
 

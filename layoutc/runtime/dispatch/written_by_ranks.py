@@ -32,7 +32,7 @@ def all_reduce_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     values = [one.dequantize().contiguous() if isinstance(one, QuantizedTensor) else one for one in tensors]
     for one in tensors:
         if isinstance(one, QuantizedTensor):
-            strict.note(str(func), one._label())
+            strict.note(str(func), one.label())
     found = func(values, *rest, **kwargs)
     work = found[1] if isinstance(found, tuple) else found
     if may_wait(func, args, kwargs, values[0]):
@@ -52,7 +52,7 @@ def receive(func: Any, args: Args, kwargs: Kwargs) -> Any:
             if hasattr(work, "wait") and may_wait(func, args, kwargs, one):
                 work.wait()
             raise UnsupportedOperator(
-                f"{func}: {one._label()} can't receive values: receive them into torch.empty_like(w.dequantize()) and "
+                f"{func}: {one.label()} can't receive values: receive them into torch.empty_like(w.dequantize()) and "
                 "copy that into it, which quantizes; or send each of w.planes(), which keeps the bytes"
             )
     return found
@@ -78,7 +78,7 @@ def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) ->
 def refuse_flat_parameters(pieces: Any) -> None:
     """Raises LayoutError where FSDP1 joins weights into one flat parameter, which would train without a recipe."""
     if callers.is_called_from(_FSDP1):
-        label = next(one._label() for one in pieces if hasattr(one, "LAYOUT"))
+        label = next(one.label() for one in pieces if hasattr(one, "LAYOUT"))
         raise LayoutError(
             f"FullyShardedDataParallel (FSDP1) joins weights into flat parameters of plain values, and would train "
             f"{label} without its recipe: shard with torch.distributed.fsdp.fully_shard (FSDP2; in accelerate, "

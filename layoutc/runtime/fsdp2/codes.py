@@ -181,7 +181,7 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
         return None
     starts = tuple(accumulate(sizes[:-1], initial=start))
     # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
-    shared = {name: shard._planes[name] if kept else plane for name, plane in metadata.shared.items()}
+    shared = {name: shard.store.planes[name] if kept else plane for name, plane in metadata.shared.items()}
     own, sources, sent = replace(metadata, shared=shared), kept and kept.sources, kept.own if kept else ()
     return Weight(param, sharding, weakref.ref(shard), own, sources, sent, outputs, starts)
 

@@ -28,9 +28,9 @@ from layoutc.runtime.parts import Parts
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import cards
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
-from layoutc.runtime.weight import initial_values
-from layoutc.runtime.weight.pending_writes import check_whole
-from layoutc.runtime.weight.planes import GatheredPlanes, Home
+from layoutc.runtime.storage import initial_values
+from layoutc.runtime.storage.pending_writes import check_whole
+from layoutc.runtime.storage.planes import GatheredPlanes, Home
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -40,8 +40,8 @@ class Gatherable(Shard, Protocol):
     QUANTIZED: ClassVar[type[QuantizedTensor]]
 
     @property
-    def _orientations(self) -> tuple[str, ...]: ...
-    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor: ...
+    def orientations(self) -> tuple[str, ...]: ...
+    def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor: ...
 
 
 @dataclass
@@ -90,25 +90,25 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     layout, sharding = shard.LAYOUT, None
     if (simulated := _simulated.get()) is not None:
         which, shape, rows = simulated
-        route = route_for(layout, which, mesh.size(), shape, rows, shard._matrix[1], 0)
+        route = route_for(layout, which, mesh.size(), shape, rows, shard.store.matrix[1], 0)
     elif (sharding := find(shard)) is None:
         refuse(f"_module_state_mapping does not lead to {parameter_name(shard) or 'a weight'}, which FSDP2 gathers")
     else:
         route = route_of(sharding, shard)
-    missing = [name for name in layout.travels[route.which] if name not in shard._planes]
+    missing = [name for name in layout.travels[route.which] if name not in shard.store.planes]
     if missing:
         raise MissingOrientation(
             f"{parameter_name(shard) or 'a weight'} of shape {route.shape} in {layout.name} lacks "
             f"{', '.join(missing)}, which the {route.which} pass gathers; quantize it with all orientations"
         )
-    if shard._writes.waiting:
-        check_whole(shard)
-    if sharding is not None and shard._writes.initial is not None and not sharding.parameter.requires_grad:
-        initial_values.free(shard)  # it has been frozen
+    if shard.store.writes.waiting:
+        check_whole(shard.store, shard.label())
+    if sharding is not None and shard.store.writes.initial is not None and not sharding.parameter.requires_grad:
+        initial_values.free(shard.store)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
         stays = sharding is None or keeps_codes(shard, sharding)  # then they must keep their scale
-        planes = {name: shard._planes[name] for name in layout.shared_in(route.which)}
+        planes = {name: shard.store.planes[name] for name in layout.shared_in(route.which)}
         gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
         gathering.joined = gathered_of(sharding).joined
@@ -202,8 +202,8 @@ def finish(
         cls, route, home, sharding = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch), find(shard)
         if shard.LAYOUT.passes_differ and route.which != "both":
             planes = GatheredPlanes(planes, home, route.matrix)
-        tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard._orientations)
-        tensor._name, tensor._home, tensor._products = shard._name, home, shard._products
+        tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
+        tensor.weight_name, tensor.store.home, tensor._products = shard.weight_name, home, shard._products
         both: tuple[PassName, ...] = ("forward", "backward")
         passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)
@@ -234,8 +234,8 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
     """
     target = out._local_tensor if isinstance(out, DTensor) else out
     if isinstance(target, QuantizedTensor):
-        target._planes.clear()
-        target._planes.update(planes)
+        target.store.planes.clear()
+        target.store.planes.update(planes)
         target._products = shard._products  # may have been set since
         return
     sharding = find(shard)
@@ -254,15 +254,15 @@ def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str
     sharding = find(shard)
     if sharding is None or sharding.is_gone or (group := sharding.process_group) is None:
         raise MissingOrientation(
-            f"{shard._label()}: {orientation} can't be gathered, since FSDP2 does not hold this shard any more; keep "
+            f"{shard.label()}: {orientation} can't be gathered, since FSDP2 does not hold this shard any more; keep "
             "a reference to the model"
         )
-    quantized = shard._to_gather((orientation,))
+    quantized = shard.to_gather((orientation,))
     gathering = Gathering(route_of(sharding, quantized, "both"))
     planes = {}
     for name in quantized.LAYOUT.sources[orientation]:
         if name in quantized.LAYOUT.shared:
-            planes[name] = quantized._planes[name].to(device)
+            planes[name] = quantized.store.planes[name].to(device)
         else:
             sent = outgoing(quantized, gathering, name).to(device)
             planes[name] = arrived(gathering, name, gather_bytes(sent, group))

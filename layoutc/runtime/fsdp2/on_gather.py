@@ -51,7 +51,7 @@ def check_unwritten(shard: Any, values: Tensor | None) -> None:
     if values is not None and values._version:  # gathers keep it at 0
         reset_version(values)
         raise LayoutError(
-            f"{shard._label()} was written while it was gathered, and each gather undoes that; write into the sharded "
+            f"{shard.label()} was written while it was gathered, and each gather undoes that; write into the sharded "
             "parameter, on all ranks: before forward, or after reshard()"
         )
 

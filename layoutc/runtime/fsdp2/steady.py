@@ -69,7 +69,7 @@ def again(shard: QuantizedTensor) -> Sent | None:
 
 def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -> bool:
     """True if the shard of an FSDPParam would send the memory that it has sent."""
-    planes, writes = shard._planes, shard._writes
+    planes, writes = shard.store.planes, shard.store.writes
     if writes.waiting or (writes.initial is not None and not gathered.trains(param)):
         return False  # the second: it has been frozen, and `begin` frees them
     return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in sources)
@@ -88,12 +88,12 @@ def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gatheri
     if sharding is None or sharding.dim or not sharding.is_of(shard):
         return tensors, gathering
     names = shard.LAYOUT.travels[gathering.which]
-    planes = [shard._planes[name] for name in names]
-    entries = [shard._entries(name) for name in names]
+    planes = [shard.store.planes[name] for name in names]
+    entries = [shard.entries(name) for name in names]
     if all(map(Tensor.is_contiguous, entries)):
         own = tuple([one.reshape(-1).view(torch.uint8) for one in entries])
         gathering.before = Arrived()
-        shared = {name: shard._planes[name] for name in gathering.shared}
+        shared = {name: shard.store.planes[name] for name in gathering.shared}
         held = {**dict(zip(names, planes, strict=True)), **shared}
         sources = tuple(Source(name, plane, plane.data_ptr()) for name, plane in held.items())
         every = (*tensors, *gathering.alone)

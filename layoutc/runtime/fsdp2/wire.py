@@ -110,7 +110,7 @@ def outgoing(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
 
     If a cut falls inside a block, the ranks on both sides send the block's scale. A view unless rows had to be padded.
     """
-    plane, rows = shard._entries(name), gathering.route.legs[name].sent
+    plane, rows = shard.entries(name), gathering.route.legs[name].sent
     if plane.shape[0] != rows:
         full = plane.new_zeros(rows, *plane.shape[1:])
         full[: plane.shape[0]] = plane

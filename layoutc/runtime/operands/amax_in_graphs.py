@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import library
-from layoutc.runtime.torch_private import lower_in_inductor
+from layoutc.runtime.torch_private import lower_in_inductor, traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -31,7 +31,7 @@ def amax_of(recipe: type[QuantizedTensor], x: Tensor) -> Tensor | None:
     layout, rows = recipe.LAYOUT, x.shape[0]
     if not layout.shares_amax or layout.amax_columns is not None:
         return None
-    if x.dtype == torch.float32 or x.numel() == 0 or not operators.traced(x):
+    if x.dtype == torch.float32 or x.numel() == 0 or not traced(x):
         return None
     if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
         lower_in_inductor(_amax, _lower)

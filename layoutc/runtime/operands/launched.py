@@ -112,7 +112,7 @@ class LayingOut(NamedTuple):
     @classmethod
     def of(cls, weight: QuantizedTensor, orientation: str, free: int) -> LayingOut | None:
         """None if the weight does not hold the orientation, or is no matter of one launch."""
-        layout, planes, chosen = weight.LAYOUT, weight._planes, (orientation,)
+        layout, planes, chosen = weight.LAYOUT, weight.store.planes, (orientation,)
         if orientation not in weight.orientations or layout.swizzled:
             return None
         names = [f"{orientation}_{what}" for what in ("data", "scale")]
@@ -122,17 +122,17 @@ class LayingOut(NamedTuple):
         kernels = type(weight)._kernels(next(iter(planes.values())))
         if kernels is None or place is None:
             return None
-        type(weight)._lay_out(planes, *weight._matrix, chosen, False)
+        type(weight)._lay_out(planes, *weight.store.matrix, chosen, False)
         moved = tuple([name for name in kernels.moved if name in planes])
         device = next(iter(planes.values())).device
-        again = kernels.again(launch.laid_out_like(*weight._matrix, device, chosen, False, len(moved)), made, True)
+        again = kernels.again(launch.laid_out_like(*weight.store.matrix, device, chosen, False, len(moved)), made, True)
         served = tuple([layout.as_stored[name] for name in given])
         return None if again is None else cls(again, moved, served, place)
 
     def side(self, weight: QuantizedTensor) -> Side | None:
         """The weight as an operand; None if its planes are not there, or not as kernels read them."""
-        planes, read, results = weight._planes, [], []
-        if weight._writes.waiting:
+        planes, read, results = weight.store.planes, [], []
+        if weight.store.writes.waiting:
             return None
         for name in self.planes:
             if (plane := planes.get(name)) is None or not _is_there(plane):
@@ -158,7 +158,7 @@ def right(weight: QuantizedTensor, orientation: str, laid: LayingOut | None) -> 
 
 def is_held(weight: QuantizedTensor) -> bool:
     """Whether all planes can be read: what is found of weights whose planes can't is not to be kept."""
-    return not weight._writes.waiting and all(map(_is_there, weight._planes.values()))
+    return not weight.store.writes.waiting and all(map(_is_there, weight.store.planes.values()))
 
 
 def is_stored(layout: Layout, orientation: str) -> bool:

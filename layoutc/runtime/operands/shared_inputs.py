@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.streams import stream_of
-from layoutc.runtime.weight import operators
+from layoutc.runtime.torch_private import traced
 
 
 class _Entry(NamedTuple):
@@ -42,7 +42,7 @@ def version(x: Tensor) -> int:
 def _can_share(x: Tensor) -> bool:
     """False in traced graphs, where the compiler finds equal calls; for tensors without versions; and while a CUDA
     graph is captured, which must hold all that makes its values."""
-    if operators.traced(x) or x.is_inference():
+    if traced(x) or x.is_inference():
         return False
     return not capturing(x.device)
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from layoutc.runtime.operands import scaled_mm
+from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight import gathered_in_graphs, operators
-from layoutc.runtime.weight.flattening import whole_and_window
-from layoutc.runtime.weight.pending_writes import check_readable
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Buffers = Mapping[str, Tensor]
@@ -25,9 +24,9 @@ class _KeptSide(NamedTuple):
 
 def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | None:
     """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
-    kept: _KeptSide | None = weight._readings.get((orientation, "operand"))
-    planes = weight._planes
-    if kept is None or not isinstance(planes, dict) or weight._writes.waiting or len(planes) != len(kept.planes):
+    kept: _KeptSide | None = weight.readings.get((orientation, "operand"))
+    planes = weight.store.planes
+    if kept is None or not isinstance(planes, dict) or weight.store.writes.waiting or len(planes) != len(kept.planes):
         return None
     for name, plane in kept.planes.items():
         if planes.get(name) is not plane or not plane.untyped_storage().nbytes():
@@ -37,21 +36,20 @@ def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | Non
 
 def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
     """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
-    planes = weight._planes
+    planes = weight.store.planes
     is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
-    if not is_stored or not isinstance(planes, dict) or operators.traced(side.codes):
+    if not is_stored or not isinstance(planes, dict) or traced(side.codes):
         return
     own = {plane.untyped_storage()._cdata for plane in planes.values()}
     if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
-        weight._readings[orientation, "operand"] = _KeptSide(dict(planes), side)
+        weight.readings[orientation, "operand"] = _KeptSide(dict(planes), side)
 
 
 def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
     """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
     swizzled = bool(weight.LAYOUT.swizzled)
-    if (handle := gathered_in_graphs.handle(weight._planes)) is not None:
-        window = whole_and_window(weight)[1]
-        return gathered_in_graphs.lay_out(type(weight), handle, window, (orientation,), swizzled)
-    check_readable(weight)
-    planes = weight._planes if orientation in weight.orientations else weight._fetch(orientation)
-    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled, typed=True)
+    if (handle := weight.store.handle) is not None:
+        return gathered_in_graphs.lay_out(type(weight), handle, weight.store.window, (orientation,), swizzled)
+    weight.check_readable()
+    planes = weight.store.planes if orientation in weight.orientations else weight.held(orientation)
+    return operators.lay_out(type(weight), planes, *weight.store.matrix, (orientation,), swizzled, typed=True)

@@ -97,7 +97,7 @@ class AdamW(MasterWeights):
         params = list(params)
         for param in params:
             if param.requires_grad:
-                name = getattr(local_of(param), "_name", None) or "a parameter"
+                name = getattr(local_of(param), "weight_name", None) or "a parameter"
                 self._forms.check(param, name)
                 if self._master_dtype(param) != torch.float32:
                     states.refuse_masters(param, name, self._masters_in)
@@ -138,7 +138,7 @@ class AdamW(MasterWeights):
             own = "is its own" if not entry.trains else form_of(master)
             forms = {name: form_of(moment) for name, moment in moments.items()}
             nbytes = sum(map(nbytes_of, held))
-            name = getattr(local, "_name", None) or ""
+            name = getattr(local, "weight_name", None) or ""
             found.append(Held(name, tuple(entry.param.shape), own, forms, nbytes, why))
         return found
 

@@ -70,7 +70,7 @@ def planes_of(tensor: Tensor | None) -> list[Tensor]:
         return []
     if not isinstance(tensor, QuantizedTensor):
         return [tensor]
-    return [tensor._planes[name] for name in _names(type(tensor)) if name in tensor._planes]
+    return [tensor.store.planes[name] for name in _names(type(tensor)) if name in tensor.store.planes]
 
 
 def _names(cls: type[QuantizedTensor]) -> list[str]:
@@ -81,16 +81,16 @@ def _names(cls: type[QuantizedTensor]) -> list[str]:
 def why_apart(target: QuantizedTensor) -> str:
     """Why the launch that updates a master can't write its weight's codes; "": it can."""
     layout = target.LAYOUT
-    kernels = _kernels(type(target), next(iter(target._planes.values())))
+    kernels = _kernels(type(target), next(iter(target.store.planes.values())))
     if kernels is None or not kernels.batched:
         return f"no kernel quantizes many weights in {layout.name} here"
     if layout.shares_amax:
         return f"scales of {layout.name} follow from an amax of the whole weight"
     if layout.stochastic or kernels.row_blocks or any(tile.cover[0] for tile in kernels.quantize_sizes.values()):
         return f"blocks of {layout.name} span whole rows, or no power of two, or are rounded by random bits"
-    if target._halo.rows or target._part is not None or target._matrix[0] != target._rows:
+    if target.store.halo.rows or target.store.part is not None or target.store.matrix[0] != target.store.rows:
         return "its shards cut blocks"
-    if not launch.all_writable([target._planes], target.device):
+    if not launch.all_writable([target.store.planes], target.device):
         return "its planes are not contiguous"
     return ""
 
@@ -274,7 +274,7 @@ def _places(members: Sequence[Member]) -> tuple[int, ...]:
 def _addresses(tensor: Tensor | None, count: int) -> list[int]:
     """The address of each plane of a recipe, 0 for those that a tensor does not hold."""
     if isinstance(tensor, QuantizedTensor):
-        held = [tensor._planes.get(name) for name in _names(type(tensor))]
+        held = [tensor.store.planes.get(name) for name in _names(type(tensor))]
         found = [0 if plane is None else plane.data_ptr() for plane in held]
     else:
         found = [] if tensor is None else [tensor.data_ptr()]

@@ -108,7 +108,9 @@ def read(state: Tensor) -> Tensor:
     """fp32 values of a state, as a matrix; of fp32 that is the state itself."""
     if not isinstance(state, QuantizedTensor):
         return as_matrix(state)
-    return type(state)._matrix_values(state._planes, *state._matrix, state.LAYOUT.orientations[0], torch.float32)
+    return type(state)._matrix_values(
+        state.store.planes, *state.store.matrix, state.LAYOUT.orientations[0], torch.float32
+    )
 
 
 def write(state: Tensor, values: Tensor) -> None:
@@ -117,10 +119,10 @@ def write(state: Tensor, values: Tensor) -> None:
         if state.data_ptr() != values.data_ptr():
             as_matrix(state).copy_(values)
         return
-    made = type(state)._quantize_matrix(values, None, state.LAYOUT.orientations, state._planes)
+    made = type(state)._quantize_matrix(values, None, state.LAYOUT.orientations, state.store.planes)
     for name, plane in made.items():
-        if plane is not state._planes[name]:
-            state._planes[name].copy_(plane)
+        if plane is not state.store.planes[name]:
+            state.store.planes[name].copy_(plane)
     written([state])
 
 

@@ -37,10 +37,10 @@ from layoutc.runtime.torch_private import (
     applied,
     is_wrapped,
     jit_records,
+    traced,
     transform,
     without_torch_function,
 )
-from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -128,14 +128,14 @@ class DequantizedLinear(torch.autograd.Function):
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
     """The values of a whole weight (m, k): by what its last launch has left, else as any dequantizing."""
-    planes, matrix, orientation = weight._planes, weight._matrix, mode.read_as(weight, orientation)
-    if not isinstance(planes, dict) or weight._halo.rows or weight._writes.waiting:
-        return weight._dequantize(orientation, dtype)
-    reading = weight._readings.get((orientation, dtype))
+    planes, matrix, orientation = weight.store.planes, weight.store.matrix, mode.read_as(weight, orientation)
+    if not isinstance(planes, dict) or weight.store.halo.rows or weight.store.writes.waiting:
+        return weight.values_of(orientation, dtype)
+    reading = weight.readings.get((orientation, dtype))
     if reading is not None and reading.shape == matrix and (values := reading(planes)) is not None:
         return values  # type: ignore[no-any-return]
-    found: Tensor = weight._dequantize(orientation, dtype)
-    weight._readings[orientation, dtype] = weight._reading(planes, matrix, orientation, dtype)
+    found: Tensor = weight.values_of(orientation, dtype)
+    weight.readings[orientation, dtype] = weight._reading(planes, matrix, orientation, dtype)
     return found
 
 
@@ -147,7 +147,7 @@ def arrived(x: Tensor) -> Tensor:
 
 def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
     with _without_autocast(first):  # it would round what is multiplied in fp32
-        if operators.traced(first):
+        if traced(first):
             if not torch.compiler.is_compiling():
                 flops.tell_counters()
             return operator(first, *args)
@@ -215,21 +215,21 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:
         return None
-    traced = operators.traced(input)
-    kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), traced)
-    apply: Any = LowPrecisionLinear.apply if traced or _is_transformed(input, bias) else _in_low_precision
+    recorded = traced(input)
+    kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), recorded)
+    apply: Any = LowPrecisionLinear.apply if recorded or _is_transformed(input, bias) else _in_low_precision
     return apply(input, weight, bias, how, kept)  # type: ignore[no-any-return]
 
 
 def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
     """F.linear by dequantized values; None for what the class must see by itself: traces, transforms, other classes."""
-    if type(x) is not Tensor or not isinstance(weight, QuantizedTensor) or weight._transposed or weight.dim() != 2:
+    if type(x) is not Tensor or not isinstance(weight, QuantizedTensor) or weight.transposed or weight.dim() != 2:
         return None
     if x.dtype is not weight.dtype or x.dim() < 2 or x.shape[-1] != weight.shape[1] or x.layout is not torch.strided:
         return None
     if bias is not None and (type(bias) not in (Tensor, nn.Parameter) or bias.dtype is not x.dtype):
         return None
-    if x.is_nested or operators.traced(x) or _is_transformed(x, bias) or forward_ad._current_level >= 0:
+    if x.is_nested or traced(x) or _is_transformed(x, bias) or forward_ad._current_level >= 0:
         return None
     if autocasts(x) or torch.is_inference_mode_enabled():
         return None

@@ -19,8 +19,7 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
-from layoutc.runtime.torch_private import grouped_mm
-from layoutc.runtime.weight import operators
+from layoutc.runtime.torch_private import grouped_mm, traced
 
 
 def _no_weight(*_: Any) -> Any:
@@ -90,7 +89,7 @@ def _groups_multiplied(
         return None
     if offs is not None and (offs.dtype != torch.int32 or offs.shape != mat2.shape[:1]):
         return None
-    kept = keeps(type(mat2), mat2.requires_grad and torch.is_grad_enabled(), operators.traced(input))
+    kept = keeps(type(mat2), mat2.requires_grad and torch.is_grad_enabled(), traced(input))
     out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, how, kept)  # type: ignore[no-untyped-call]
     return out
 

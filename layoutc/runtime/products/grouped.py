@@ -27,7 +27,7 @@ from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel,
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, again, note_without_kernel
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.torch_private import computed_in_backward, grouped_mm
+from layoutc.runtime.torch_private import computed_in_backward, grouped_mm, traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -56,7 +56,7 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     _count(weight, chosen, ("forward",))
     flat = x.reshape(-1, sizes.k)
     if ways.forward == "dequantize":
-        values = right._dequantize(orientation_of("forward", sizes.by_columns), x.dtype)
+        values = right.values_of(orientation_of("forward", sizes.by_columns), x.dtype)
         out = _in_high_precision(x, values, offs)
     else:
         made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
@@ -92,7 +92,7 @@ def backward(
     seed = operators.seed_of(recipes_of(type(weight)).gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
-        values = right._dequantize(orientation_of("grad_input", sizes.by_columns), grad.dtype)
+        values = right.values_of(orientation_of("grad_input", sizes.by_columns), grad.dtype)
         made.append(_in_high_precision(grad, values.transpose(-2, -1), offs))
     elif needs_input:
         found = _multiply("grad_input", ways.grad_input, flat, weight, groups, sizes, grad, seed)
@@ -116,7 +116,7 @@ def _kept(weight: QuantizedTensor, flat: Tensor, groups: Groups, x: Tensor) -> l
 
 def _weight(right: QuantizedTensor) -> QuantizedTensor:
     """The weight as it is stored."""
-    return cast(QuantizedTensor, right.transpose(-2, -1)) if right._transposed else right
+    return cast(QuantizedTensor, right.transpose(-2, -1)) if right.transposed else right
 
 
 def _groups(x: Tensor, offs: Tensor | None) -> Groups:
@@ -125,12 +125,12 @@ def _groups(x: Tensor, offs: Tensor | None) -> Groups:
 
 def _sizes(right: QuantizedTensor, groups: Groups) -> Sizes:
     experts, k, n = right.shape
-    return Sizes(experts, n, k, groups.tokens, not right._transposed)
+    return Sizes(experts, n, k, groups.tokens, not right.transposed)
 
 
 def _chosen(weight: QuantizedTensor, sizes: Sizes, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
     """What is chosen for a call, in the order of NAMES; a piece of a weight that cuts blocks is dequantized."""
-    if weight._halo.rows:
+    if weight.store.halo.rows:
         return (Chosen("dequantize", _CUTS),) * len(NAMES)
     return tuple(choose(type(weight), name, sizes, x.device, mode) for name in NAMES)
 
@@ -180,7 +180,7 @@ def _multiply(
         made = scaled_grouped_mm.multiply(a, b, ends, found, x.dtype, fast=name == "forward")
         return made if apart is None else made[apart.rows]
     values = _values(recipe, "rowwise", _quantized(recipe, "rowwise", None, flat, groups, shared, seed), flat.shape)
-    whole = weight._dequantize(orientation, torch.float32)
+    whole = weight.values_of(orientation, torch.float32)
     right = whole.transpose(1, 2) if orientation == "rowwise" else whole
     product: Tensor = _by_groups(values, right, groups.ends)
     return product.to(x.dtype)
@@ -221,11 +221,11 @@ def _quantized(
     def made() -> dict[str, Tensor]:
         moved = flat if apart is None else apart.spread(flat)
         if found is None:
-            return dict(weights.quantize(recipe, moved, orientations=(orientation,), seed=seed)._planes)
+            return dict(weights.quantize(recipe, moved, orientations=(orientation,), seed=seed).store.planes)
         swizzled = bool(layout.swizzled)
         return weights.quantize_buffers(recipe, moved, orientations=(orientation,), swizzled=swizzled, seed=seed)
 
-    if shared is None or operators.traced(flat):
+    if shared is None or traced(flat):
         return Tokens(made(), apart)
     # Where tokens are moved to depends on the offsets. What is shared keeps those alive: no others have their id.
     by: tuple[object, ...] = () if apart is None else (id(groups.ends), shared_inputs.version(groups.ends))

@@ -36,7 +36,7 @@ from layoutc.runtime.products.choice import (
     recipes_of,
 )
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.torch_private import computed_in_backward
+from layoutc.runtime.torch_private import computed_in_backward, traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -85,7 +85,7 @@ def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
     """Of a weight with x, or gradients: looked up where sizes are numbers. In a traced graph they may be symbols."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
-    odd = bool(weight._halo.rows) or weight._transposed
+    odd = bool(weight.store.halo.rows) or weight.transposed
     return (_plan if known else _plan.__wrapped__)(type(weight), m, k, tokens, x.device, mode, odd)
 
 
@@ -127,7 +127,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     wanted = {"rowwise": ways.forward, "columnwise": kept}
     quantized = _activations(recipes.activation, x, k, wanted)
     if ways.forward == "dequantize":
-        out = F.linear(x, weight._dequantize("rowwise", x.dtype), bias)
+        out = F.linear(x, weight.values_of("rowwise", x.dtype), bias)
     else:
         flat = _multiply("forward", ways.forward, quantized["rowwise"], weight, prod(x.shape[:-1]), x.dtype)
         flat = flat if bias is None else flat + bias.to(x.dtype)
@@ -156,7 +156,7 @@ def backward(
     made: list[Tensor] = []
     if needs_input:
         if ways.grad_input == "dequantize":
-            found = flat @ weight._dequantize("columnwise", grad.dtype)
+            found = flat @ weight.values_of("columnwise", grad.dtype)
         else:
             found = _multiply("grad_input", ways.grad_input, quantized["rowwise"], weight, tokens, grad.dtype)
         made.append(_unsafe_view(found, [*grad.shape[:-1], k]))
@@ -203,7 +203,7 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: 
     in_backward: x comes from forward, where a traced graph must not compute what is made here. An amax it may.
     """
     layout, for_kernel = recipe.LAYOUT, tuple([name for name, way in ways.items() if way == "kernel"])
-    if len(for_kernel) == len(ways) and not operators.traced(x):
+    if len(for_kernel) == len(ways) and not traced(x):
         buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), True)
         return _split(layout, buffers, ways)
     made: dict[str, Buffers] = {}
@@ -218,7 +218,7 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: 
             made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
         for_reference = tuple(name for name, way in ways.items() if way == "reference")
         if for_reference:
-            planes = weights.quantize(recipe, x, orientations=for_reference, seed=seed)._planes
+            planes = weights.quantize(recipe, x, orientations=for_reference, seed=seed).store.planes
             made |= _split(layout, planes, dict.fromkeys(for_reference, "reference"))
     return made
 
@@ -229,7 +229,7 @@ def again(x: Tensor) -> Tensor:
     AOTAutograd keeps from forward on what only operators like ours read in backward, as it must be stored for them in
     any case. What is read by arithmetic may be computed again where that takes less memory, so there is some.
     """
-    return x * 1.0 if operators.traced(x) else x
+    return x * 1.0 if traced(x) else x
 
 
 def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str, Buffers]:
@@ -259,8 +259,8 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
         return None
     if isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
         return None
-    name: ProductName = "forward" if right._transposed else "grad_input"
-    weight = cast(QuantizedTensor, right.t()) if right._transposed else right
+    name: ProductName = "forward" if right.transposed else "grad_input"
+    weight = cast(QuantizedTensor, right.t()) if right.transposed else right
     if left.shape[1] != right.shape[0]:
         return None  # torch says so better
     plan = plan_of(weight, left, mode)
@@ -294,7 +294,7 @@ def _multiply(
             keep_side(weight, orientation, b)
         return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
-    whole = weight._dequantize(orientation, torch.float32)
+    whole = weight.values_of(orientation, torch.float32)
     return (values @ (whole.t() if orientation == "rowwise" else whole)).to(dtype)
 
 

@@ -120,6 +120,6 @@ def _holders(param: Tensor) -> Iterator[Any]:
     """What has the mode of a weight: of a gathered one, also the shard, from which the next gather takes it."""
     local = own_mode_holder(param)
     yield local
-    home = getattr(local, "_home", None)
+    home = getattr(getattr(local, "store", None), "home", None)  # of a quantized weight
     if home is not None and (shard := home()) is not None:
         yield shard

@@ -49,8 +49,8 @@ class Forward(NamedTuple):
             return None
         saved = tuple(range(len(names) - len(kept), len(names)))
         is_stored = launched.is_stored(weight.LAYOUT, "rowwise")
-        laid = None if is_stored else LayingOut.of(weight, "rowwise", weight._matrix[0])
-        out = launched.template((*x.shape[:-1], weight._matrix[0]), x)
+        laid = None if is_stored else LayingOut.of(weight, "rowwise", weight.store.matrix[0])
+        out = launched.template((*x.shape[:-1], weight.store.matrix[0]), x)
         return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
     def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
@@ -83,7 +83,7 @@ class Backward(NamedTuple):
     def of(cls, weight: QuantizedTensor, grad: Tensor, mode: Mode, needs_input: bool, trains: bool) -> Self | None:
         """None where calls are not straight-line code."""
         ways, recipes, _ = linear.plan_of(weight, grad, mode)
-        gradient, activation, (m, k) = recipes.gradient.LAYOUT, recipes.activation.LAYOUT, weight._matrix
+        gradient, activation, (m, k) = recipes.gradient.LAYOUT, recipes.activation.LAYOUT, weight.store.matrix
         multiplies_values = trains and ways.grad_weight == "dequantize"
         trains = trains and not multiplies_values
         asked = {"rowwise": (needs_input, ways.grad_input), "columnwise": (trains, ways.grad_weight)}
@@ -144,7 +144,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     """As `linear.forward`; None: that must do it."""
     if _is_unusual(x, weight) or keeps == "input":
         return None
-    key = type(weight), weight._matrix, x.shape, x.dtype, x.device, mode, keeps
+    key = type(weight), weight.store.matrix, x.shape, x.dtype, x.device, mode, keeps
     found = _forwards.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if not launched.is_held(weight):
@@ -160,7 +160,7 @@ def backward(
     if _is_unusual(grad, weight) or keeps == "input":
         return None
     trains = keeps == "quantized"
-    key = type(weight), weight._matrix, grad.shape, grad.dtype, grad.device, mode, needs_input, trains
+    key = type(weight), weight.store.matrix, grad.shape, grad.dtype, grad.device, mode, needs_input, trains
     found = _backwards.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if not launched.is_held(weight):
@@ -176,4 +176,4 @@ def _is_unusual(x: Tensor, weight: Any) -> bool:
         return True
     if not x.is_contiguous() or x.dim() < 2:
         return True
-    return not isinstance(weight, QuantizedTensor) or bool(weight._halo.rows) or weight._transposed
+    return not isinstance(weight, QuantizedTensor) or bool(weight.store.halo.rows) or weight.transposed

@@ -130,7 +130,7 @@ def with_histories(
         stores = "amax" in layout.stored
         kept = [operators.stored_amax(layout, one) if stores and one is not None else None for one in currents]
         return list(currents), [{} if one is None else {"amax": one} for one in kept]
-    befores = [None if restart else out._planes.get("amax") for out in outs]
+    befores = [None if restart else out.store.planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
     if len(outs) == len(current) == len(before) > 1:
         shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
@@ -150,7 +150,7 @@ def _pick(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
 
 def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
     """The shared amax that a tensor's scales follow from, (1,) fp32; None if the tensor does not store it."""
-    stored = None if tensor.LAYOUT.level is not None else tensor._planes.get("amax")
+    stored = None if tensor.LAYOUT.level is not None else tensor.store.planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
     return _pick(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))

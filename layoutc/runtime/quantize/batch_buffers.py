@@ -10,7 +10,8 @@ from torch import Tensor
 
 from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.quantize.weights import chosen_orientations
-from layoutc.runtime.weight import gathered_in_graphs, operators
+from layoutc.runtime.torch_private import traced
+from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -32,13 +33,13 @@ def buffers_of(
         if not isinstance(tensor, QuantizedTensor):
             raise TypeError(f"buffers_of takes quantized tensors, not {type(tensor).__name__}")
         tensor.LAYOUT.check_swizzled(swizzled)
-        gathered_in_graphs.check_not_resharded(tensor)
-        empty = 0 in tensor._matrix
+        tensor.check_not_freed()
+        empty = 0 in tensor.store.matrix
         kinds[type(tensor), tensor.device, empty, _orientations_of(tensor, orientations)].append(index)
     result: list[dict[str, Tensor]] = [{} for _ in tensors]
     for (cls, _, _, chosen), members in kinds.items():
-        weights = [tensors[index]._planes for index in members]
-        shapes = [tensors[index]._matrix for index in members]
+        weights = [tensors[index].store.planes for index in members]
+        shapes = [tensors[index].store.matrix for index in members]
         for index, buffers in zip(members, _lay_out(cls, weights, shapes, chosen, swizzled), strict=True):
             result[index] = buffers
     return result
@@ -50,7 +51,7 @@ def _orientations_of(tensor: QuantizedTensor, orientations: Sequence[str] | None
     chosen = present if orientations is None else chosen_orientations(tensor.LAYOUT, orientations)
     if not chosen or any(name not in present for name in chosen):
         raise MissingOrientation(
-            f"{tensor._label()} holds {', '.join(present) or 'no orientation'}, "
+            f"{tensor.label()} holds {', '.join(present) or 'no orientation'}, "
             f"not {', '.join(chosen) or 'any to lay out'}"
         )
     return chosen
@@ -65,7 +66,7 @@ def _lay_out(
 ) -> list[dict[str, Tensor]]:
     """The buffers of several weights of a recipe: together if there is a kernel for that, else one by one."""
     first = next(iter(weights[0].values()))
-    if len(weights) > 1 and not operators.traced(first):
+    if len(weights) > 1 and not traced(first):
         buffers = cls._lay_out_batch(weights, shapes, orientations, swizzled)
         if buffers is not None:
             return buffers

@@ -26,18 +26,18 @@ def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None
     UnsupportedOperator for a tensor that is cut inside a block and is not a shard: nobody has the rest of the block.
     LayoutError for a shard whose halo is not the one that `row_sharding` implies.
     """
-    halo, layout = target._halo, target.LAYOUT
+    halo, layout = target.store.halo, target.LAYOUT
     if row_sharding is None or not row_sharding.splits_blocks(layout):
         if halo.rows:
-            instead = "quantize the whole weight" if target._part is not None else whole_instead(layout.name)
+            instead = "quantize the whole weight" if target.store.part is not None else whole_instead(layout.name)
             raise UnsupportedOperator(
-                f"{target._label()} is cut inside a block of {layout.block_rows} rows: quantizing it by itself would "
+                f"{target.label()} is cut inside a block of {layout.block_rows} rows: quantizing it by itself would "
                 f"give the block two scales; {instead}"
             )
         return
     expected = row_sharding.cuts.halo(row_sharding.rank, layout.block_rows)
     if halo[:2] != expected[:2] or halo.tied:
-        raise LayoutError(f"{target._label()}: rank {row_sharding.rank} should hold {expected}, but holds {halo}")
+        raise LayoutError(f"{target.label()}: rank {row_sharding.rank} should hold {expected}, but holds {halo}")
 
 
 def with_halos(

@@ -39,23 +39,23 @@ def complete_(
     layout, cls = target.LAYOUT, type(target)
     given = next(name for name in target.orientations if name not in rest)
     held = cls(
-        {name: target._planes[name] for name in layout.sources[given]},
+        {name: target.store.planes[name] for name in layout.sources[given]},
         target.shape,
         torch.float32,
-        matrix=target._matrix,
+        matrix=target.store.matrix,
         orientations=(given,),
-        halo=target._halo,
+        halo=target.store.halo,
     )
-    matrix = weights.as_matrix(held.dequantize(torch.float32), (target._rows, target._matrix[1]))
-    amax = target._planes["amax"] if "amax" in planes else None
+    matrix = weights.as_matrix(held.dequantize(torch.float32), (target.store.rows, target.store.matrix[1]))
+    amax = target.store.planes["amax"] if "amax" in planes else None
     current = agree_on_amax(cls, matrix, amax, None if amax is not None else groups, tag)
     others = cls(
-        {name: target._planes[name] for orientation in rest for name in layout.sources[orientation]},
+        {name: target.store.planes[name] for orientation in rest for name in layout.sources[orientation]},
         target.shape,
         target.dtype,
-        matrix=target._matrix,
+        matrix=target.store.matrix,
         orientations=rest,
-        halo=target._halo,
+        halo=target.store.halo,
     )
     weights.overwrite_(cls, [others], with_halos([layout], [matrix], [row_sharding]), [current])
     written([target])

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import tree_map
-from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 
@@ -30,8 +30,8 @@ def receive(target: QuantizedTensor) -> bool:
     if frame is None:
         return False
     group, src = frame.f_locals["process_group"], frame.f_locals["src"]
-    stored = initial_values.lookup(target)
-    values = None if stored is None else initial_values.values(target, stored.values.dtype)
+    stored = initial_values.lookup(target.store)
+    values = None if stored is None else target.initial_values(stored.values.dtype)
     with_values = _check_equal_kinds(target, values, group)
     sent = [*target.planes().values(), *([values] if with_values and values is not None else [])]
     packed = torch.cat([_bytes(tensor) for tensor in sent])
@@ -48,21 +48,23 @@ def receive(target: QuantizedTensor) -> bool:
         plane.copy_(received)
     written([target])
     if with_values:
-        initial_values.store(target, new[-1])
+        initial_values.keep(target.store, new[-1])
     return True
 
 
 def _check_equal_kinds(target: QuantizedTensor, values: Tensor | None, group: dist.ProcessGroup) -> bool:
     """True if all ranks have initial values of the same dtype. Raises LayoutError if their planes differ in kind."""
     facts = [(name, tuple(plane.shape), plane.dtype) for name, plane in target.planes().items()]
-    key = zlib.crc32(repr((target.LAYOUT.layout_id, target._matrix, target._halo, facts)).encode()) & 0x7FFFFFFF
+    key = (
+        zlib.crc32(repr((target.LAYOUT.layout_id, target.store.matrix, target.store.halo, facts)).encode()) & 0x7FFFFFFF
+    )
     kind = 0 if values is None else zlib.crc32(str(values.dtype).encode()) & 0x7FFFFFFF
     largest = torch.tensor([key, -key, kind, -kind], device=target.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     most, least, kinds = largest[0].item(), -largest[1].item(), {largest[2].item(), -largest[3].item()}
     if most != least:
         raise LayoutError(
-            f"DistributedDataParallel: {target._label()} is quantized in another way on another rank; quantize the "
+            f"DistributedDataParallel: {target.label()} is quantized in another way on another rank; quantize the "
             "model in the same way on all ranks (layoutc.check_ranks(model) names what differs)"
         )
     return kinds == {kind} and values is not None

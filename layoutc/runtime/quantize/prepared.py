@@ -50,7 +50,7 @@ class Requantization:
         self._amaxes: list[LaunchPlan] = []
         self._kinds: list[Kind] = []
         self._sizes: list[int] = []
-        self._fused = [target._fused for target, _ in pairs if target.LAYOUT.shares_amax]
+        self._fused = [target.fused for target, _ in pairs if target.LAYOUT.shares_amax]
         self._stored: list[int] = []  # positions of amaxes that are planes too
         self._storing: list[int] = []  # the positions of their targets
 
@@ -73,7 +73,7 @@ class Requantization:
         for launches, first in self._kinds:
             launches(*() if first is None else (pieces[first],))
         if self._stored:
-            planes = [pairs[at][0]._planes["amax"] for at in self._storing]
+            planes = [pairs[at][0].store.planes["amax"] for at in self._storing]
             layouts = [pairs[at][0].LAYOUT for at in self._storing]
             amaxes = [pieces[at] for at in self._stored]
             foreach_copy_(planes, [one.stored_amax(amax) for one, amax in zip(layouts, amaxes, strict=True)])
@@ -82,7 +82,7 @@ class Requantization:
     def prepare(self, pairs: Pairs) -> bool:
         """Works out all launches; false if some weight needs more than launches of batches."""
         sharing = [at for at, (target, _) in enumerate(pairs) if target.LAYOUT.shares_amax]
-        matrices = [as_matrix(values, (target._rows, target._matrix[1])) for target, values in pairs]
+        matrices = [as_matrix(values, (target.store.rows, target.store.matrix[1])) for target, values in pairs]
         shapes = [pairs[at][0].LAYOUT.amax_shape(matrices[at].shape[1]) for at in sharing]
         self._sizes = [prod(shape) for shape in shapes]
         offsets = list(accumulate(self._sizes, initial=0))
@@ -101,11 +101,11 @@ class Requantization:
         examples = dict(zip(sharing, torch.split(packed.view(torch.float32), self._sizes), strict=True))
         kinds: dict[Any, list[int]] = defaultdict(list)
         for at, (target, _) in enumerate(pairs):
-            kinds[type(target), target._orientations, *target._planes].append(at)
+            kinds[type(target), target.store.declared, *target.store.planes].append(at)
         for (cls, *_), members in kinds.items():
             targets = [pairs[at][0] for at in members]
             amaxes = [examples[at] for at in members] if cls.LAYOUT.shares_amax else None
-            xs, outs = [matrices[at] for at in members], [target._planes for target in targets]
+            xs, outs = [matrices[at] for at in members], [target.store.planes for target in targets]
             launches = cls._launches_into(xs, amaxes, targets[0].orientations, outs)
             if launches is None:
                 return False
@@ -125,14 +125,14 @@ def prepared(
         return None
     for (target, values), row_sharding in zip(pairs, row_shardings, strict=True):
         layout = target.LAYOUT
-        layout.check_weights(target._name or "")
+        layout.check_weights(target.weight_name or "")
         check_out(layout, values, target, None, alone=not layout.shares_amax)
         check_whole_blocks(target, row_sharding)
         splits = row_sharding is not None and row_sharding.splits_blocks(layout)
         plain = type(values) is Tensor and values.dtype == first.dtype and values.device == device
-        if splits or layout.history or not plain or not launch.usable(values) or target._halo.rows:
+        if splits or layout.history or not plain or not launch.usable(values) or target.store.halo.rows:
             return None
-    if not launch.all_writable([target._planes for target, _ in pairs], device):
+    if not launch.all_writable([target.store.planes for target, _ in pairs], device):
         return None
     requantization = Requantization(pairs, groups)
     return requantization if requantization.prepare(pairs) else None
@@ -140,7 +140,7 @@ def prepared(
 
 def _places(pairs: Pairs) -> tuple[int, ...]:
     """The addresses of all values and planes."""
-    planes: Iterable[Tensor] = chain.from_iterable([target._planes.values() for target, _ in pairs])
+    planes: Iterable[Tensor] = chain.from_iterable([target.store.planes.values() for target, _ in pairs])
     return tuple(map(Tensor.data_ptr, chain([values for _, values in pairs], planes)))
 
 

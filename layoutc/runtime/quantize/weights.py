@@ -30,9 +30,9 @@ from layoutc.runtime.quantize.block_edges import check_whole_blocks, with_halos
 from layoutc.runtime.random_bits import Seed
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.torch_private import foreach_copy_
-from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators
-from layoutc.runtime.weight.pending_writes import check_writable
+from layoutc.runtime.storage import initial_values
+from layoutc.runtime.torch_private import foreach_copy_, traced
+from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,10 +70,10 @@ def quantize(
         asked = None if orientations is None else chosen
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_whole_blocks(out, row_sharding)
-        matrix = as_matrix(x, (out._rows, out._matrix[1]))
-        current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out)
+        matrix = as_matrix(x, (out.store.rows, out.store.matrix[1]))
+        current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out.store)
         overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
-        initial_values.store(out, matrix, before)
+        initial_values.keep(out.store, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
@@ -130,11 +130,13 @@ def requantize_batch_(
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
     if sharing:
-        matrices = [(type(target), as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing]
+        matrices = [
+            (type(target), as_matrix(values, (target.store.rows, target.store.matrix[1]))) for target, values in sharing
+        ]
         amaxes, shapes = shared_amaxes(matrices)
         amaxes = reduce_max(amaxes, groups)
         pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
-        join(pieces, [target._fused for target, _ in sharing])
+        join(pieces, [target.fused for target, _ in sharing])
         for (target, values), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = (piece if len(shape) == 1 else piece.view(shape)).to(values.device)
     requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
@@ -152,19 +154,19 @@ def requantize_many_(
     """
     row_shardings = row_shardings or [None] * len(weights)
     for (target, x), amax, row_sharding in zip(weights, amaxes, row_shardings, strict=True):
-        target.LAYOUT.check_weights(target._name or "")
+        target.LAYOUT.check_weights(target.weight_name or "")
         _check_in(target.LAYOUT, x, amax)
         check_out(target.LAYOUT, x, target, None, alone=amax is None)
         check_whole_blocks(target, row_sharding)
     with torch.no_grad():
         kinds: dict[Any, list[Requantized]] = defaultdict(list)
         targets = [target for target, _ in weights]
-        own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
+        own = [as_matrix(x, (target.store.rows, target.store.matrix[1])) for target, x in weights]
         for target, matrix, amax in zip(
             targets, with_halos([target.LAYOUT for target in targets], own, row_shardings), amaxes, strict=True
         ):
-            usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable depends on
-            kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
+            usable = type(matrix), matrix.device, 0 in target.store.matrix  # all that launch.usable depends on
+            kinds[type(target), usable, matrix.dtype, target.store.declared, *target.store.planes].append(
                 (target, matrix, amax)
             )
         for same_kind in kinds.values():
@@ -178,9 +180,9 @@ def _by_launch(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
     device = members[0][1].device
     if not launch.usable(members[0][1]):
         return [[member] for member in members]
-    if launch.all_writable([target._planes for target, *_ in members], device):
+    if launch.all_writable([target.store.planes for target, *_ in members], device):
         return [members]
-    able = [launch.all_writable([target._planes], device) for target, *_ in members]
+    able = [launch.all_writable([target.store.planes], device) for target, *_ in members]
     rest = [[member] for member, one in zip(members, able, strict=True) if not one]
     return [*filter(None, [list(compress(members, able))]), *rest]
 
@@ -201,7 +203,7 @@ def overwrite_(
     layout, orientations = cls.LAYOUT, outs[0].orientations
     shared, extras = with_histories(layout, outs, currents, restart)
     amaxes = [amax for amax in shared if amax is not None] or None
-    targets = [out._planes for out in outs]
+    targets = [out.store.planes for out in outs]
     results = extras
     if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, targets):
         results = [
@@ -242,9 +244,9 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     Shards that share amaxes or blocks are always quantized, because all ranks would have to agree on the alias.
     """
     if _dequantizes_to(target, x):
-        return target._alias(dtype=x.dtype)
-    new = target._with_planes(
-        {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
+        return target.alias(dtype=x.dtype)
+    new = target.with_planes(
+        {name: torch.empty_like(plane, device=x.device) for name, plane in target.store.planes.items()}, dtype=x.dtype
     )
     requantize_(new, x if x.dtype in FLOATS else x.float(), target)
     return new
@@ -252,9 +254,9 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
 
 def _dequantizes_to(target: QuantizedTensor, x: Tensor) -> bool:
     """True if x is exactly what the target, a whole weight, dequantizes to."""
-    if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
+    if x.device != target.device or x.is_meta or traced(x) or not x.is_floating_point():
         return False
-    if target._home is not None or target._writes.waiting or not target.orientations:
+    if target.store.home is not None or target.store.writes.waiting or not target.orientations:
         return False
     if shards.amax_groups(target)[0] or shards.row_sharding(target) is not None:
         return False
@@ -297,20 +299,20 @@ def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Seq
     """
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
-    if out.shape != x.shape or out._transposed:
+    if out.shape != x.shape or out.transposed:
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
-    check_writable(out)
-    gathered_in_graphs.refuse_write(out)
-    if out._common and (alone or out._common - layout.shared):
+    out.check_writable()
+    out.refuse_gathered()
+    if out.store.common and (alone or out.store.common - layout.shared):
         raise UnsupportedOperator(
-            f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
+            f"{out.label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
             "itself would change what the rest means; quantize the whole weight"
         )
-    if alone and out._peers == () and dist.is_available() and dist.is_initialized():
+    if alone and out.peers == () and dist.is_available() and dist.is_initialized():
         raise UnsupportedOperator(
-            f"{out._label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
+            f"{out.label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
             f"the other shards: {whole_instead(layout.name)}"
         )
     if orientations is None:

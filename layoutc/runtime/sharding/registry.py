@@ -105,8 +105,8 @@ class Shard(Protocol):
     """A wrapper of ours that FSDP2 may hold as a shard, quantized or cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    _name: str | None
-    _peers: tuple[str, ...] | None
+    weight_name: str | None
+    peers: tuple[str, ...] | None
     _products: Settings | None
 
     @property
@@ -118,10 +118,10 @@ class Shard(Protocol):
         """The device of its planes."""
 
     @property
-    def _planes(self) -> Mapping[str, Tensor]:
+    def store(self) -> Any:
         """One object that a shard and all its aliases share."""
 
-    def _label(self) -> str:
+    def label(self) -> str:
         """Its name in messages."""
 
 
@@ -268,16 +268,16 @@ def find(shard: Shard) -> Sharding | None:
 
 
 def _look_up(shard: Shard) -> Sharding | None:
-    sharding = _shardings.get(id(shard._planes))
+    sharding = _shardings.get(id(shard.store))
     local = sharding.local() if sharding else None
-    return sharding if local is not None and local._planes is shard._planes else None
+    return sharding if local is not None and local.store is shard.store else None
 
 
 def _scan() -> None:
     for param, group in parameters():
         local: Any = getattr(param.sharded_param, "_local_tensor", None)
-        if getattr(local, "_planes", None) is not None and _look_up(local) is None:
-            number = id(local._planes)
+        if getattr(local, "store", None) is not None and _look_up(local) is None:
+            number = id(local.store)
             forget = partial(_forget, number)
             _shardings[number] = Sharding(weakref.ref(local, forget), weakref.ref(param), weakref.ref(group))
 
@@ -304,7 +304,7 @@ def stand_in(copy: Shard, shard: Shard) -> None:
 def parameter_name(shard: Shard) -> str | None:
     """The parameter's fully qualified name, if FSDP2 or quantize_ knows it."""
     sharding = find(shard)
-    return (sharding.name if sharding else None) or shard._name
+    return (sharding.name if sharding else None) or shard.weight_name
 
 
 # -------------------------------------------------------------------------------------------------- of all parameters
@@ -316,7 +316,7 @@ def holds(parameter: Tensor) -> bool:
 def trains_instead(name: str, shape: tuple[int, ...]) -> bool:
     """True if fully_shard made a parameter from a weight of this name and shape, and that parameter has a gradient."""
     return any(
-        getattr(getattr(param.sharded_param, "_local_tensor", None), "_name", None) == name
+        getattr(getattr(param.sharded_param, "_local_tensor", None), "weight_name", None) == name
         and tuple(param._orig_size) == shape
         and param.sharded_param.grad is not None
         for param, _ in parameters()

@@ -42,7 +42,7 @@ def process_groups(shard: Shard) -> list[dist.ProcessGroup]:
     """Those of amax_groups, for a recipe that shares an amax."""
     sharding = find(shard)
     if sharding is None or sharding.is_gone:
-        return meshes.resolve(shard._peers or ())
+        return meshes.resolve(shard.peers or ())
     groups: list[dist.ProcessGroup] | None = sharding.known.get("process_groups")
     if groups is None:
         groups = sharding.known["process_groups"] = meshes.amax_groups(shard.LAYOUT, sharding.parameter)

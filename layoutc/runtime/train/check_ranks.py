@@ -99,7 +99,7 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         kind = "cast on gather to " if isinstance(local, CastOnGather) else ""
         facts["recipe"] = f"{kind}{local.LAYOUT.name}, layout {local.LAYOUT.layout_id}"
         facts["orientations"] = "+".join(local.orientations) or "none"
-        group = local._agreed.fused if isinstance(local, CastOnGather) else local._fused
+        group = local._agreed.fused if isinstance(local, CastOnGather) else local.fused
         facts["weights under one amax"] = group[1] if group else "itself"
         facts["products"] = _products_of(local)
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
@@ -147,7 +147,7 @@ def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) ->
 def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple[str, Claim]]:
     """Claims of the scales of blocks that a cut splits, which several ranks hold."""
     row_sharding = shards.row_sharding_of(param, local)
-    if row_sharding is None or not row_sharding.splits_blocks(local.LAYOUT) or not local._rows:
+    if row_sharding is None or not row_sharding.splits_blocks(local.LAYOUT) or not local.store.rows:
         return
     (first, last), cuts = row_sharding.cuts.bounds(row_sharding.rank), row_sharding.cuts
     group = dist.get_process_group_ranks(row_sharding.group)
@@ -156,7 +156,7 @@ def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple
         for block in sorted({first // rows, (last - 1) // rows} if rows > 1 else ()):
             holders = sum(a <= block < b for a, b in (cuts.touched(rank, rows) for rank in range(cuts.world)))
             if holders > 1:
-                entry = tensor[block - (first - local._halo.before) // rows :][:1]
+                entry = tensor[block - (first - local.store.halo.before) // rows :][:1]
                 what = f"{plane} of rows {block * rows} to {min((block + 1) * rows, cuts.rows)}"
                 yield f"{what} {group}", Claim(name, {what: _digest(entry)}, holders)
 

@@ -24,9 +24,10 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.weights import FLOATS, as_matrix, quantize
 from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, uses
-from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Fused = bool | Sequence[Sequence[str]]
@@ -280,11 +281,11 @@ def _quantized(
     else:
         amax = amax if amax is None else amax.to(local.device)
         tensor = quantize(cls, local, group=groups or None, amax=amax)
-    tensor._name, tensor._writes.trains, tensor._fused = name, keep_values and weight.requires_grad, group
-    initial_values.store(tensor, local)
+    tensor.weight_name, tensor.store.writes.trains, tensor.fused = name, keep_values and weight.requires_grad, group
+    initial_values.keep(tensor.store, local)
     if not isinstance(weight, DTensor):
         return tensor
-    tensor._peers = tuple(group.group_name for group in groups) or None
+    tensor.peers = tuple(group.group_name for group in groups) or None
     mesh, placements = weight.device_mesh, weight.placements
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
@@ -293,5 +294,5 @@ def _cast(
     casts: type[CastOnGather], weight: Tensor, name: str, group: Group | None, amax: Tensor | None
 ) -> CastOnGather:
     tensor = casts(weight.detach())
-    tensor._name, tensor._agreed.fused = name, group
+    tensor.weight_name, tensor._agreed.fused = name, group
     return tensor

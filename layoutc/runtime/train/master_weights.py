@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.sharding import cards, meshes
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
-from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -258,12 +258,12 @@ class MasterWeights(torch.optim.Optimizer):
         for param in params:
             local = local_of(param)
             if isinstance(local, QuantizedTensor):
-                local.LAYOUT.check_weights(local._name or "")
+                local.LAYOUT.check_weights(local.weight_name or "")
                 if isinstance(param, DTensor):
-                    cards.warn_if_elsewhere(local._name or "a weight", local.device)
-                self._recipes[param] = local._name or "a weight", local.LAYOUT.name
+                    cards.warn_if_elsewhere(local.weight_name or "a weight", local.device)
+                self._recipes[param] = local.weight_name or "a weight", local.LAYOUT.name
                 if not param.requires_grad:
-                    initial_values.free(local)
+                    initial_values.free(local.store)
             self._masters[param] = self._master(param)
             self._written[param] = stamp(param)
 
@@ -274,8 +274,10 @@ class MasterWeights(torch.optim.Optimizer):
         if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64, dtype)):
             return param
         if isinstance(local, QuantizedTensor):
-            meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # raises now, not after the first step
-            local._writes.trains = True
+            meshes.amax_groups(
+                local.LAYOUT, param, local.weight_name or "a weight"
+            )  # raises now, not after the first step
+            local.store.writes.trains = True
         with torch.no_grad():
             # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
             master = torch.zeros_like(param, dtype=dtype, requires_grad=False)
@@ -294,8 +296,8 @@ class MasterWeights(torch.optim.Optimizer):
         if not isinstance(local, QuantizedTensor):
             local_of(master).copy_(local)
             return
-        values = initial_values.values(local, torch.float32)
-        initial_values.free(local)
+        values = local.initial_values(torch.float32)
+        initial_values.free(local.store)
         if values is None:
             values = local.dequantize(torch.float32)
             self._coarse.update({param: None} if local.numel() else {})
@@ -345,7 +347,7 @@ class MasterWeights(torch.optim.Optimizer):
                 if not self._loaded:
                     self._take_values(param, entry.master)
                 elif isinstance(local := local_of(param), QuantizedTensor):
-                    initial_values.free(local)  # the masters that were loaded win
+                    initial_values.free(local.store)  # the masters that were loaded win
             entry.stamp = stamp(param)
         self._step_masters()
 

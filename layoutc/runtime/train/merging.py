@@ -11,7 +11,6 @@ from layoutc.runtime.dispatch import merges
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import gathered, meshes
-from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -30,14 +29,14 @@ def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
     """
     local = _local(weight, "merge_ adds to", "weight.add_(delta)")
     if delta.shape != weight.shape:
-        raise ValueError(f"{local._label()}: the update has shape {tuple(delta.shape)}, not {tuple(weight.shape)}")
+        raise ValueError(f"{local.label()}: the update has shape {tuple(delta.shape)}, not {tuple(weight.shape)}")
     groups: list[dist.ProcessGroup] = []
     if isinstance(weight, DTensor):
         if not isinstance(delta, DTensor):
             delta = distribute_tensor(delta.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
         delta = delta.redistribute(weight.device_mesh, weight.placements)
         groups = [weight.device_mesh.get_group(mesh_dim) for mesh_dim, _ in meshes.cuts(weight)]
-    values = initial_values.values(local, torch.float32)
+    values = local.initial_values(torch.float32)
     total = (local.dequantize(torch.float32) if values is None else values) + meshes.local_of(delta).to(local.device)
     base = merges.keep(local) if keep_base else None
     weights.requantize_(local, total)
@@ -63,7 +62,7 @@ def unmerge_(weight: Tensor) -> None:
     local = _local(weight, "unmerge_ takes from", "weight.sub_(delta)")
     if not merges.give_back(local):
         raise LayoutError(
-            f"nothing is kept of {local._label()} from before a merge: write layoutc.merge_(weight, delta, "
+            f"nothing is kept of {local.label()} from before a merge: write layoutc.merge_(weight, delta, "
             "keep_base=True), and nothing else into the weight"
         )
 

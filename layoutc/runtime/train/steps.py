@@ -22,9 +22,9 @@ from layoutc.runtime.quantize import prepared, weights
 from layoutc.runtime.quantize.prepared import Requantization
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.train import inner_optimizer
-from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _CHUNK = 1 << 24  # elements of gradients that are allocated together
@@ -68,7 +68,11 @@ class Entry:
         if not isinstance(param, QuantizedTensor):
             return param.detach()
         alias: Any = self._local
-        if alias is None or alias._planes is not param._planes or alias._writes is not param._writes:
+        if (
+            alias is None
+            or alias.store.planes is not param.store.planes
+            or alias.store.writes is not param.store.writes
+        ):
             alias = self._local = param.detach()
         return alias  # type: ignore[no-any-return]
 
@@ -96,10 +100,10 @@ def stamp(param: Tensor) -> Any:
     """A value that changes whenever the parameter is written or gets other bytes."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, QuantizedTensor):
-        planes = local._planes
+        planes = local.store.planes
         if type(planes) is not dict or any(map(Tensor.is_inference, planes.values())):
-            return initial_values.mark(local)
-        return local._writes.content, tuple([plane._version for plane in planes.values()])
+            return initial_values.mark(local.store)
+        return local.store.writes.content, tuple([plane._version for plane in planes.values()])
     return id(local), local._version, param._version
 
 
@@ -240,9 +244,9 @@ class WriteBack:
         """every: those that are quantized under one amax with some that moved are rewritten with these. Raises
         LayoutError if they are on other devices, or sharded over other ranks, than these."""
         self._moved = moved
-        fused = {group for entry in moved if (group := getattr(entry.local, "_fused", None)) is not None}
+        fused = {group for entry in moved if (group := getattr(entry.local, "fused", None)) is not None}
         there = {id(entry) for entry in moved}
-        with_them = [entry for entry in (every if fused else ()) if getattr(entry.local, "_fused", None) in fused]
+        with_them = [entry for entry in (every if fused else ()) if getattr(entry.local, "fused", None) in fused]
         self.rewritten = [*moved, *(entry for entry in with_them if id(entry) not in there)]
         self._rounded: list[Entry] = []
         batches: dict[Any, Batch] = {}
@@ -257,9 +261,9 @@ class WriteBack:
             groups = meshes.amax_groups(local.LAYOUT, entry.param)
             # Ranks have equally many batches for collectives; without those, one process may have several cards.
             key = tuple(map(id, groups)) or local.device
-            if local._fused is not None and batch_of.setdefault(local._fused, key) != key:
+            if local.fused is not None and batch_of.setdefault(local.fused, key) != key:
                 raise LayoutError(
-                    f"{local._fused[1]} are quantized under one amax, but {local._name} is on another device, or "
+                    f"{local.fused[1]} are quantized under one amax, but {local.weight_name} is on another device, or "
                     "sharded over other ranks, than others of them: shard them alike, or leave fused= out"
                 )
             batch = batches.setdefault(key, Batch(groups))

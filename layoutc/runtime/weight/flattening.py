@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,10 @@ from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
 from layoutc.runtime import GRAPHS, product_mode
 from layoutc.runtime.product_mode import Settings
-from layoutc.runtime.torch_private import without_torch_function
-from layoutc.runtime.weight import gathered_in_graphs, operators
-from layoutc.runtime.weight.planes import CutPlanes, Home, owner
-
-if TYPE_CHECKING:
-    from layoutc.runtime.weight.tensor import QuantizedTensor
-
+from layoutc.runtime.storage.planes import CutPlanes, Home, owner
+from layoutc.runtime.torch_private import is_fake, without_torch_function
+from layoutc.runtime.weight import gathered_in_graphs
+from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
 _HANDLE = "plane_handle"  # the inner tensor that stands for planes which each pass replaces
 
@@ -49,26 +46,27 @@ class Flat(NamedTuple):
     context: Context
 
 
-def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
+def flatten(tensor: PlaneTensor) -> tuple[list[str], Context]:
     """The names of the planes, or of the handle that stands for them in graphs; and the context."""
-    planes, flat = tensor._planes, tensor._flat
+    store, flat = tensor.store, tensor.flat
+    planes = store.planes
     with without_torch_function():
         dtype = tensor.dtype
-    of = tensor._matrix, tensor._orientations, tensor._transposed, dtype, tensor._halo
+    of = store.matrix, store.declared, tensor.transposed, dtype, store.halo
     products = tensor._products, product_mode.setting(tensor)
     facts = *planes, *of, *products
     if flat is None or flat.planes is not planes or flat.facts != facts:
         names, (whole, window) = tuple([f"plane_{name}" for name in planes]), (None, None)
         if getattr(planes, "handle", None) is not None:
-            names, (whole, window) = (_HANDLE,), whole_and_window(tensor)
+            names, (whole, window) = (_HANDLE,), (store.whole, store.window)
         context = Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
-        flat = tensor._flat = Flat(planes, facts, context)
+        flat = tensor.flat = Flat(planes, facts, context)
     return list(flat.context.names), flat.context
 
 
 def unflatten(
-    cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Context, shape: Iterable[int]
-) -> QuantizedTensor:
+    cls: type[PlaneTensor], inner: Mapping[str, Tensor], context: Context, shape: Iterable[int]
+) -> PlaneTensor:
     """The inverse of flatten. Raises ValueError for another layout id."""
     if context.layout_id != cls.LAYOUT.layout_id:
         raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {context.layout_id}")
@@ -88,11 +86,11 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor._home, tensor._products = home, context.own_products
+    tensor.store.home, tensor._products = home, context.own_products
     return tensor
 
 
-def _planes(cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Context) -> MutableMapping[str, Tensor]:
+def _planes(cls: type[PlaneTensor], inner: Mapping[str, Tensor], context: Context) -> MutableMapping[str, Tensor]:
     """The planes of a tensor, or of the weight that it was cut from.
 
     A handle that a graph returns leads back to the gathered weight; while the graph is traced, to planes that it
@@ -105,7 +103,7 @@ def _planes(cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Co
     return gathered_in_graphs.planes(cls, inner[_HANDLE], context.whole, context.orientations)
 
 
-def add_inner(cls: type[QuantizedTensor], planes: Iterable[str]) -> None:
+def add_inner(cls: type[PlaneTensor], planes: Iterable[str]) -> None:
     """Makes inner tensors attributes, by the names that flatten gives them. Those that a tensor lacks raise
     AttributeError."""
     for name in planes:
@@ -113,25 +111,17 @@ def add_inner(cls: type[QuantizedTensor], planes: Iterable[str]) -> None:
     setattr(cls, _HANDLE, property(_handle))
 
 
-def _plane(name: str, tensor: QuantizedTensor) -> Tensor:
-    if (found := tensor._planes.get(name)) is None:
+def _plane(name: str, tensor: PlaneTensor) -> Tensor:
+    if (found := tensor.store.planes.get(name)) is None:
         raise AttributeError(name)  # after which Python asks __getattr__, which says more
     return found
 
 
-def _handle(tensor: QuantizedTensor) -> Tensor:
-    found: Tensor | None = getattr(tensor._planes, "handle", None)
+def _handle(tensor: PlaneTensor) -> Tensor:
+    found: Tensor | None = getattr(tensor.store.planes, "handle", None)
     if found is None:
         raise AttributeError(_HANDLE)
     return found
-
-
-def whole_and_window(tensor: QuantizedTensor) -> tuple[tuple[int, int], Rect]:
-    """(m, k) of the weight that a tensor was cut from, or is, and the window of it that the tensor covers."""
-    planes = tensor._planes
-    if isinstance(planes, CutPlanes):
-        return planes.matrix, planes.window
-    return tensor._matrix, Rect(0, tensor._matrix[0], 0, tensor._matrix[1])
 
 
 def _nothing(*_: Any) -> None:
@@ -141,7 +131,7 @@ def _nothing(*_: Any) -> None:
 _UNKNOWN = Home(_nothing, _nothing)  # type: ignore[arg-type]
 
 
-def stable_hash(tensor: QuantizedTensor) -> str:
+def stable_hash(tensor: PlaneTensor) -> str:
     """A hash for compile caches: equal in all processes for tensors that compile to the same code, else different."""
     return digest(tensor.KEY, tensor)
 
@@ -166,6 +156,6 @@ def for_cache(tensor: torch.Tensor) -> tuple[type[str], tuple[str]] | None:
     Fake tensors are pickled to make the cache keys of compiled graphs; before torch 2.13, keys are made of that alone.
     """
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    if not any(operators.is_fake(getattr(tensor, name)) for name in names):
+    if not any(is_fake(getattr(tensor, name)) for name in names):
         return None
     return str, (tensor._stable_hash_for_caching(),)  # type: ignore[attr-defined]

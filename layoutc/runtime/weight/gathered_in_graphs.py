@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,62 +21,22 @@ from layoutc.ints.rects import Rect
 from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, laid_out_names
+from layoutc.runtime.storage.planes import GatheredPlanes, TracedPlanes, owner
 from layoutc.runtime.torch_private import called_in_inductor, lower_in_inductor, lowered_node
 from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.planes import GatheredPlanes, TracedPlanes, owner
-
-if TYPE_CHECKING:
-    from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 aten = torch.ops.aten
 
 
 # ---------------------------------------------------------------------------------------------- what the runtime calls
-def handle(planes: Mapping[str, Tensor]) -> Tensor | None:
-    """The handle of a weight whose planes each pass replaces, while calls are traced; else None."""
-    own: Tensor | None = getattr(planes, "handle", None)
-    return own if own is not None and operators.traced(own) else None
-
-
-def check_not_resharded(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError if FSDP2 has freed a gathered weight's planes: reading freed memory would crash the
-    process."""
-    if tensor._home is None:
-        return
-    planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)  # of a piece: the whole weight's
-    if not planes or operators.traced(next(iter(planes.values()))):
-        return
-    for plane in planes.values():
-        if plane.numel() and not plane.untyped_storage().nbytes():
-            raise LayoutError(
-                f"{tensor._label()} was gathered, and FSDP2 has resharded it since; read it in the forward of the "
-                "module that fully_shard was given, between its unshard() and reshard(), or read the sharded parameter"
-            )
-
-
-def refuse_write(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError for a gathered weight, which lives only as long as the pass: a write would be lost."""
-    if handle(tensor._planes) is None and tensor._shard() is not None:
-        raise LayoutError(
-            f"{tensor._label()} is gathered, and the next gather would undo what is written into it; write into the "
-            "sharded parameter, on all ranks: before forward, or after reshard()"
-        )
-    if handle(tensor._planes) is not None:
-        raise LayoutError(
-            f"{tensor._label()} is gathered anew for each pass: a compiled graph can't write into it; write into the "
-            "sharded parameter, or outside of the graph"
-        )
-
-
-def dequantize(
-    cls: type[QuantizedTensor], handle: Tensor, window: Rect, orientation: str, dtype: torch.dtype
-) -> Tensor:
+def dequantize(cls: type[RecipeMethods], handle: Tensor, window: Rect, orientation: str, dtype: torch.dtype) -> Tensor:
     """The (m, k) values of a window of the weight in an orientation, as one node of the graph."""
     return _dequantize(handle, list(window), cls.KEY, orientation, dtype)
 
 
 def lay_out(
-    cls: type[QuantizedTensor], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
+    cls: type[RecipeMethods], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
     """The buffers of orientations of a window of the weight; none aliases a plane, unless Inductor can tell that all
     who read it are products.
@@ -95,7 +55,7 @@ def lay_out(
 
 
 def planes(
-    cls: type[QuantizedTensor], handle: Tensor, matrix: tuple[int, int], orientations: Sequence[str]
+    cls: type[RecipeMethods], handle: Tensor, matrix: tuple[int, int], orientations: Sequence[str]
 ) -> TracedPlanes:
     """All planes of the weight, for operators that neither dequantize nor lay it out."""
     needed = {name for orientation in orientations for name in cls.LAYOUT.sources[orientation]}
@@ -131,7 +91,7 @@ def _run_lay_out(
 ) -> list[Tensor]:
     """copies: False if planes that are read as they are stored may be returned as they are."""
     cls, (m, k), gathered = operators.recipe_of(recipe), _sizes(window), owner(handle)
-    whole, form = _now(cls, gathered, handle.device, orientation), _form(cls, m, k, orientation, swizzled)
+    whole, form = _now(cls, gathered, handle.device, orientation), _form(cls.LAYOUT, m, k, orientation, swizzled)
     if gathered is None or gathered.matrix != (m, k):
         buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
         return library.own_all([buffers[name] for name in form.names], *whole.values())
@@ -156,10 +116,10 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _form(cls: type[QuantizedTensor], m: int, k: int, orientation: str, swizzled: bool) -> _Form:
-    names = _names(cls.LAYOUT, m, k, orientation, swizzled)
-    laid, needed = laid_out_names(cls.LAYOUT, (orientation,), swizzled)
-    as_stored = cls.LAYOUT.as_stored
+def _form(layout: Layout, m: int, k: int, orientation: str, swizzled: bool) -> _Form:
+    names = _names(layout, m, k, orientation, swizzled)
+    laid, needed = laid_out_names(layout, (orientation,), swizzled)
+    as_stored = layout.as_stored
     stored = [(name, as_stored[name], names[name].shape) for name in names if name in as_stored and name not in laid]
     return _Form(tuple(names), tuple(laid), tuple(needed), tuple(stored))
 
@@ -171,7 +131,7 @@ def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor
 
 
 def _now(
-    cls: type[QuantizedTensor], gathered: GatheredPlanes | None, device: torch.device, orientation: str
+    cls: type[RecipeMethods], gathered: GatheredPlanes | None, device: torch.device, orientation: str
 ) -> Mapping[str, Tensor]:
     """The planes of an orientation of the whole weight: those that it holds now, else gathered for this call.
 

@@ -32,14 +32,14 @@ from layoutc.runtime.facts import (
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch import Launches
 from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
-from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
+from layoutc.runtime.torch_private import traced
+from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.prepared import Again
     from layoutc.runtime.kernels.reading import Reading
-    from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_recipes: dict[str, type[QuantizedTensor]] = {}
+_recipes: dict[str, type[RecipeMethods]] = {}
 _levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
 # Launches that graphs have made, by all that they depend on but the tensors themselves.
 _readings: Launches[Reading | None] = Launches()  # dequantizing
@@ -47,7 +47,7 @@ _quantizing: Launches[Again] = Launches()  # quantizing to buffers
 _laying_out: Launches[tuple[Again, tuple[int, ...]]] = Launches()  # with the positions of the planes that are read
 
 
-def register(cls: type[QuantizedTensor]) -> str:
+def register(cls: type[RecipeMethods]) -> str:
     """Registers a recipe's class; returns the key under which operators find it. The last class of a key wins."""
     key = f"{cls.__module__}.{cls.__qualname__} {cls.LAYOUT.layout_id}"
     _recipes[key] = cls
@@ -56,7 +56,7 @@ def register(cls: type[QuantizedTensor]) -> str:
     return key
 
 
-def recipe_of(key: str) -> type[QuantizedTensor]:
+def recipe_of(key: str) -> type[RecipeMethods]:
     """The class that was registered under a key. Raises LayoutError if this process has none."""
     cls = _recipes.get(key)
     if cls is None:
@@ -66,21 +66,9 @@ def recipe_of(key: str) -> type[QuantizedTensor]:
     return cls
 
 
-def traced(x: Tensor) -> bool:
-    """True while calls are recorded: by torch.compile, torch.export, make_fx or another dispatch mode."""
-    if torch.compiler.is_compiling():
-        return True
-    return is_fake(x) or dispatch_modes() > 0
-
-
-def is_fake(x: Tensor) -> bool:
-    """True for the tensors without values that torch traces with."""
-    return isinstance(x, (FakeTensor, FunctionalTensor))
-
-
 # ---------------------------------------------------------------------------------------------- what the runtime calls
 def quantize(
-    cls: type[QuantizedTensor],
+    cls: type[RecipeMethods],
     x: Tensor,
     amax: Tensor | None,
     orientations: Sequence[str],
@@ -98,7 +86,7 @@ def quantize(
     return dict(zip(names, _quantize(x, amax, cls.KEY, list(orientations), seed), strict=True))
 
 
-def seed_of(cls: type[QuantizedTensor], x: Tensor, seed: Seed | None = None) -> Tensor | None:
+def seed_of(cls: type[RecipeMethods], x: Tensor, seed: Seed | None = None) -> Tensor | None:
     """The seed of the random bits that x is rounded by, (1,) int64 on its device; None for recipes without them.
 
     seed: the caller's; default: drawn from torch's default generator of the device, in a traced graph each time that
@@ -114,7 +102,7 @@ def seed_of(cls: type[QuantizedTensor], x: Tensor, seed: Seed | None = None) -> 
 
 
 def quantize_buffers(
-    cls: type[QuantizedTensor],
+    cls: type[RecipeMethods],
     x: Tensor,
     amax: Tensor | None,
     orientations: Sequence[str],
@@ -154,7 +142,7 @@ def _known(amax: Tensor | None) -> Tensor | None:
     return amax if amax is not None and amax.dtype == torch.float32 else None
 
 
-def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
+def shared_amax(cls: type[RecipeMethods], x: Tensor) -> Tensor:
     """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
     return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
 
@@ -166,7 +154,7 @@ def stored_amax(layout: Layout, amax: Tensor) -> Tensor:
 
 
 def dequantize(
-    cls: type[QuantizedTensor], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
+    cls: type[RecipeMethods], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
 ) -> Tensor:
     """Planes -> the (m, k) values of an orientation, in `dtype`."""
     sources = cls.LAYOUT.sources[orientation]
@@ -176,7 +164,7 @@ def dequantize(
 
 
 def lay_out(
-    cls: type[QuantizedTensor],
+    cls: type[RecipeMethods],
     planes: Mapping[str, Tensor],
     m: int,
     k: int,
@@ -214,7 +202,7 @@ def _run_quantize(
 
 
 def _quantize_buffers_by_planes(
-    cls: type[QuantizedTensor],
+    cls: type[RecipeMethods],
     x: Tensor,
     amax: Tensor | None,
     orientations: tuple[str, ...],

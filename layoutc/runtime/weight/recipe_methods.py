@@ -38,6 +38,7 @@ class RecipeMethods:
 
     LAYOUT: ClassVar[Layout]
     REFERENCE: ClassVar[ModuleType]
+    KEY: ClassVar[str]  # the recipe's key in `operators`
     KERNELS: ClassVar[str | None]  # the module, which needs Triton; None: the reference serves every device
 
     @classmethod
@@ -218,4 +219,4 @@ def _kernels_of(module: str) -> Any:
 
 def plane(name: str) -> property:
     """A stored plane as an attribute of a generated class."""
-    return property(lambda self: self._plane(name), doc=f"The stored plane {name}.")
+    return property(lambda self: self.plane(name), doc=f"The stored plane {name}.")

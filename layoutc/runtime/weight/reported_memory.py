@@ -10,7 +10,7 @@ from torch import Tensor
 from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding.registry import Shard
-from layoutc.runtime.weight.planes import ScatteredPlanes
+from layoutc.runtime.storage.planes import ScatteredPlanes
 
 # Tracing identifies tensors by their storage, and sees the planes as well: the wrapper's must not be one of theirs.
 _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
@@ -48,7 +48,7 @@ class ReportedMemory:
         caller = callers.asking()
         if caller.startswith(_WRITERS) and getattr(self, "_plain", None) is None:
             raise UnsupportedOperator(
-                f"safetensors can't write {self._label()} as a tensor of its dtype: it holds codes; "
+                f"safetensors can't write {self.label()} as a tensor of its dtype: it holds codes; "
                 "layoutc.checkpoint.export_safetensors(model, folder) writes its planes, or with dtype=torch.bfloat16 "
                 "plain values; layoutc.integrations.transformers makes save_pretrained do so"
             )
@@ -62,7 +62,7 @@ class ReportedMemory:
 
         The wrapper's strides, by which torch decides, are contiguous for some columns too.
         """
-        planes = getattr(self, "_planes", None)
+        planes = getattr(self.store, "planes", self.store)
         in_pieces = isinstance(planes, dict) and not all(map(Tensor.is_contiguous, planes.values()))
         if in_pieces or isinstance(planes, ScatteredPlanes):
             return self.clone()
@@ -75,7 +75,7 @@ class ReportedMemory:
         """
         values = None if force else self._memory()
         if values is None and not force:
-            raise BufferError(f"{self._label()} {_CODES}, or .numpy(force=True)")
+            raise BufferError(f"{self.label()} {_CODES}, or .numpy(force=True)")
         return _values(self).numpy(force=force) if values is None else _untracked(self, values).numpy()
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -85,7 +85,7 @@ class ReportedMemory:
         """
         values = self._memory()
         if values is None and copy is False:
-            raise ValueError(f"{self._label()} {_CODES}")
+            raise ValueError(f"{self.label()} {_CODES}")
         array = _untracked(self, _values(self) if values is None else values).numpy()
         array = array if dtype is None else array.astype(dtype, copy=False)
         return array.copy() if copy and values is not None else array
@@ -97,14 +97,14 @@ class ReportedMemory:
     def __dlpack__(self: Any, **options: Any) -> Any:
         """A DLPack capsule of values that are cast on gather. Raises BufferError for codes."""
         if (values := self._memory()) is None:
-            raise BufferError(f"{self._label()} {_CODES}")
+            raise BufferError(f"{self.label()} {_CODES}")
         return _untracked(self, values).__dlpack__(**options)
 
     @property
     def __cuda_array_interface__(self: Any) -> Any:
         """Of values that are cast on gather. Raises AttributeError for codes, so that there is none."""
         if (values := self._memory()) is None:
-            raise AttributeError(f"{self._label()} {_CODES}")
+            raise AttributeError(f"{self.label()} {_CODES}")
         return _untracked(self, values).__cuda_array_interface__
 
     def _memory(self: Any) -> Tensor | None:
@@ -120,7 +120,7 @@ def _values(tensor: Any) -> Tensor:
 
 def _untracked(tensor: Any, values: Tensor) -> Tensor:
     if tensor.requires_grad:
-        raise RuntimeError(f"{tensor._label()} requires grad: call .detach() first")
+        raise RuntimeError(f"{tensor.label()} requires grad: call .detach() first")
     return values
 
 
@@ -132,11 +132,11 @@ def _addressed(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | 
     if plain is None:
         if caller.startswith(_KERNELS):
             raise UnsupportedOperator(
-                f"a Triton kernel can't read {tensor._label()} as a tensor of its dtype: it holds codes; pass the "
+                f"a Triton kernel can't read {tensor.label()} as a tensor of its dtype: it holds codes; pass the "
                 "kernel .dequantize(), or the tensors that .buffers() gives"
             )
-        if not isinstance(getattr(tensor._planes, "base", tensor._planes), dict):
+        if not isinstance(tensor.store.base, dict):
             return None
         shared = tensor.LAYOUT.shared
-        plain = next((plane for name, plane in tensor._planes.items() if name not in shared), None)
+        plain = next((plane for name, plane in tensor.store.planes.items() if name not in shared), None)
     return plain if type(plain) is Tensor else None

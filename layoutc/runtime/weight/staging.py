@@ -1,34 +1,55 @@
-"""Staging: the CPU copies that torch.distributed.checkpoint allocates by zeros_like.
+"""What torch.distributed.checkpoint asks of a wrapper: room for copies on the host, and the chunks that a shard is.
 
-Optimizers allocate their state by the same operator, and want plain tensors. So the answer depends on the caller.
+It allocates the former by zeros_like. Optimizers allocate their state by the same operator, and want plain tensors. So
+the answer depends on the caller.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers
-
-if TYPE_CHECKING:
-    from layoutc.runtime.weight.tensor import QuantizedTensor
-
-_STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others allocate their copies
-_CHECKPOINTS = "torch.distributed.checkpoint"
+from layoutc.runtime.weight.padding import NOT_PADDED
+from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
 
-def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTensor | None:
+def room_for(tensor: PlaneTensor, device: torch.device | str) -> PlaneTensor | None:
     """A tensor of the same class, shape and cut with zero bytes on `device`, if a stager asks; None for anyone else.
 
     A plain tensor would be filled with dequantized values, and the checkpoint would silently be dense.
     """
-    if not callers.is_near(_STAGERS):
+    if not callers.is_near(callers.STAGERS):
         return None
-    planes = {name: torch.zeros(p.shape, dtype=p.dtype, device=device) for name, p in tensor._planes.items()}
-    return tensor._with_planes(planes)
+    planes = {name: torch.zeros(p.shape, dtype=p.dtype, device=device) for name, p in tensor.store.planes.items()}
+    return tensor.with_planes(planes)
 
 
-def copies_state() -> bool:
-    """True while torch's own code copies a tensor for a checkpoint or a state dict."""
-    return callers.is_near(_STAGERS, _CHECKPOINTS)
+def chunk_protocol(tensor: PlaneTensor, name: str) -> Any:
+    """The chunk protocol of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
+
+    Such a shard still holds the planes that all rows share (an amax), but a tensor without elements is not loaded. So
+    it asks for the weight's first row and keeps the shared planes of that. None for any other tensor: DCP reads those
+    itself.
+    """
+    if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
+        return None
+    size = torch.Size((1, *tensor.shape[1:]))
+
+    def chunks() -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
+
+    def shard(index: Any) -> PlaneTensor:
+        if index.offset is not None and any(index.offset):  # a save writes the shard itself
+            return tensor
+        first: Any = tensor.new_zeros(size)
+        planes, into = tensor.store.planes, first.store
+        into.planes.update({name: planes[name] for name in tensor.LAYOUT.shared & planes.keys()})
+        into.halo, into.writes, first.padding = Halo(0, into.halo.after), tensor.store.writes, NOT_PADDED
+        return first  # type: ignore[no-any-return]
+
+    return {"__create_chunk_list__": chunks, "__get_tensor_shard__": shard}[name]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +21,32 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime import installed
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.storage.planes import own
 from layoutc.runtime.torch_private import FakeTensor
 from layoutc.runtime.weight.checksums import crc32
-from layoutc.runtime.weight.pending_writes import check_readable
-from layoutc.runtime.weight.planes import own
-
-if TYPE_CHECKING:
-    from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
 FORMAT = 1  # of what `describe` and `state_of` write
 DIMS = 64  # the most that a torch tensor has
 _left: ContextVar[list[int] | None] = ContextVar("bytes that may still be checked", default=None)
-_classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, then by the module of the generated code
+_classes: dict[str, dict[str, type[PlaneTensor]]] = {}  # by layout id, then by the module of the generated code
 
 
-def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
+def state_of(tensor: PlaneTensor) -> dict[str, Any]:
     """A tensor in plain values: numbers, strings, tuples, dicts, and plain tensors. The inverse of `restore_tensor`."""
-    check_readable(tensor)
-    planes = {name: own(tensor._entries(name)) for name in tensor._planes}
+    tensor.check_readable()
+    store = tensor.store
+    planes = {name: own(store.entries(name)) for name in store.planes}
     return {
         "format": FORMAT,
         **describe(tensor.LAYOUT),
         "module": type(tensor).__module__,  # a preference among several classes of one layout
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "matrix": tensor._matrix,
-        "halo": tuple(tensor._halo[:2]),
-        "orientations": tensor._orientations,
-        "transposed": tensor._transposed,
+        "matrix": store.matrix,
+        "halo": tuple(store.halo[:2]),
+        "orientations": store.declared,
+        "transposed": tensor.transposed,
         "requires_grad": tensor.requires_grad,
         "parameter": isinstance(tensor, nn.Parameter),
         "crc32": {name: crc32(plane) for name, plane in planes.items() if not plane.is_meta},
@@ -73,7 +71,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     }
 
 
-def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
+def restore_tensor(state: dict[str, Any]) -> Any:
     """Rebuilds a tensor for pickle and torch.load. state: what `state_of` returned.
 
     Raises DamagedError if the bytes are not those that were written, LayoutError if no installed recipe has their
@@ -100,7 +98,7 @@ def _crc32(plane: Tensor) -> int:
     return crc32(plane)
 
 
-def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> QuantizedTensor:
+def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Any:
     """As `restore_tensor`. crc32_of: gives a plane's CRC-32, for callers that have already computed it."""
     if not isinstance(state, dict) or type(form := state.get("format")) is not int:
         raise DamagedError("the state of a quantized tensor is not one that layoutc writes")
@@ -130,8 +128,8 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Quanti
         halo=halo,
     )
     if state["parameter"]:
-        return nn.Parameter(tensor, state["requires_grad"])  # type: ignore[return-value]
-    return tensor.requires_grad_(state["requires_grad"])  # type: ignore[return-value]
+        return nn.Parameter(tensor, state["requires_grad"])
+    return tensor.requires_grad_(state["requires_grad"])
 
 
 # The name in files; it must not change when this code moves.
@@ -249,12 +247,12 @@ def with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, .
 
 
 # -------------------------------------------------------------------------------------------------- layouts and classes
-def register(cls: type[QuantizedTensor]) -> None:
+def register(cls: type[PlaneTensor]) -> None:
     """Registers a generated class, so that tensors of its layout are restored as it."""
     _classes.setdefault(cls.LAYOUT.layout_id, {})[cls.__module__] = cls
 
 
-def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
+def class_of(stored: Mapping[str, Any]) -> type[Any]:
     """The class of a stored layout, from what `describe` wrote: of an imported recipe, else of an installed one.
 
     If there are several, it is the one from the module that was stored, else the first. Raises LayoutError if there is
@@ -273,7 +271,7 @@ def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     )
 
 
-def _registered(stored: Mapping[str, Any]) -> type[QuantizedTensor] | None:
+def _registered(stored: Mapping[str, Any]) -> type[PlaneTensor] | None:
     classes = _classes.get(stored["layout_id"], {})
     return classes.get(stored.get("module", "")) or next(iter(classes.values()), None)
 

@@ -149,8 +149,8 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
         base: Mapping[str, Tensor],
         stored: Mapping[str, Plane],
         rows: tuple[int, int, int, int],
-        runs: Callable[[], Sequence[Tensor]],
-        columns: Callable[[int, int], Tensor],
+        runs: Callable[[], Sequence[Any]],
+        columns: Callable[[int, int], Any],
     ) -> None:
         """rows: (lead, total, first, last), in whole blocks. runs: makes the pieces of adjacent rows, as views.
         columns: makes the tensor of some columns of all of these rows."""

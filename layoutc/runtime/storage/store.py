@@ -1,0 +1,172 @@
+"""PlaneStore: the planes of a weight or of a part of one, which part that is, and what has been written into it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.cuts import NO_HALO, Halo
+from layoutc.ints.rects import Rect
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.storage.planes import CutPlanes, Home
+from layoutc.runtime.torch_private import traced
+
+
+class Part(NamedTuple):
+    """Where a piece's planes begin in those of the tensor that it was cut from, and which rows are that tensor's
+    own."""
+
+    row: int
+    column: int
+    first: int
+    last: int
+    columns: int
+
+
+@dataclass(eq=False)  # by identity: tensors compare element by element
+class Piece:
+    """Bytes that wait to be written into `target`: the elements that they cover, the elements that must be there before
+    they can be written, and how many of those are missing. write: writes them."""
+
+    target: PlaneStore
+    source: PlaneStore
+    covers: Rect
+    needs: tuple[Rect, ...]
+    missing: int
+    write: Callable[[], None]
+
+    def needed_of(self, other: Rect) -> int:
+        """How many elements of a rectangle this piece needs, counted once for each need."""
+        return sum(need.meet(other).area for need in self.needs)
+
+
+class Seal(NamedTuple):
+    """Planes and the version counters that they had when the values were stored: writes since then change those."""
+
+    planes: Mapping[str, Tensor]
+    versions: tuple[int, ...]
+
+
+class InitialValues(NamedTuple):
+    """The values that a tensor was quantized from: a plain tensor of (its own rows, k) in memory of its own."""
+
+    values: Tensor
+    is_whole: bool  # False if only parts were written: the rest is NaN, and stands for what the weight dequantizes to
+    seals: tuple[Seal, ...]
+
+
+@dataclass
+class Writes:
+    """The record of writes that a tensor, its aliases and its pieces share: their number, the pieces that wait, and the
+    values that the bytes were quantized from."""
+
+    count: int = 0
+    waiting: list[Piece] = field(default_factory=list)
+    planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
+    content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
+    trains: bool = False  # plain values that are written are kept, for a master to start from
+    stepped: bool = False  # by an optimizer itself, which was warned of
+    initial: InitialValues | None = None
+    base: tuple[Any, tuple[Any, ...]] | None = None  # what it was before a merge (`dispatch.merges.Base`), and its mark
+    sent: Any = None  # the tensor, where a rank has broadcast its values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
+        """For checkpoints that are staged attribute by attribute; they leave initial values out."""
+        return Writes(self.count, copy.deepcopy(self.waiting, memo), content=self.content, trains=self.trains)
+
+
+class PlaneStore:
+    """What a quantized tensor and its aliases share. Views of some rows or columns have stores of their own, whose
+    planes are views of these, and the same record of writes.
+
+    planes: compact, m-major, by name. matrix: their (m, k), with the halo. declared: the orientations that it was made
+    with. halo: rows of the planes that are not its own.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        planes: MutableMapping[str, Tensor],
+        matrix: tuple[int, int],
+        declared: tuple[str, ...],
+        halo: Halo = NO_HALO,
+    ) -> None:
+        self.layout, self.planes, self.matrix, self.declared, self.halo = layout, planes, matrix, declared, halo
+        self.writes = Writes(planes=planes)  # version counters don't see writes below autograd
+        self.home: Home | None = None  # of a gathered weight: where this rank's shard is
+        self.part: Part | None = None  # of a piece: where it lies in the tensor that it was cut from
+        self.common: frozenset[str] = frozenset()  # planes that a part of a weight shares with the rest of it
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its planes."""
+        first = getattr(self.planes, "handle", None)  # in a traced graph, looking at a plane would record an operator
+        return (next(iter(self.planes.values())) if first is None else first).device
+
+    @property
+    def rows(self) -> int:
+        """Its own rows, without the halo."""
+        return self.matrix[0] - self.halo.rows
+
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """The orientations that its planes give without loss, rowwise first."""
+        if len(self.planes) == len(self.layout.stored):
+            return self.declared
+        sources = self.layout.sources
+        return tuple(o for o in self.declared if all(plane in self.planes for plane in sources[o]))
+
+    def entries(self, name: str) -> Tensor:
+        """The entries of a plane that cover its own rows, as a view."""
+        rows, plane = self.layout.stored[name].rows_per_value, self.planes[name]
+        if rows is None or not self.halo.rows:
+            return plane
+        return plane[self.halo.before // rows : cdiv(self.matrix[0] - self.halo.after, rows)]
+
+    @property
+    def base(self) -> Mapping[str, Tensor]:
+        """Its planes, or those that they are cut from at each use."""
+        planes: Mapping[str, Tensor] = getattr(self.planes, "base", self.planes)
+        return planes
+
+    @property
+    def handle(self) -> Tensor | None:
+        """The handle of a weight whose planes each pass replaces, while calls are traced; else None."""
+        own: Tensor | None = getattr(self.planes, "handle", None)
+        return own if own is not None and traced(own) else None
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """(m, k) of the weight that it was cut from, or is."""
+        return self.planes.matrix if isinstance(self.planes, CutPlanes) else self.matrix
+
+    @property
+    def window(self) -> Rect:
+        """The rows and columns of that weight that it covers."""
+        planes, (m, k) = self.planes, self.matrix
+        return planes.window if isinstance(planes, CutPlanes) else Rect(0, m, 0, k)
+
+    @property
+    def is_freed(self) -> bool:
+        """True if FSDP2 has freed a gathered weight's planes: reading freed memory would crash the process."""
+        planes = self.base if self.home is not None else {}
+        if not planes or traced(next(iter(planes.values()))):
+            return False
+        return any(plane.numel() and not plane.untyped_storage().nbytes() for plane in planes.values())
+
+    def part_at(self, row: int, column: int) -> Part:
+        """The Part of a piece that begins at a row and a column of its planes."""
+        if self.part is not None:
+            return self.part._replace(row=self.part.row + row, column=self.part.column + column)
+        return Part(row, column, self.halo.before, self.matrix[0] - self.halo.after, self.matrix[1])
+
+    def cut_from(self, other: PlaneStore, part: Part | None, common: Iterable[str]) -> None:
+        """Makes it a view of a part of `other`: they share the record of writes, and the planes named in `common`."""
+        self.home, self.writes, self.part = other.home, other.writes, part
+        self.common = other.common.union(common)
