@@ -38,7 +38,7 @@ def estimate(recipes: tuple[str, ...], model: str, cast: bool, as_json: bool, **
     """Estimate the time of a training step on more cards and other links than were measured, beside bf16.
 
     The times of `layoutc plan`, part by part. Constants are fitted to steps on two H200s, by NVLink and over sockets
-    (tests/bench/RESULTS.md has the residuals). All else is extrapolated. tests/bench/links.py measures links.
+    (docs/pages/measured.md has the residuals). All else is extrapolated. tests/bench/links.py measures links.
 
     \b
     layoutc estimate mxfp8 nvfp4                              an 8B model on 8 to 16,384 cards, 50 GB/s a card

@@ -1,7 +1,7 @@
 """What a card and a host do in a second: the constants that estimates are made of, each with its source.
 
-`tests/bench/fit_steps.py` fits those that say so, and prints the points and the residuals; the figures that it starts
-from are in `tests/bench/RESULTS.md`.
+`tests/bench/fit_steps.py` fits those that say so to the steps of `tests/bench/recorded_steps.py`, and prints the points
+and the residuals.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _padding(moves: tuple[Move, ...], axis: Axis) -> Padding:
 
 
 def move_tile(moves: tuple[Move, ...]) -> MoveTile:
-    """The tile that was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md)."""
+    """The tile that was fastest on an H200 at 8192 x 8192."""
     wide = lanes(widest(moves))
     bits = [move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)]
     if not bits and any(isinstance(move, SwizzleMove) for move in moves):

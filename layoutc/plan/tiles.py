@@ -1,4 +1,4 @@
-"""Tiles of programs: how many rows and columns they have, and why. Measured on an H200 (tests/bench/RESULTS.md)."""
+"""Tiles of programs: how many rows and columns they have, and why. Measured on an H200."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Steps and gathers that were measured, each with all of its runs: what `fit_steps.py` fits to and compares with.
 
-Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are those
-of RESULTS.md, by several harnesses on several machines; where a range was recorded, both of its ends are runs. Since
+Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are
+by several harnesses on several machines; where a range was recorded, both of its ends are runs. Since
 groups gather codes and copy gradients in few steps, gathers with the host, steps as called of sequence 512 on two
 ranks, which the host decides, and those of sequence 4096, batch 1 and products in low precision are those of two H100s,
 except torchao's and some of bf16's. Points that constants are fitted to have the runs of before the fit.

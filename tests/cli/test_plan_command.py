@@ -428,7 +428,7 @@ def test_the_table_of_the_page_is_what_its_commands_say(monkeypatch: pytest.Monk
                     f"{data['budgets'][0]['step']['total'] / step['total']:.2f}",
                 ]
             )
-    assert len(commands) == 6
+    assert len(commands) == 3
     assert rows[1:] == expected
 
 

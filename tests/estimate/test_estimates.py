@@ -39,8 +39,8 @@ SLOW = Link("slow", 9.5e9, 300e-6, 3.4e-6)
 DIM = 1024
 SMALL = llama(DIM, 2816, 16, 4, 4, 512, 1)
 ELEMENTS = sum(m * k for m, k in SMALL.shapes) + 2 * DIM  # of a block
-# Of the absolute residuals in percent, as RESULTS.md states them: (kind, fitted) -> median, largest and how many are
-# beyond 15%, of the middle of a point's runs and of the nearest of their range.
+# Bounds of the absolute residuals in percent, which tests/bench/runs/estimates.json states: (kind, fitted) -> median,
+# largest and how many are beyond 15%, of the middle of a point's runs and of the nearest of their range.
 STATED = {
     ("gather", True): ((2, 3, 0), (2, 3, 0)),
     ("reduce-scatter", True): ((0.5, 0.5, 0), (0.5, 0.5, 0)),

@@ -3,35 +3,29 @@
     python tests/programs/front.py [--check]
 
 A block between `<!-- from SOURCE -->` and `<!-- end -->` is written anew. SOURCE is a file; a file and a function of
-it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; `measured`, a chart and a table of the runs in
-`tests/bench/runs`, which `tests/bench/step.py --json` wrote; or `losses`, those that `layoutc plan` shows. --check
-writes nothing, and fails where something differs.
+it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; `measured`, a table of the steps in `tests/bench/runs`; or
+`losses`, those that `layoutc plan` shows. The chart of these steps and the page of all recorded runs are written whole.
+--check writes nothing, and fails where something differs.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+import measured  # beside this program
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs/pages/which.md")
 LOSSES = ROOT / "layoutc/report/losses.yaml"
-RUNS, CHART = ROOT / "tests/bench/runs", ROOT / "docs/pages/pictures/steps.svg"
+CHART, MEASURED = ROOT / "docs/pages/pictures/steps.svg", ROOT / "docs/pages/measured.md"
 BLOCK = re.compile(r"(?P<head><!-- from (?P<source>\S+) -->\n).*?(?P<end><!-- end -->)", re.S)
-NAMES = {
-    "bf16": "bf16 weights",
-    "torchao": "torchao FP8",
-    "layoutc:nvfp4": "layoutc nvfp4",
-    "layoutc:fp8_current+low": "layoutc fp8_current, FP8 products",
-}
 WIDTH, BAR, GAP, LABEL = 760, 16, 26, 250  # of the chart, pixels
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 }
@@ -40,31 +34,7 @@ text { font: 12px system-ui, sans-serif; fill: #24292f } .title { font-weight: 6
 """
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Runs of one file and batch, on one machine. peaks: of variants that were held one at a time, not in turns."""
-
-    title: str
-    rows: list[dict[str, Any]]  # as step.py writes them
-    peaks: bool
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        return next(row for row in self.rows if row["variant"] == "bf16")
-
-
-def settings() -> list[Setting]:
-    """All that was recorded, in the order of the files' names."""
-    found = []
-    for file in sorted(RUNS.glob("steps_*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        for batch in sorted({row["batch"] for row in data["rows"]}):
-            rows = [row for row in data["rows"] if row["batch"] == batch and row["variant"] in NAMES]
-            found.append(Setting(f"sequence {data['sequence']}, batch {batch}", rows, data["turns"] == 1))
-    return found
-
-
-def chart(found: list[Setting]) -> str:
+def chart(found: list[measured.Setting]) -> str:
     """Milliseconds of a step: a bar for each run, against the slowest of its setting."""
     parts, y = [], 8
     for setting in found:
@@ -72,7 +42,7 @@ def chart(found: list[Setting]) -> str:
         y += GAP
         parts.append(f'<text class="title" x="8" y="{y - 8}">{setting.title}</text>')
         for row in setting.rows:
-            name, ms = NAMES[row["variant"]], row["median_ms"]
+            name, ms = measured.NAMES[row["variant"]], row["median_ms"]
             width = round((WIDTH - LABEL - 190) * ms / slowest)
             said = f"{ms:.1f} ms" + (f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else "")
             if row is not setting.plain:
@@ -86,23 +56,6 @@ def chart(found: list[Setting]) -> str:
     return "\n".join(
         [head, "<title>Time of a step and peak memory</title>", f"<style>{STYLE}</style>", *parts, "</svg>\n"]
     )
-
-
-def table(found: list[Setting]) -> str:
-    """The same in figures: ms of a step (spread), how many times as fast as bf16, and the peak of a card."""
-    lines = ["| | " + " | ".join(setting.title for setting in found) + " |", "|---|" + "--:|" * len(found)]
-    for variant, name in NAMES.items():
-        cells = []
-        for setting in found:
-            row = next((row for row in setting.rows if row["variant"] == variant), None)
-            if row is None:
-                cells.append("")
-                continue
-            faster = setting.plain["median_ms"] / row["median_ms"]
-            peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else ""
-            cells.append(f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x{peak}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def losses() -> str:
@@ -130,7 +83,7 @@ def included(source: str) -> str:
 
 def filled(text: str) -> str:
     """A page with its blocks written anew."""
-    made = {"measured": lambda: table(settings()), "losses": losses}
+    made = {"measured": measured.steps_table, "losses": losses}
 
     def block(found: re.Match[str]) -> str:
         source = found["source"]
@@ -141,7 +94,8 @@ def filled(text: str) -> str:
 
 def main(check: bool) -> int:
     """Writes the pages and the chart, or says which of them differ."""
-    wanted = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES} | {CHART: chart(settings())}
+    wanted = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES}
+    wanted |= {CHART: chart(measured.settings()), MEASURED: measured.page()}
     stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         if check:

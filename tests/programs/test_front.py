@@ -1,18 +1,27 @@
-"""What README includes from other files is as it stands there, and the reference names all that is public."""
+"""README and the pages say what files and recorded runs say, and the reference names all that is public."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
+from pages import PAGES
 from places import ROOT
 
 import layoutc
 from layoutc import checkpoint
 
+sys.path.insert(0, str(ROOT / "tests" / "programs"))
+import measured
+
 pytestmark = pytest.mark.checkout
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+UNIT = r"(?:ms|us|seconds|GiB|MiB|tokens/s|times (?:as (?:fast|long)|bf16's speed)|%)(?![\w/])"
+FIGURE = re.compile(rf"({NUMBER})(?:%? (?:to|and|or) ({NUMBER}))?(?: |(?=%)){UNIT}")
 
 
 def test_readme_shows_what_stands_in_the_files() -> None:
@@ -28,3 +37,37 @@ def test_the_reference_has_every_public_name() -> None:
     public = {f"layoutc.{name}" for name in layoutc.__all__ if callable(getattr(layoutc, name))}
     public |= {f"layoutc.checkpoint.{name}" for name, value in vars(checkpoint).items() if callable(value)}
     assert named == public - {"layoutc.inspect"}, "docs/pages/reference/api.md"  # which is checkpoint.inspect
+
+
+def paragraphs(text: str) -> list[str]:
+    """Without code, and without what is written from files."""
+    text = re.sub(r"^```.*?^```$|<!-- from .*?<!-- end -->|`[^`]*`(?<!\.py`)", "", text, flags=re.M | re.S)
+    return [part for part in re.split(r"\n\n+|\n(?=- |\d+\. )", text) if part.strip()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "measured.md"], ids=lambda page: page.name)
+def test_each_figure_stands_in_a_recorded_run(page: Path) -> None:
+    """A paragraph with a time, a size in GiB, a speed or a percentage links to the sections of runs that have each of
+    its figures, or names the test that computes them."""
+    runs = measured.sections((ROOT / "docs" / "pages" / "measured.md").read_text(encoding="utf-8"))
+    for part in paragraphs(page.read_text(encoding="utf-8")):
+        figures = {number for found in FIGURE.findall(part) for number in found if number}
+        if figures and not re.search(r"`tests/[\w/]+\.py`", part):
+            linked = re.findall(r"\]\((?:docs/pages/)?measured\.md#([\w-]+)\)", part)
+            known = {number for name in linked for number in re.findall(NUMBER, runs[name])}
+            assert figures <= known, (page.name, sorted(figures - known), part)
+
+
+def test_losses_of_plans_are_those_that_were_recorded() -> None:
+    rows = {
+        name: {row["name"]: dict(zip(data["columns"], row["cells"], strict=True)) for row in data["rows"]}
+        for name in ("losses", "tuning")
+        if (data := measured.run(name))
+    }
+    stated = yaml.safe_load((ROOT / "layoutc" / "report" / "losses.yaml").read_text(encoding="utf-8"))
+    assert stated.keys() == rows["losses"].keys() - {"bf16"}
+    for name, loss in stated.items():
+        recorded = rows["losses"][name]
+        assert (recorded["mean, from bf16"], recorded["seeds"]) == (f"{loss['low'][0]:+.2f}%", loss["low"][1])
+        tuned = rows["tuning"].get(name, {}).get("from plain weights' loss")
+        assert tuned == (f"{loss['weights']:+.3f}%" if "weights" in loss else None)

@@ -1,6 +1,6 @@
 """Every kernel of every recipe, compiled for Hopper and Blackwell without a card: spills, widths, instructions.
 
-The instruction counts are guards: a change that makes a kernel longer than it was on the H200 of tests/bench/RESULTS.md
+The instruction counts are guards: a change that makes a kernel longer than it was on the H200 that measured them
 shows here first.
 """
 

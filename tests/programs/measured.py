@@ -1,0 +1,157 @@
+"""The page of measurements, made of the runs in `tests/bench/runs`: a section and a table for each.
+
+A run is the JSON of a benchmark (`kind` "step" or "optimizer"), or a table that was taken from what a benchmark printed
+(`kind` "table"): `unit`, `columns`, and `rows` of a name and a cell for each column. A cell is a number or a text, or
+`median` with `spread`, with `least` and `most`, with `share` of a copy, and with `of`, a time to be compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUNS = Path(__file__).parents[2] / "tests" / "bench" / "runs"
+ORDER = (
+    *("back_to_back", "graphs", "links", "gradient_codes", "gathers", "host", "reductions", "optimizer", "kernels"),
+    *("memory", "experts", "plans", "estimates", "losses", "tuning", "checkpoints", "files"),
+)
+NAMES = {
+    "bf16": "bf16 weights",
+    "torchao": "torchao FP8",
+    "layoutc:nvfp4": "layoutc nvfp4",
+    "layoutc:fp8_current+low": "layoutc fp8_current, FP8 products",
+}
+HEAD = """# What was measured
+
+Each section is a recorded run: what was run, on which machine, with which versions, when, and by which command.
+`tests/bench/runs` has the runs as JSON, and `python tests/programs/front.py` writes this page. *(n)* is the spread of
+the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336. The history has what was measured
+before: `git log -p -- tests/bench/RESULTS.md`.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs of one file and batch, on one machine. peaks: of variants that were held one at a time, not in turns."""
+
+    title: str
+    rows: list[dict[str, Any]]  # as step.py writes them
+    peaks: bool
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return next(row for row in self.rows if row["variant"] == "bf16")
+
+
+def run(name: str) -> dict[str, Any]:
+    """A recorded run."""
+    found: dict[str, Any] = json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def settings() -> list[Setting]:
+    """All steps that were recorded, in the order of the files' names."""
+    found = []
+    for file in sorted(RUNS.glob("steps_*.json")):
+        data = run(file.stem)
+        for batch in sorted({row["batch"] for row in data["rows"]}):
+            rows = [row for row in data["rows"] if row["batch"] == batch and row["variant"] in NAMES]
+            found.append(Setting(f"sequence {data['sequence']}, batch {batch}", rows, data["turns"] == 1))
+    return found
+
+
+def steps_table() -> str:
+    """ms of a step (spread), how many times as fast as bf16, and the peak of a card."""
+    found, rows = settings(), []
+    for variant, name in NAMES.items():
+        cells = []
+        for setting in found:
+            row = next((row for row in setting.rows if row["variant"] == variant), None)
+            if row is None:
+                cells.append("")
+                continue
+            faster = setting.plain["median_ms"] / row["median_ms"]
+            peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else ""
+            cells.append(f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x{peak}")
+        rows.append([name, *cells])
+    return _table([setting.title for setting in found], rows)
+
+
+def page() -> str:
+    """All of it."""
+    steps = [run(file.stem) for file in sorted(RUNS.glob("steps_*.json"))]
+    device = f"two {steps[0]['device']}, NVLink"
+    commands = [f"torchrun --nproc-per-node 2 {one['command']}" for one in steps]
+    said = "8 Llama blocks, compiled. The host's noise is in the spread of steps at sequence 512."
+    parts = [HEAD, _section("Steps", said, {**steps[0], "machine": device}, commands, steps_table())]
+    parts += [_optimizer() if name == "optimizer" else _of_table(run(name)) for name in ORDER]
+    return "\n".join(parts)
+
+
+def sections(text: str) -> dict[str, str]:
+    """Anchor to text, of a page's second-level headings."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.M)[1:]
+    return {anchor(title): body for title, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def anchor(title: str) -> str:
+    """What a link to a heading says, on the site and in repositories."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _of_table(data: dict[str, Any]) -> str:
+    rows = [[row["name"], *(_cell(cell) for cell in row["cells"])] for row in data["rows"]]
+    unit = f", {data['unit']}" if data["unit"] else ""
+    return _section(data["title"] + unit, data["said"], data, data["commands"], _table(data["columns"], rows))
+
+
+def _optimizer() -> str:
+    """Each form of the optimizer, beside what each recipe's weights take under MasterWeights."""
+    data, beside, rows = run("optimizer"), {}, []
+    for row in data["rows"]:
+        recipe = row["name"].partition(":")[0]
+        if "MasterWeights" in row["name"]:
+            beside[recipe] = row["ms"]
+        faster = f", {beside[recipe] / row['ms']:.2f}x" if recipe in beside and beside[recipe] != row["ms"] else ""
+        ms = f"{row['ms']:.2f} ({row['least']:.2f} to {row['most']:.2f}){faster}"
+        name = row["name"].replace("the same", "layoutc.AdamW, bf16 masters, 8bit")
+        rows.append([name, ms, f"{row['bytes']:.2f}", f"{row['share']:.2f}"])
+    said = (
+        "2^28 parameters in weights of 4096 x 14336, by turns; bytes that a parameter moves, and the share of a copy's "
+        "bandwidth. Times are against MasterWeights. Look-ups in 256-entry tables take longer than 8-bit states save."
+    )
+    columns = ["step", "bytes", "share"]
+    where = {**data, "machine": f"one {data['device']}"}
+    return _section("The optimizer's step, ms", said, where, [f"python {data['command']}"], _table(columns, rows))
+
+
+def _section(title: str, said: str, where: dict[str, Any], commands: list[str], table: str) -> str:
+    versions = [f"{name} {where[name]}" for name in ("torch", "triton", "torchao", "transformers") if where.get(name)]
+    ran = f"On {where['machine']}; {', '.join(versions)}{'; ' if versions else ''}{where['date']}."
+    title, _, unit = title.partition(", ")
+    unit = f" In {unit}." if unit else ""
+    lines = "; ".join(f"`{command}`" for command in commands)
+    return f"## {title}\n\n{said} {ran}{unit} {lines}\n\n{table}"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def _cell(cell: Any) -> str:
+    if not isinstance(cell, dict):
+        return "" if cell is None else str(cell)
+    text = f"{cell['median']}"
+    if "spread" in cell:
+        text += f" ({cell['spread']})"
+    if "least" in cell:
+        text += f" ({cell['least']} to {cell['most']})"
+    if "share" in cell:
+        text += f" ({cell['share']:.2f} of a copy)"
+    if "of" in cell:
+        text += f", {cell['of'] / cell['median']:.2f}x"
+    return text
