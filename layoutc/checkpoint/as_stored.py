@@ -32,6 +32,16 @@ def quantize_as_stored(
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> checkpoint.export_safetensors(model, "stored", files="deepseek")
+        ['model.safetensors']
+        >>> checkpoint.quantize_as_stored(nn.Sequential(nn.Linear(128, 128, bias=False)), "stored")
+        {'0.weight': 'fp8_block'}
     """
     if not Path(path).is_file():
         return as_stored.quantize_as_stored(model, path, files=files, rename=rename, fused=fused)

@@ -64,6 +64,13 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
 
     Raises DamagedError if files are not what was written, LayoutError if the folder is not a checkpoint or its save did
     not finish.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> checkpoint.save({"model": model.state_dict()}, "inspected")
+        >>> [entry.name for entry in layoutc.inspect("inspected").entries]
+        ['model.0.weight']
     """
     path, paths = Path(folder), tuple[Path, ...]()
     if path.is_file():

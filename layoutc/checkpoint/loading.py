@@ -63,6 +63,12 @@ def load(
     Collective. Raises on all ranks, before a live model is written: DamagedError for files that are torn, changed,
     missing or swapped, or that hold anything but tensors and plain values (none of which is run); LayoutError for
     entries, shapes, layouts and cuts that don't fit. Until then, the new values are in host memory.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> checkpoint.save({"model": model.state_dict()}, "step_3")
+        >>> checkpoint.load({"model": model.state_dict()}, "step_3")
     """
     path, group = Path(folder), process_group
     states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}

@@ -47,6 +47,11 @@ def save(
     Collective. Raises LayoutError on all ranks. Before anything is written: if they name different folders or don't see
     the same one, if the folder exists, or, with overwrite=True, if it holds anything but a checkpoint. Before the
     folder gets its name: if a file that a rank has written is missing.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> checkpoint.save({"model": model.state_dict()}, "step_1")
     """
     writer = prepare(folder, overwrite, process_group)
     try:
@@ -74,6 +79,12 @@ def async_save(
     uses meanwhile; by default a gloo group of all ranks is made for these saves, so that training may use any other
     group. If the last save is still running, a new one waits for it. A save that is killed leaves no folder. Raises
     what `save` does, at once; if files are missing in the end, from the future, inside torch's CheckpointException.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> future = checkpoint.async_save({"model": model.state_dict()}, "step_2")
+        >>> _ = future.result()
     """
     group = apart(process_group)
     writer = prepare(folder, overwrite, group)

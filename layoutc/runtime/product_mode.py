@@ -169,6 +169,14 @@ class products(_Set):
 
     Put it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
     Raises ValueError for another mode, or another thing to keep.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_current")
+        ['0.weight']
+        >>> with layoutc.products("low_precision"):
+        ...     model(torch.randn(16, 128)).sum().backward()
     """
 
     def __init__(self, mode: Mode | OldMode, *, saves: Saves | None = None) -> None:
@@ -199,6 +207,14 @@ class dequantize(_Set):
 
     What `layoutc.set_products_` has set of a weight wins, which chooses "gather" for weights of any group. Put it
     around whole steps. Raises ValueError for anything else.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> with layoutc.dequantize("layer"):
+        ...     model(torch.randn(4, 128)).sum().backward()
     """
 
     def __init__(self, where: Where) -> None:

@@ -15,9 +15,20 @@ _counts: Counter[str] = Counter()
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, an operator that would implicitly dequantize a weight raises ImplicitDequantize instead.
+    """Inside, an operator that would implicitly dequantize a weight raises ImplicitDequantize; enabled=False allows it.
 
     Products (linear, matmul and the like), `dequantize()` and copies into plain tensors are not implicit.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> with layoutc.strict():
+        ...     model[0].weight.sum()
+        Traceback (most recent call last):
+            ...
+        layoutc.runtime.errors.ImplicitDequantize: ...
     """
     token = _strict.set(enabled)
     try:
@@ -27,7 +38,17 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def implicit_dequantizes() -> Counter[str]:
-    """How often each operator has implicitly dequantized in this process, by operator name. A copy."""
+    """How often each operator has implicitly dequantized in this process, by operator name. A copy.
+
+    Raises nothing.
+
+    Example:
+
+        >>> weight = layoutc.recipes.nvfp4.quantize(torch.ones(128, 128))
+        >>> total = weight.sum()
+        >>> layoutc.implicit_dequantizes()["aten.sum.default"] > 0
+        True
+    """
     return Counter(_counts)
 
 

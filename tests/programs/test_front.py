@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
+import io
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import gguf_files
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from pages import PAGES
 from places import ROOT
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import layoutc
 from layoutc import checkpoint
@@ -34,9 +44,51 @@ def test_readme_shows_what_stands_in_the_files() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "pages" / "reference" / "api.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^::: (\S+)$", text, re.M))
-    public = {f"layoutc.{name}" for name in layoutc.__all__ if callable(getattr(layoutc, name))}
-    public |= {f"layoutc.checkpoint.{name}" for name, value in vars(checkpoint).items() if callable(value)}
-    assert named == public - {"layoutc.inspect"}, "docs/pages/reference/api.md"  # which is checkpoint.inspect
+    assert named == public().keys(), "docs/pages/reference/api.md"
+
+
+def public() -> dict[str, Any]:
+    """All that users call: name -> function or class."""
+    found = {f"layoutc.{name}": getattr(layoutc, name) for name in layoutc.__all__}
+    found |= {f"layoutc.checkpoint.{name}": value for name, value in vars(checkpoint).items()}
+    return {name: value for name, value in found.items() if callable(value) and name != "layoutc.inspect"}
+
+
+@pytest.mark.parametrize("name", public())
+def test_a_docstring_has_arguments_errors_and_an_example(name: str) -> None:
+    value = public()[name]
+    text = value.__doc__ or ""
+    named = {arg for arg in inspect.signature(value).parameters if not re.search(rf"\b{arg}\b", text)}
+    if "Arguments" not in text and "same arguments" not in text:  # which stand in the docstring that this one names
+        assert named <= {"args", "kwargs", "model", "options", "folder"}, named
+    assert re.search(r"\braises?\b", text, re.I)
+    assert doctest.DocTestParser().get_examples(text)
+
+
+def example_of(name: str) -> None:
+    """Runs a docstring's example. Raises AssertionError with what it printed instead."""
+    known = {"torch": torch, "nn": nn, "layoutc": layoutc, "checkpoint": checkpoint, "fully_shard": fully_shard}
+    known |= {"Llama": lambda _: gguf_files.skeleton(), "config": None}
+    test = doctest.DocTestParser().get_doctest(public()[name].__doc__ or "", known, name, None, 0)
+    printed = io.StringIO()
+    options = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    done = doctest.DocTestRunner(optionflags=options).run(test, out=printed.write)
+    assert not done.failed, printed.getvalue()
+
+
+def test_examples_of_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of one rank, as printed."""
+    monkeypatch.chdir(tmp_path)
+    gguf = find_spec("gguf") is not None
+    if gguf:
+        gguf_files.write(Path("Llama-3.gguf"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        for name in public():
+            if gguf or "gguf" not in name:
+                example_of(name)
+    finally:
+        dist.destroy_process_group()
 
 
 def paragraphs(text: str) -> list[str]:

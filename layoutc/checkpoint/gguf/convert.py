@@ -63,11 +63,15 @@ def convert_gguf(
     """Writes the tensors of a GGUF file as plain safetensors under transformers' names, with rows in its order; in one
     process, without a model.
 
-    dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are plain in the file are copied. Tensors
-    that follow from the config, and layers that predict more tokens, are left out, and named in the result.
-    config.json is made of the file's keys, for
-    AutoConfig of transformers; the result says why if that can't be. Raises FileExistsError if the folder is not empty,
+    max_shard_bytes: the size of a file. dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are
+    plain in the file are copied. Tensors that follow from the config, and layers that predict more tokens, are left
+    out, and named in the result. config.json is made of the file's keys, for AutoConfig of transformers; the result
+    says why if that can't be. Raises FileExistsError if the folder is not empty,
     and what `load_gguf` raises, before anything is written.
+
+    Example:
+
+        >>> done = checkpoint.convert_gguf("Llama-3.gguf", "plain-llama", dtype="bfloat16")
     """
     to = dtype_of(dtype)
     header, out = read_model(Path(file)), Path(folder)
@@ -127,6 +131,11 @@ def convert_to_gguf(
     values are those that the source's stand for keep its bytes, and others are quantized to its types, where recipes
     state these. As `export_gguf` with `quantize=True`, and it raises the same; LayoutError for a folder of quantized
     weights.
+
+    Example:
+
+        >>> done = checkpoint.convert_gguf("Llama-3.gguf", "plain-again", dtype="bfloat16")
+        >>> types = checkpoint.convert_to_gguf("plain-again", "again.gguf", source="Llama-3.gguf")
     """
     path = Path(folder)
     library()

@@ -58,7 +58,7 @@ def export_gguf(
     rename: Rename | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, str]:
-    """Writes a model as one GGUF file, for llama.cpp and the programs around it; returns tensor -> type.
+    """Writes model_or_state_dict as one GGUF file, for llama.cpp and the programs around it; returns tensor -> type.
 
     source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
     vocabulary, template) are copied byte for byte, and tensors come in its order. Weights that are quantized, or cast
@@ -76,6 +76,12 @@ def export_gguf(
 
     If any rank finds a problem, every rank raises it: FileExistsError if there is such a file; FileNotFoundError,
     DamagedError, LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
+
+    Example:
+
+        >>> model = Llama(config)
+        >>> done = checkpoint.load_gguf(model, "Llama-3.gguf")
+        >>> types = checkpoint.export_gguf(model, "tuned.gguf", source="Llama-3.gguf")
     """
     problems: list[Problem] = []
     path, items, every = Path(file), list[Item](), list[Kind]()

@@ -50,6 +50,12 @@ def load_gguf(
     Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
     FileNotFoundError; DamagedError for a file that is not whole or not GGUF as defined; LayoutError for architectures,
     names, shapes and types that don't fit; ImportError if the package gguf is needed and missing.
+
+    Example:
+
+        >>> model = Llama(config)
+        >>> recipes = checkpoint.quantize_as_stored(model, "Llama-3.gguf")
+        >>> done = checkpoint.load_gguf(model, "Llama-3.gguf")
     """
     problems: list[Problem] = []
     rounded = list[str]()

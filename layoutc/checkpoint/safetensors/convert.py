@@ -116,24 +116,28 @@ def convert_safetensors(
     """Writes a folder of safetensors anew, as another program holds it; in one process, without a model.
 
     files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
-    quantized, as torch.bfloat16 or its name. Weights that the source holds in the same layout keep their bytes; others
-    are dequantized, and quantized in the recipe, but for those that files by both bindings have alike; those that
-    engines join, by the binding's `fused`, under one amax.
-    match: patterns of names, as fnmatch reads them, of plain tensors of
-    two dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default
-    the one that its config.json tells of.
+    quantized, as torch.bfloat16 or its name. Weights that both bindings hold alike keep their bytes; others are
+    dequantized and quantized anew, those that engines join, by the binding's `fused`, under one amax. match: patterns
+    of names, as fnmatch reads them, of plain tensors of two dims to quantize as well. Other plain tensors are copied.
+    source_files: the binding of the source; default: the one that its config.json tells of. max_shard_bytes: as for
+    `export_safetensors`.
 
-    Files that have codes of scales (`bitsandbytes_double`) round these, and a warning says by how much; from files of
-    the same binding, codes and texts are kept.
-
-    Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
-    since programs differ in what such a stack is. Where config.json tells of files by
-    the target's binding too, its quantization_config is kept, with what has changed of the modules that are plain, and
-    scales of activations are copied; else they are left out, and named in the result.
-    Small files of the source are copied: tokenizer, templates, generation settings.
+    Files with codes of scales (`bitsandbytes_double`) round these, and a warning says by how much; from the same
+    binding, codes and texts are kept. Stacks of experts are copied or dequantized, but not moved to another binding,
+    since programs differ in what such a stack is. Where the binding stays the same, quantization_config and scales of
+    activations are kept; else they are left out, and named in the result. Small files are copied: tokenizer, templates.
 
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
     LayoutError or ValueError before anything is written.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> checkpoint.export_safetensors(model, "fp8", files="deepseek")
+        ['model.safetensors']
+        >>> result = checkpoint.convert_safetensors("fp8", "bf16", dtype="bfloat16")
     """
     to = dtype_of(dtype) if dtype is not None else None
     if (files is None) == (dtype is None):

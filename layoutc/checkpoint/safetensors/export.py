@@ -86,32 +86,32 @@ def export_safetensors(
     source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Writes a folder of safetensors files as Hugging Face names them; returns the names of the files.
+    """Writes model_or_state_dict as a folder of safetensors files; returns the names of the files.
 
-    dtype: None keeps quantized weights quantized: each plane of the whole weight is a tensor `<weight>.<plane>`,
-    compact and without padding, with layouts and checksums in each file's metadata, and `load_safetensors` reads the
-    same bytes back. A floating-point dtype (torch.bfloat16, float16, float32) converts all floating-point tensors to
-    it, quantized weights dequantized, under their usual names.
-
-    files: the name of a binding that the specs of the model's recipes state under `files`, such as `deepseek`: weights
-    are then written as that program's files hold them, and config.json says so in its `quantization_config`; weights
-    that are cast on gather too, as the forward pass quantizes them. Files that have codes of scales
-    (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; by default
-    that of a model of transformers. source: the folder that the weights were loaded from. Where its config.json tells
-    of files by the same binding, its quantization_config is kept, with what has changed of the modules that are plain,
-    and what it has beside weights is copied: scales of activations, and layers that the model's class in transformers
-    says it ignores. What is left out is named by a warning. Texts and codes of unchanged scales are kept.
-
+    dtype: None writes each plane of a quantized weight as a tensor `<weight>.<plane>`, compact, with layouts and
+    checksums in each file's metadata; `load_safetensors` reads the same bytes back. torch.bfloat16, float16 or float32
+    converts all floating-point tensors, quantized weights dequantized, under their usual names.
+    files: a binding that the recipes' specs state under `files`, such as `deepseek`. Weights, also those that are cast
+    on gather, are written as that program's files hold them, and config.json says so. Files with codes of scales
+    (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; default: that
+    of a model of transformers. source: the folder that the weights were loaded from. If it has the same binding, its
+    quantization_config is kept, with the modules that are plain now; scales of activations and layers that the model's
+    class ignores are copied, as are texts and codes of unchanged scales. A warning names what is left out.
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
-    the files. Of tied weights only the first is written. Values that are not tensors are left out.
+    the files. Of tied weights only the first is written; values that are not tensors are left out.
 
-    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
-    gathered one weight at a time. The ranks that see the folder write its files in turn, each a weight at a time. Files
-    are written into a folder beside, which is renamed when it is complete.
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Ranks that see
+    the folder write in turn, a weight at a time, into a folder beside it, which gets its name when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
-    ValueError before anything is gathered or written; and with nothing left behind, OSError if writing fails, and
-    LayoutError for scales without a finite mean, of which there are no codes.
+    ValueError before anything is gathered or written; OSError if writing fails, and LayoutError for scales without a
+    finite mean, with nothing left behind.
+
+    Example:
+
+        >>> model = nn.Linear(128, 128)
+        >>> checkpoint.export_safetensors(model, "plain", dtype=torch.bfloat16)
+        ['model.safetensors']
     """
     folder, split, items = Path(folder), dict[str, list[Item]](), list[Item]()
     problems, theirs, said = list[Problem](), list[Bound](), Noted([], {})

@@ -54,26 +54,33 @@ def load_safetensors(
 
     Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight would have, whatever the cuts;
     weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` go into the same
-    layout byte for byte; with convert=True they are dequantized for another layout or a plain parameter. So do those of
-    other programs, by the bindings that specs state under `files`; with convert=True a stack of experts takes
-    parts that have an amax each, dequantized and quantized under one. files: the binding (`deepseek`, or
-    `fp8_block/deepseek`); by default the one that the folder's config.json tells of.
+    layout byte for byte; so do those of other programs, by the bindings that specs state under `files`. convert=True
+    dequantizes for another layout or a plain parameter; a stack of experts then takes parts that have an amax each.
+    files: the binding (`deepseek`, or `fp8_block/deepseek`); default: the one that config.json tells of.
 
     Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
     rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
-    that the files leave out stay as they are, and are named in the result. Of those that no state dict has, such as
-    rotary frequencies, which `to_empty` leaves without values, a model of transformers has its own made anew, as
-    `from_pretrained` does; other models' are named. strict: raise for names that are missing in the files or unexpected
-    there. Tensors that only another program reads, such as scales of activations, and those that a model of
-    transformers says it ignores, such as layers that predict more tokens, are not loaded; a warning on the first rank
-    names them. Another names parameters of a narrower dtype than the files', if values were rounded; values beyond it
-    are refused.
+    that the files leave out stay as they are, and are named in the result. Those that no state dict has, such as rotary
+    frequencies, are made anew in a model of transformers, and named in others. strict: raise for names that are missing
+    in the files or unexpected there. Scales of activations, and layers that a model of transformers says it ignores,
+    are not loaded; a warning on the first rank names them. Another names parameters of a narrower dtype than the
+    files', if values were rounded; values beyond it are refused.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
     Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
     FileNotFoundError without files, DamagedError for truncated or changed files, LayoutError for names, shapes, dtypes
     and layouts that don't fit, ImportError without the safetensors package.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "mxfp8")
+        ['0.weight']
+        >>> checkpoint.export_safetensors(model, "exported")
+        ['model.safetensors']
+        >>> checkpoint.load_safetensors(model, "exported").missing
+        ()
     """
     problems: list[Problem] = []
     steps: list[Step] = []

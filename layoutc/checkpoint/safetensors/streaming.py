@@ -30,8 +30,8 @@ def stream_export(
     source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that `export_safetensors` with `files` writes, on every rank, with one gather a
-    weight: to refit an engine that serves what is trained.
+    """(name, tensor) of all of model_or_state_dict that `export_safetensors` with `files` writes, on every rank, with
+    one gather a weight: to refit an engine that serves what is trained.
 
     The tensors are on the device of the gathers, and new memory each, but for plain weights that are not sharded. Only
     one weight is held at a time, if the caller keeps none. files, rename: as for `export_safetensors`; weights that are
@@ -41,6 +41,16 @@ def stream_export(
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and read to the
     end. What does not fit is found, and raised on all ranks, when the first tensor is asked for.
+
+    Raises LayoutError for weights that no such binding holds, and what `export_safetensors` raises.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> [name for name, _ in checkpoint.stream_export(model, files="deepseek")]
+        ['0.weight', '0.weight_scale_inv']
     """
     problems: list[Problem] = []
     items, slices, said, wide = list[Item](), Slices(), Noted([], {}), list[str]()

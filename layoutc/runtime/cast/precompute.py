@@ -26,6 +26,15 @@ def precompute_amaxes(model: nn.Module) -> None:
     replay writes weights without telling, so call it before the gathers that come after one, if you call it at all.
 
     torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
+
+    Raises nothing of its own; a process group raises what its collectives do.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.cast_on_gather_(model, "fp8_current")
+        ['0.weight']
+        >>> layoutc.precompute_amaxes(fully_shard(model))
     """
     gathered_as_values = gathered.weights_of_values() if hooks.holds_values() else {}  # no, after most steps
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]

@@ -265,6 +265,11 @@ def exchange_gradients(
     other hosts as a ring in fp32 would, without a recipe; False refuses that. Raises LayoutError there, on all ranks;
     for a model that FSDP2 does not shard; where no gradients are narrower than their sums, without a recipe; and for a
     recipe whose scales do not follow from blocks of rows. Raises ValueError for what names no recipe.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.exchange_gradients(fully_shard(model), "grad_fp8")
     """
     names = {module: name for name, module in model.named_modules()}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -334,6 +339,12 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
     """How the gradients of each group of a model's parameters travel, as `exchange_gradients` has set; runs nothing.
 
     Frozen parameters and groups of one rank are left out. Raises RuntimeError for an FSDP2 that is not known.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.explain_gradients(fully_shard(model))  # of one rank, where nothing travels
+        []
     """
     found = []
     for name, module in model.named_modules():

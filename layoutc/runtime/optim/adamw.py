@@ -40,7 +40,8 @@ class _Moments(torch.optim.Optimizer):
 class AdamW(MasterWeights):
     """AdamW (arXiv 1711.05101) of plain and quantized weights, with moments and masters in recipes.
 
-    state: "fp32"; "8bit": exp_avg in adam_m8 and exp_avg_sq in adam_v8; "fp8", "4bit"; or a dict of recipes. masters:
+    params: parameters, or groups of them; lr, betas, eps and weight_decay: as for torch.optim.AdamW. state: "fp32";
+    "8bit": exp_avg in adam_m8 and exp_avg_sq in adam_v8; "fp8", "4bit"; or a dict of recipes. masters:
     "fp32", or "bf16", rounded by random bits; a plain bf16 weight is then its own master. Weights with fewer than
     `least` elements, and those of one dim, keep fp32, by the size of the whole weight. With both in fp32, steps on a
     CPU are those of torch.optim.AdamW to the bit.
@@ -50,7 +51,19 @@ class AdamW(MasterWeights):
     writes does not depend on the number of ranks: random bits follow from `seed`, the step, and where an element lies
     in its weight. Steps can be captured in a CUDA graph after one eager step, if `lr` is a tensor or stays the same.
 
-    What else holds for MasterWeights holds here: gradients, replaced parameters, checkpoints, and errors.
+    What else holds for MasterWeights holds here: gradients, replaced parameters, checkpoints, and errors of a
+    step. Raises ValueError for a form of state or masters that is none.
+
+    params: parameters or groups of them, of any shape; lr, betas, eps and weight_decay as of torch.optim.AdamW.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> optimizer = layoutc.AdamW(model.parameters(), lr=1e-3, state="fp8", masters="bf16")
+        >>> model(torch.randn(4, 128)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     _KEPT = (*MasterWeights._KEPT, "_updates")

@@ -63,6 +63,16 @@ def explain_products(
     tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
     default: that of each weight. mode: of weights without a choice of their own (`layoutc.set_products_`); default: the
     one that is set; "low_precision" if that dequantizes. Weights that tensor parallelism cuts are multiplied as parts.
+
+    Raises ValueError for another mode.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> print(layoutc.explain_products(model, device="cpu")[0])
+        0.weight 128x128 fp8_block forward: dequantize: CPUs have no kernel for it
     """
     found: list[ExplainedProduct] = []
     wanted = mode if mode == "reference" else checked(mode, None, *_CALLS).products or _wanted()

@@ -57,6 +57,14 @@ def set_products_(
     Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
     filter that chooses none of them. Raises LayoutError where gathers would leave values in place of codes, or codes
     in place of values, while a weight is gathered.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "fp8_block")
+        ['0.weight']
+        >>> layoutc.set_products_(model, "low_precision")
+        ['0.weight']
     """
     own: Settings | None = checked(mode, dequantize, *_CALLS)
     own = None if own == (None, None) else own

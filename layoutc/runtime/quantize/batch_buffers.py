@@ -27,6 +27,12 @@ def buffers_of(
     Raises, before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
     does not have, and for `swizzled` if its spec states no swizzle; MissingOrientation for an orientation that a tensor
     does not hold; LayoutError for a gathered weight that FSDP2 has resharded.
+
+    Example:
+
+        >>> weight = layoutc.recipes.nvfp4.quantize(torch.ones(128, 256))
+        >>> layoutc.buffers_of([weight])[0]["rowwise_data"].shape
+        torch.Size([128, 128])
     """
     kinds: dict[tuple[type[QuantizedTensor], torch.device, bool, tuple[str, ...]], list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):

@@ -54,6 +54,14 @@ def check_ranks(model: nn.Module) -> int:
 
     Raises LayoutError on all ranks if ranks share a card, or if something differs; then it names the parameters, the
     difference and the ranks.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> fully_shard(model) and layoutc.check_ranks(model)
+        1
     """
     _check_cards(model)
     claims: dict[int, Claim] = {}

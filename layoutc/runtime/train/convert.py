@@ -83,6 +83,14 @@ def quantize_(
     take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
     ValueError for a pattern like no name, and if nothing is chosen that is plain; ShardAlignmentError or LayoutError
     for tensor-parallel shards that the recipe can't have.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> model[0].weight.shape
+        torch.Size([128, 128])
     """
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
@@ -102,9 +110,17 @@ def cast_on_gather_(
     their names.
 
     The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
-    Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
-    quantize the weight. Fused weights that FSDP2 does not gather together
-    need `precompute_amaxes` after each step. torchao's peer is enable_fsdp_float8_all_gather.
+    Arguments and ties are those of `quantize_`, and it raises the same. Call it before fully_shard; without
+    fully_shard, products quantize the weight. Fused weights that FSDP2 does not gather together need
+    `precompute_amaxes` after each step. torchao's peer is enable_fsdp_float8_all_gather.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.cast_on_gather_(model, "mxfp8")
+        ['0.weight']
+        >>> model[0].weight.dtype
+        torch.float32
     """
     package = installed.find(recipe)
     package.LAYOUT.check_weights()
@@ -242,6 +258,13 @@ def quantized_init(
     the meta device nothing is allocated. After an exception nothing is quantized. Raises as `quantize_`.
 
     Transformer Engine's peer is fp8_model_init, where keep_values is preserve_high_precision_init_val.
+
+    Example:
+
+        >>> with layoutc.quantized_init("nvfp4"):
+        ...     model = nn.Linear(128, 256)
+        >>> type(model.weight).__name__
+        'NVFP4Tensor'
     """
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()

@@ -91,6 +91,17 @@ def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
     recipe: the one that shapes of plain parameters are checked against; default: those that the model has. A parameter
     that several modules share is listed once, by its first name. Before or after fully_shard; shapes and elements are
     those of whole weights. Runs nothing.
+
+    Raises ValueError for a recipe that is none.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> print(layoutc.coverage(model))
+        16,384 of 16,384 elements of linear layers and experts (100.0%)
+          0.weight  128x128  16,384  nvfp4
     """
     places: dict[int, list[Use]] = {}
     for use in uses([model]):

@@ -24,7 +24,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the results back.
+    """Runs `optimizer_class` on fp32 masters of those of params that are not fp32, and writes the results back.
 
     Masters are those of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are requantized from
     theirs, with one amax collective a step for each process group, whatever the number of parameters. bf16 and fp16
@@ -45,6 +45,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     A step raises LayoutError if it would train nothing or the wrong thing: if its parameters are no model's any more,
     or if a quantized weight has been made plain since.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "nvfp4")
+        ['0.weight']
+        >>> optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     """
 
     STEPS_MASTERS = True  # so `update_warnings` does not warn

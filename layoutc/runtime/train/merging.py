@@ -26,6 +26,14 @@ def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
 
     Raises TypeError for a weight that is not quantized, ValueError for another shape, LayoutError for one that FSDP2
     has gathered as values. Nothing is changed then.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "mxfp8")
+        ['0.weight']
+        >>> layoutc.merge_(model[0].weight, torch.full((128, 128), 0.01)) < 0.03
+        True
     """
     local = _local(weight, "merge_ adds to", "weight.add_(delta)")
     if delta.shape != weight.shape:
@@ -58,6 +66,14 @@ def unmerge_(weight: Tensor) -> None:
 
     Raises LayoutError for a weight whose bytes of before a merge are not kept, or that was written since: by
     `merge_` without `keep_base`, a load, a step. TypeError as `merge_` does. Nothing is changed then.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
+        >>> layoutc.quantize_(model, "mxfp8")
+        ['0.weight']
+        >>> error = layoutc.merge_(model[0].weight, torch.ones(128, 128), keep_base=True)
+        >>> layoutc.unmerge_(model[0].weight)
     """
     local = _local(weight, "unmerge_ takes from", "weight.sub_(delta)")
     if not merges.give_back(local):

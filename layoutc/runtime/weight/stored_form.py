@@ -76,6 +76,13 @@ def restore_tensor(state: dict[str, Any]) -> Any:
 
     Raises DamagedError if the bytes are not those that were written, LayoutError if no installed recipe has their
     layout or this version does not read the form.
+
+    Example:
+
+        >>> weight = layoutc.recipes.nvfp4.quantize(torch.ones(128, 128))
+        >>> torch.save(weight, "weight.pt")  # a pickle that names this function
+        >>> torch.equal(torch.load("weight.pt").dequantize(), weight.dequantize())
+        True
     """
     return restored(state, _crc32)
 
