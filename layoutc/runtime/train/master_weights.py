@@ -40,11 +40,8 @@ class MasterWeights(torch.optim.Optimizer):
     torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and its master under
     "master".
 
-    If parameters are replaced by others before the first step, by fully_shard, or in `param_groups`, as accelerate
-    does when it shards the model, the new ones are trained from then on and take over the masters.
-
-    A step raises LayoutError if it would train nothing or the wrong thing: if its parameters are no model's any more,
-    or if a quantized weight has been made plain since.
+    Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
+    A step raises LayoutError if its parameters are no model's any more, or a quantized weight has been made plain.
 
     Example:
 
