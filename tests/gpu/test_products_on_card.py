@@ -274,10 +274,10 @@ def test_rows_of_routed_tokens_on_card(dtype: torch.dtype) -> None:
     values, weights = torch.randn(tokens * each, columns).to(dtype), torch.rand(tokens, each).to(dtype)
 
     def found(device: str) -> list[Tensor]:
-        order, rows, ends = routes_of(chosen.to(device), experts - 1)
+        _, rows, ends = routes_of(chosen.to(device), experts - 1)
         those = [one.to(device) for one in (y, grad, values, weights)]
         sums = [sum_of_experts(those[2], rows, by, ends) for by in (those[3], None)]
-        return [one.cpu() for one in (*sums, *of_experts(those[1], those[0], order, those[3], ends))]
+        return [one.cpu() for one in (*sums, *of_experts(those[1], those[0], rows, those[3], ends))]
 
     order, *_ = routes_of(chosen, experts)
     assert torch.equal(order, routes_of(chosen.cuda(), experts)[0].cpu())

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import layoutc
 from layoutc import recipes as layoutc_recipes
 from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.weight import operators
 
 
 # ------------------------------------------------------------------------------------------------------------- quantize
@@ -74,6 +75,19 @@ def test_an_orientation_may_be_given_by_its_name_alone(recipe: str) -> None:
     assert again is q
     if not module(recipe).LAYOUT.history:  # which follows the amaxes of both
         assert same(q, module(recipe).quantize(2 * x, orientations="rowwise"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "int8_rowwise"])
+def test_scales_of_rows_alone_look_for_no_amax_of_columns(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would read all values once more."""
+    x = weight(128, 256)
+    expected = module(recipe).quantize(x), module(recipe).quantize_buffers(x)
+    monkeypatch.setattr(operators, "shared_amax", lambda *_: pytest.fail("all values were read for an amax"))
+    planes = module(recipe).quantize(x, orientations="rowwise").planes()
+    buffers = module(recipe).quantize_buffers(x, orientations="rowwise")
+    assert all(same_bits(plane, expected[0].planes()[name]) for name, plane in planes.items())
+    assert all(same_bits(one, expected[1][name]) for name, one in buffers.items())
+    assert {"rowwise_data", "rowwise_scale"} <= {*planes} & {*buffers}
 
 
 @each_recipe

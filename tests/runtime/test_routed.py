@@ -37,7 +37,7 @@ def test_kernels_write_the_bytes_of_torch(
     """Rows that belong to no expert of this rank hold NaN, and are not seen."""
     tokens, experts = 13, 10
     chosen = chosen_by(tokens, each, experts)
-    order, rows, ends = routes_of(chosen, experts - 1)  # the last expert is another rank's
+    _, rows, ends = routes_of(chosen, experts - 1)  # the last expert is another rank's
     last = int(ends[-1])
     assert last < tokens * each or each == 1
     y = torch.randn(tokens * each, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -48,7 +48,7 @@ def test_kernels_write_the_bytes_of_torch(
 
     def found() -> list[Tensor]:
         sums = [sum_of_experts(y, rows, by, ends) for by in (weights, None)]
-        return [*sums, *of_experts(grad, exact, order, weights, ends)]
+        return [*sums, *of_experts(grad, exact, rows, weights, ends)]
 
     expected = found()
     assert not any(one.isnan().any() for one in expected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv, up
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime import library
 from layoutc.runtime.kernels import launch
 
@@ -37,22 +37,22 @@ def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tenso
     return out
 
 
-def _of_experts(grad: Tensor, y: Tensor, order: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _of_experts(grad: Tensor, y: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
-    chosen, columns = weights.shape[1], y.shape[1]
+    (tokens, chosen), columns = weights.shape, y.shape[1]
     of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
     if not launch.usable(y):
-        within = (torch.arange(len(order), device=y.device) < ends[-1])[:, None]
-        given, y = torch.where(within, grad[order // chosen], 0), torch.where(within, y, 0)
-        torch.mul(given, weights.flatten()[order, None], out=of_y)
-        of_weights.view(-1)[order] = (given.float() * y.float()).sum(-1).to(weights.dtype)
-        return of_y, of_weights
+        within = (rows < ends[-1])[..., None]
+        given, theirs = torch.where(within, grad[:, None], 0), torch.where(within, y[rows], 0)
+        of_y[rows] = (given * weights[..., None]).to(y.dtype)
+        return of_y, (given.float() * theirs.float()).sum(-1).to(weights.dtype)
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.triton.reductions import of_experts_kernel
 
-    constants = direct.Constants((chosen, up(columns, TILE), TILE, launch.hardware(y.device)))
-    args = (grad, y, order, weights, ends, of_y, of_weights, columns, len(ends))
-    direct.run(of_experts_kernel, (len(order),), args, WARPS, None, constants)
+    tile = 1 << (columns - 1).bit_length()
+    constants = direct.Constants((chosen, tile, launch.hardware(y.device)))
+    args = (grad, y, rows, weights, ends, of_y, of_weights, columns, len(ends))
+    direct.run(of_experts_kernel, (tokens,), args, max(WARPS, min(tile // 512, 16)), None, constants)
     return of_y, of_weights
 
 
@@ -62,14 +62,13 @@ library.define(
     lambda y, rows, weights, ends: y.new_empty((rows.shape[0], y.shape[1])),
 )
 library.define(
-    "of_experts(Tensor grad, Tensor y, Tensor order, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
+    "of_experts(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
     _of_experts,
-    lambda grad, y, order, weights, ends: (torch.empty_like(y), torch.empty_like(weights)),
+    lambda grad, y, rows, weights, ends: (torch.empty_like(y), torch.empty_like(weights)),
 )
 sum_of_experts: Any = torch.ops.layoutc.sum_of_experts.default
 """(y (rows, columns), rows (tokens, chosen), weights (tokens, chosen) or None, ends) -> (tokens, columns): for each
 token the sum of its rows of y, in fp32 in the order of `rows`; each is multiplied by its weight before, as torch
 multiplies tensors of their dtypes. Rows from ends[-1] on, of no expert, are left out, whatever they hold."""
 of_experts: Any = torch.ops.layoutc.of_experts.default
-"""(grad (tokens, columns), y, order (rows,), weights, ends) -> the gradients of y and of weights, where row r of y is
-the order[r]th entry of weights; 0 from row ends[-1] on."""
+"""(grad (tokens, columns), y, rows, weights, ends) -> the gradients of y and of weights; 0 from row ends[-1] on."""

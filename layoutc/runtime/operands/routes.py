@@ -55,12 +55,11 @@ class FromExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weights, order, ends)
+        ctx.save_for_backward(y, rows, weights, ends)
         made: Tensor = sum_of_experts(y, rows, weights, ends)
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, weights, order, ends = ctx.saved_tensors
-        return *of_experts(grad, y, order, weights, ends), None, None, None
+        return *of_experts(grad, *ctx.saved_tensors), None, None, None

@@ -77,17 +77,21 @@ def agree_on_amax(
     amax: Tensor | None,
     group: dist.ProcessGroup | Groups | None,
     tag: int | None,
+    orientations: tuple[str, ...] | None = None,
 ) -> Tensor | None:
-    """The amax that all shards of a weight use, of `Layout.amax_shape`; None for recipes whose scales need none.
+    """The amax that all shards of a weight use, of `Layout.amax_shape`; None for recipes and orientations whose scales
+    need none.
 
-    matrix: this rank's (m, k) values. amax: the caller's; if None, the maximum over the group's ranks. Raises as
-    reduce_max, and ValueError for an amax of another shape or dtype.
+    matrix: this rank's (m, k) values. amax: the caller's; if None, the maximum over the group's ranks. orientations:
+    default: all. Raises as reduce_max, and ValueError for an amax of another shape or dtype.
     """
-    if not cls.LAYOUT.shares_amax:
+    layout = cls.LAYOUT
+    takes = layout.takes_amax(orientations or layout.orientations) or "amax" in layout.stored
+    if not layout.shares_amax or (amax is None and not takes):
         return None
     if amax is None:
         return reduce_max(operators.shared_amax(cls, matrix), group, tag)
-    return _checked(cls.LAYOUT, amax, matrix)
+    return _checked(layout, amax, matrix)
 
 
 def _checked(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:

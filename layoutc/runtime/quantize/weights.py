@@ -77,7 +77,7 @@ def quantize(
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, tag), None)
+    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, tag, chosen), None)
     planes = operators.quantize(cls, matrix, shared, chosen, seed=seeds) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
@@ -103,7 +103,7 @@ def quantize_buffers(
     m, k = layout.check_shape(x.shape)
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None), None)
+    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None, chosen), None)
     seeds = operators.seed_of(cls, matrix, seed)
     return operators.quantize_buffers(cls, matrix, shared, chosen, swizzled, seed=seeds) | extra
 

@@ -132,25 +132,23 @@ def sum_of_experts_kernel(
 
 @triton.jit
 def of_experts_kernel(
-    grad, y, order, weights, ends, of_y, of_weights, columns, experts,
-    CHOSEN: tl.constexpr, COVER: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
+    grad, y, rows, weights, ends, of_y, of_weights, columns, experts,
+    CHOSEN: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient of a token gives that of each of its experts' rows, and of their weights.
-
-    Row r belongs to the token order[r] // CHOSEN: of_y[r] = grad of the token times its weight, and
-    of_weights[order[r]] = the sum of grad times y[r], in fp32; both are 0 behind the last end. COVER: columns, up to a
-    multiple of TILE.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(order + row).to(tl.int64)
-    within = row < tl.load(ends + experts - 1)
-    weight = to_float(tl.load(weights + place))
-    total = tl.zeros((TILE,), tl.float32)
-    for start in tl.static_range(0, COVER, TILE):
-        at = start + tl.arange(0, TILE)
-        inside = at < columns
-        read = inside & within
-        value = to_float(tl.load(grad + (place // CHOSEN) * columns + at, mask=read, other=0.0))
-        total += value * to_float(tl.load(y + row * columns + at, mask=read, other=0.0))
-        tl.store(of_y + row * columns + at, to_dtype(value * weight, of_y.dtype.element_ty, HARDWARE), mask=inside)
-    tl.store(of_weights + place, to_dtype(tl.sum(total, 0), of_weights.dtype.element_ty, HARDWARE))
+    """What the gradient of a token gives those of its experts' rows and of their weights: of_y[rows[t, i]] = grad[t]
+    times weights[t, i], and of_weights[t, i] = the sum of grad[t] times y[rows[t, i]], in fp32; 0 behind the last end.
+    TILE: at least `columns`."""
+    last = tl.load(ends + experts - 1)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE)
+    inside = at < columns
+    given = to_float(tl.load(grad + token * columns + at, mask=inside, other=0.0))
+    for i in tl.static_range(CHOSEN):
+        place = token * CHOSEN + i
+        row = tl.load(rows + place).to(tl.int64)
+        read = inside & (row < last)
+        value = tl.where(row < last, given * to_float(tl.load(weights + place)), 0.0)
+        tl.store(of_y + row * columns + at, to_dtype(value, of_y.dtype.element_ty, HARDWARE), mask=inside)
+        total = tl.sum(given * to_float(tl.load(y + row * columns + at, mask=read, other=0.0)), 0)
+        total = tl.where(row < last, total, 0.0)
+        tl.store(of_weights + place, to_dtype(total, of_weights.dtype.element_ty, HARDWARE))
