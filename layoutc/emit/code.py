@@ -33,13 +33,8 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
                 return repr(constant)
 
     constants = {name: spelled(constant) for name, constant in conversion.constants.items()}
-    given = [*(["bits"] if conversion.takes_bits else []), *(["HARDWARE"] if conversion.takes_hardware else [])]
+    given = [*(["bits"] if conversion.takes_bits else []), *(["CVT_LEVEL"] if conversion.takes_hardware else [])]
     return call(f"lt.{conversion.function}", value, *given, **constants)
-
-
-def constants(*names: str) -> str:
-    """Parameters that are constants when a kernel is compiled."""
-    return " ".join(f"{name}: tl.constexpr," for name in names)
 
 
 def indented(lines: Lines, steps: int = 1) -> Lines:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Literal
 
 from layoutc.emit import rule_text
-from layoutc.emit.code import Lines, call, constants, indented
+from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.kernel_reading import (
     blocks_of,
     buffer_lines,
@@ -28,7 +28,7 @@ class TileFunction:
     """A function of generated code that works on one tile."""
 
     name: str
-    parameters: Lines
+    parameters: str
     doc: str
     body: Lines
 
@@ -41,10 +41,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
         functions.append(
             TileFunction(
                 "quantize_tile",
-                (
-                    "tile, source, shared, planes, buffers, at,",
-                    constants("ROWWISE", "COLUMNWISE", "SWIZZLED", "EVEN", "HARDWARE"),
-                ),
+                "tile, source, shared, planes, buffers, at, opts",
                 f"Quantizes a tile of x into planes{also}. {_bytes_text(kernels.layout)}",
                 _quantize_body(kernels, kernels.quantize),
             )
@@ -52,10 +49,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
     functions.append(
         TileFunction(
             "dequantize_tile",
-            (
-                f"planes, amax, at, {constants('ROWWISE', 'COLUMNWISE')}",
-                constants("TILE_M", "TILE_K", "EVEN", "HARDWARE"),
-            ),
+            "planes, amax, at, opts",
             "Dequantizes a tile of the planes of one source to fp32.",
             dequantize_body(kernels),
         )
@@ -64,7 +58,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
         functions.append(
             TileFunction(
                 "lay_out_tile",
-                ("planes, buffers, at,", constants("SWIZZLED", "WORDS", "TILE_M", "TILE_K", "HARDWARE")),
+                "planes, buffers, at, opts",
                 "Lays out a tile of planes into all buffers that are not planes as they are.",
                 lay_out_body(kernels, kernels.lay_out),
             )
@@ -78,7 +72,7 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     lines = plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
     if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
         lines += buffer_lines(kernels.lay_out.moves, sizes)
-        lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if layout.swizzle else []
+        lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if layout.swizzle else []
     lines += _shared_lines(kernels)
     for source in kernels.sources:
         lines += [f"if {source.flag}:", *indented(_quantize_source(source, kernels))]
@@ -145,7 +139,7 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
             covers = {"BLOCK": f"({level.covers.m}, {level.covers.k})"} if level and place else blocks_of(source)
             lines.append(call("lt.store_blocks", plane.name, value, "at", "EVEN", **covers))
     for move in source.scale_moves:
-        lines += [comment(move), scale_move("lt.spread_scales", "scale", move, ())]
+        lines += [comment(move), scale_move("lt.store_scales_expanded", "scale", move, ())]
     return tuple(lines)
 
 
@@ -159,7 +153,7 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     extra = [one.name for one in rule_text.shared_arguments(q)]
     extra = [rule_text.grown(name, q).strip("()") if name == "tensor_amax" else name for name in extra]
     if source.amax_from == "tensor":
-        rule = call(f"scales{suffix}", "lt.shared_amax(amax)", *extra, "HARDWARE")
+        rule = call(f"scales{suffix}", "lt.shared_amax(amax)", *extra, "CVT_LEVEL")
         scaled = rule_text.scaled("lt.to_float(tile)", q, in_blocks=False, dialect=rule_text.TRITON)
         return (f"{results} = {rule}", f"scaled = {scaled}")
     units = source.units
@@ -179,17 +173,17 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     if q.definition.candidates:
         lines += _try_candidates(source, measured, extra, sized)
     else:
-        lines.append(f"{results} = {call(f'scales{suffix}', *measured, *extra, 'HARDWARE')}")
+        lines.append(f"{results} = {call(f'scales{suffix}', *measured, *extra, 'CVT_LEVEL')}")
     if units is not None and source.nibbles is not None and source.nibbles.in_blocks:
         lines.append(f"block_amax = {_to_units('block_amax', source)}")
     if units is not None:
         lines.append(f"{rule_text.factor(q)} = {_to_units(rule_text.factor(q), source)}")
     shift = ""
     if q.zero is not None and units is not None:
-        lines.append(f"shift = {_to_units(f'decode_{q.zeros_as}{suffix}(zero, HARDWARE)', source)}")
+        lines.append(f"shift = {_to_units(f'decode_{q.zeros_as}{suffix}(zero, CVT_LEVEL)', source)}")
         shift = "shift[:, None, :, None]"
     elif q.zero is not None:
-        shift = f"decode_{q.zeros_as}{suffix}(zero, HARDWARE)[:, None, :, None]"
+        shift = f"decode_{q.zeros_as}{suffix}(zero, CVT_LEVEL)[:, None, :, None]"
     scaled = rule_text.shifted("blocks", q, shift, dialect=rule_text.TRITON)
     return (*lines, f"scaled = lt.from_blocks({scaled})")
 
@@ -207,7 +201,7 @@ def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
             highest = call("lt.largest_of_units", highest, **counts)
         return [f"lowest = {lowest}", f"highest = {highest}"]
     if source.amax_from == "block":
-        amax = call("lt.block_amax", _tile(source), bm, bk, "HARDWARE")
+        amax = call("lt.block_amax", _tile(source), bm, bk, "CVT_LEVEL")
         return [f"block_amax = {call('lt.largest_of_units', amax, **counts) if counts else amax}"]
     if source.amax_from == "rows":
         return [f"block_amax = {name}_amax"]
@@ -221,10 +215,10 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str],
     first, *others = rule_text.candidates(q, suffix)
 
     def tried(value: str) -> str:
-        return call(f"scales{suffix}", *measured, *extra, value, "HARDWARE")
+        return call(f"scales{suffix}", *measured, *extra, value, "CVT_LEVEL")
 
     def error(scale: str, multiplier: str) -> str:
-        arguments = [_to_units(scale, source), _to_units(multiplier, source), *extra, contracts_k, "HARDWARE"]
+        arguments = [_to_units(scale, source), _to_units(multiplier, source), *extra, contracts_k, "CVT_LEVEL"]
         block = blocks_of(source) if sized else {}
         return call(f"block_error{suffix}", "blocks", *arguments, **block)
 
@@ -240,24 +234,24 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str],
 def _put_elements(source: SourceKernel) -> Lines:
     """Lines that store the codes of the `scaled` tile."""
     data, q = source.source.data, source.source.quantization
-    into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "HARDWARE")
+    into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "CVT_LEVEL")
     encode = f"encode{source.suffix}"
     if q.stochastic:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
         bits = call("lt.random_bits", "seed", "at", "tile.shape[0]", "tile.shape[1]", STREAM=stream_of(source.source))
-        codes = f"{encode}(scaled, bits, HARDWARE)"
-        return (f"bits = {bits}", call("lt.put_codes", codes, *into, **packing))
+        codes = f"{encode}(scaled, bits, CVT_LEVEL)"
+        return (f"bits = {bits}", call("lt.store_codes", codes, *into, **packing))
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
-        return (call("lt.put_codes", f"{encode}(scaled, HARDWARE)", *into, **packing),)
+        return (call("lt.store_codes", f"{encode}(scaled, CVT_LEVEL)", *into, **packing),)
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "MAX": q.element.max, "LOW_FIRST": q.low_first}
     form["CARD_CONVERTS"] = source.nibbles.card_converts
     if not source.nibbles.in_blocks:
-        return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
+        return (call("lt.store_nibbles", "scaled", *into, ENCODE=encode, **form),)
     arguments = ("scaled", "source", _tile(source), "block_amax", "multiplier", *into)
     bounded = source.nibbles.is_bounded
     block = {"BLOCK": str(source.units.sizes)} if source.units else blocks_of(source)
-    return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
+    return (call("lt.store_fp4", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
 
 
 def _bytes_text(layout: Layout) -> str:

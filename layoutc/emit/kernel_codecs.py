@@ -70,12 +70,12 @@ def _codec(
     bits = ", bits" if encoding.software.takes_bits else ""
     return (
         Function(
-            f"encode{what}{suffix}(x{bits}, HARDWARE: tl.constexpr)",
+            f"encode{what}{suffix}(x{bits}, CVT_LEVEL: tl.constexpr)",
             f"fp32 -> {fmt.name} codes; {rule_text.ROUNDED[rounding]}; saturating.",
             _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
         ),
         Function(
-            f"decode{what}{suffix}(codes, HARDWARE: tl.constexpr)",
+            f"decode{what}{suffix}(codes, CVT_LEVEL: tl.constexpr)",
             f"{fmt.name} codes -> fp32, exact.",
             _body(decoding, "codes", prefix),
         ),
@@ -86,7 +86,7 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
     software = f"return {converted(codec.software, value, prefix)}"
     if codec.hardware is None:
         return (software,)
-    has_it = "HARDWARE" if codec.level == 90 else f"HARDWARE >= {codec.level}"
+    has_it = "CVT_LEVEL" if codec.level == 90 else f"CVT_LEVEL >= {codec.level}"
     return (f"if {has_it}:", f"    return {converted(codec.hardware, value, prefix)}", software)
 
 
@@ -115,27 +115,27 @@ def _level(kind: str, level: Level, suffix: str) -> tuple[Function, Function]:
     block, by = f"{q.block.m}, {q.block.k}", rule_text.factor(q)
     stored = "codes, scale, offset" if level.centered else "codes, scale"
     encode = [
-        f"scale, {by} = scales{of}(lt.block_amax(x, {block}, HARDWARE), HARDWARE)",
+        f"scale, {by} = scales{of}(lt.block_amax(x, {block}, CVT_LEVEL), CVT_LEVEL)",
         f"blocks = lt.to_blocks(x, {block})",
-        f"codes = encode{of}(lt.from_blocks({rule_text.scaled('blocks', q, dialect=rule_text.TRITON)}), HARDWARE)",
+        f"codes = encode{of}(lt.from_blocks({rule_text.scaled('blocks', q, dialect=rule_text.TRITON)}), CVT_LEVEL)",
         f"return {stored}",
     ]
     if level.centered:
         mean = f"offset = lt.block_mean(x, inside, {block})"
         encode = [mean, "x = tl.where(inside, x - lt.spread(offset, x), 0.0)", *encode]
     factor = rule_text.expression(q.definition.decode, q, {}, of, rule_text.TRITON)
-    value = f"decode{of}(codes, HARDWARE) * lt.spread({factor}, codes)"
+    value = f"decode{of}(codes, CVT_LEVEL) * lt.spread({factor}, codes)"
     value += " + lt.spread(offset, codes)" if level.centered else ""
     what = {"scale": "Scales", "zero": "Zero points"}[kind]
     inside = ", inside" if level.centered else ""
     return (
         Function(
-            f"encode_{kind}{suffix}(x{inside}, HARDWARE: tl.constexpr)",
+            f"encode_{kind}{suffix}(x{inside}, CVT_LEVEL: tl.constexpr)",
             f"{what} of blocks -> ({stored}), with one scale of each super-block.",
             tuple(encode),
         ),
         Function(
-            f"decode_{kind}{suffix}(stored, HARDWARE: tl.constexpr)",
+            f"decode_{kind}{suffix}(stored, CVT_LEVEL: tl.constexpr)",
             f"Inverse of encode_{kind}{suffix}: fp32.",
             (f"{stored} = stored", f"return {value}"),
         ),
@@ -150,7 +150,7 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
     same = steps == rule_text.steps(quantization, suffix, rule_text.TRITON)
     how = "by the reference's operations in the same order" if same else "with the values of the reference's operations"
     return Function(
-        f"scales{suffix}({arguments}, HARDWARE: tl.constexpr)",
+        f"scales{suffix}({arguments}, CVT_LEVEL: tl.constexpr)",
         f"{measured} -> ({results}), {how}.",
         (*steps, f"return {results}"),
     )
@@ -201,14 +201,14 @@ def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> lis
         return []
     arguments = ["blocks", "scale", "multiplier", *(one.name for one in rule_text.shared_arguments(quantization))]
     block, whole = (", BLOCK: tl.constexpr", "lt.whole_blocks(error, BLOCK)") if in_units else ("", "error")
-    encoded = f"encode{suffix}(blocks * multiplier[:, None, :, None], HARDWARE)"
+    encoded = f"encode{suffix}(blocks * multiplier[:, None, :, None], CVT_LEVEL)"
     return [
         Function(
-            f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr{block})",
+            f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, CVT_LEVEL: tl.constexpr{block})",
             "The sum of the errors of each block's elements under a candidate: (m blocks, k blocks).",
             (
                 "x = blocks",
-                f"element = decode{suffix}({encoded}, HARDWARE)",
+                f"element = decode{suffix}({encoded}, CVT_LEVEL)",
                 "scale = scale[:, None, :, None]",
                 *rule_text.error_steps(quantization, suffix, rule_text.TRITON),
                 f"return lt.block_sum({whole}, CONTRACTS_K)",
@@ -276,7 +276,7 @@ def _nibbles(order: tuple[int, ...]) -> int:
 
 
 def _gemm_place(layout: Layout) -> list[Function]:
-    """The function gemm_place: positions along the axes of the swizzle, and the flat index that they add up to."""
+    """The function swizzled_index: positions along the axes of the swizzle, and the flat index that they add up to."""
     swizzle = layout.swizzle
     if swizzle is None:
         return []
@@ -295,7 +295,7 @@ def _gemm_place(layout: Layout) -> list[Function]:
         place = f"{f'({place})' if index else place} * {counts[name]} + at_{name}"
     return [
         Function(
-            "gemm_place(free, contracted, free_count, contracted_count)",
+            "swizzled_index(free, contracted, free_count, contracted_count)",
             f"The flat index at which a GEMM reads the scale of (free, contracted): {swizzle.pattern}.",
             (*lines, f"return {place}"),
         )

@@ -33,6 +33,12 @@ def buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
     return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
 
 
+def named(of: str, names: Iterable[str]) -> str:
+    """A line that gives names to the first entries of a tuple, whose shapes quantize_tile and layout.py have."""
+    names = tuple(names)
+    return f"{', '.join(names)} = {', '.join(f'{of}[{index}]' for index in range(len(names)))}"
+
+
 def blocks_of(source: SourceKernel) -> dict[str, str]:
     """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
     block = source.source.quantization.block
@@ -48,7 +54,7 @@ def transformed(function: str, values: str, transform: Transform) -> str:
 # ----------------------------------------------------------------------------------------------------------- dequantize
 def dequantize_body(kernels: Kernels) -> Lines:
     planes = (plane for source in kernels.sources for plane in source.source.planes)
-    lines = plane_lines(planes, Sizes(kernels.layout))
+    lines = [named("planes", (plane.name for plane in planes))]
     if kernels.layout.tensor_amax:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
@@ -82,7 +88,7 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
     values = "blocks * factor[:, None, :, None]"
     if source.source.zero is not None and q.zero is not None:
         lines += _loaded("zero", source, at, sizes, codebooks)
-        shift = f"decode_{q.zeros_as}{suffix}(zero, HARDWARE)[:, None, :, None]"
+        shift = f"decode_{q.zeros_as}{suffix}(zero, CVT_LEVEL)[:, None, :, None]"
         match q.definition.zero_is:
             case "value":
                 values += f" + {shift}"
@@ -136,17 +142,16 @@ def _read_elements(source: SourceKernel, codebooks: Codebooks) -> str:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
         codes = call("lt.load_codes", data.name, "at", *_TILE, **packing)
         codes = _as_codes(codes, q.element, codebooks) if is_long(q.element) else codes
-        return f"element = {decode}({codes}, HARDWARE)"
+        return f"element = {decode}({codes}, CVT_LEVEL)"
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
-    arguments = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
+    arguments = (data.name, "at", *_TILE, "EVEN", "CVT_LEVEL")
     return f"element = {call('lt.load_nibbles', *arguments, DECODE=decode, **form)}"
 
 
 # -------------------------------------------------------------------------------------------------------------- lay out
 def lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
-    sizes, planes = Sizes(kernels.layout), {plane.name: plane for plane in kernels.layout.planes}
-    lines = [*plane_lines((planes[name] for name in lay_out.planes), sizes), *buffer_lines(lay_out.moves, sizes)]
-    lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if kernels.layout.swizzle else []
+    lines = [named("planes", lay_out.planes), named("buffers", (f"to_{move.buffer.name}" for move in lay_out.moves))]
+    lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if kernels.layout.swizzle else []
     for move in lay_out.moves:
         lines += [comment(move), _move(move)]
     return tuple(lines)
@@ -181,13 +186,13 @@ def _move(move: Move) -> str:
         return scale_move("lt.move_scales", plane.name, move, _TILE)
     form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
     words: dict[str, str | int | bool] = {"WORDS": "WORDS"} if move.in_words else {}
-    arguments = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
-    return call("lt.move_codes", *arguments, **form, **words)
+    arguments = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "CVT_LEVEL")
+    return call("lt.repack_codes", *arguments, **form, **words)
 
 
 def scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ...]) -> str:
     sizes = {"BLOCK": f"({move.block_m}, {move.block_k})", "PER": f"({move.per_m}, {move.per_k})"}
-    swizzled = {**({} if move.rowwise else {"FREE": '"k"'}), "PLACE": "PLACE"} if move.swizzled else {}
+    swizzled = {**({} if move.rowwise else {"FREE": '"k"'}), "SWIZZLE": "SWIZZLE"} if move.swizzled else {}
     return call(function, entries, f"to_{move.buffer.name}", "at", *tile, **sizes, **_dims(move), **swizzled)
 
 

@@ -54,7 +54,13 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
 
 
 def _tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
-    return tuple(replace(one, body=wrapped(one.body, WIDTH)) for one in tile_functions(kernels))
+    made = tile_functions(kernels)
+    return tuple(replace(one, body=wrapped(tuple(map(_of_options, one.body)), WIDTH)) for one in made)
+
+
+def _of_options(line: str) -> str:
+    """A line whose constants are those of `opts`, the last argument of a tile function."""
+    return re.sub(r"(?<![.\w])(ROWWISE|COLUMNWISE|SWIZZLED|WORDS|EVEN|CVT_LEVEL|TILE_[MK])\b(?!=)", r"opts.\1", line)
 
 
 def _constants(kernels: Kernels, words: str) -> Lines:

@@ -195,7 +195,7 @@ TORCH = Dialect(
     f32_max="num.F32_MAX",
 )
 TRITON = Dialect(
-    codec=", HARDWARE",
+    codec=", CVT_LEVEL",
     methods={
         "maximum": "lt.maximum({0}, {1})",
         "minimum": "lt.minimum({0}, {1})",
@@ -206,7 +206,7 @@ TRITON = Dialect(
         "floor_power_of_two": "lt.floor_power_of_two({0})",
     },
     divide="lt.divide({0}, {1})",
-    divide_constant="lt.over({0}, {1})",
+    divide_constant="lt.rdiv({0}, {1})",
     divide_by_constant="lt.divide_by({0}, {1})",
     constant="lt.like({0}, {1})",
     f32_max="lt.F32_MAX",

@@ -114,7 +114,7 @@ def _same_name(name: str, old: Plan, new: Plan, recorded: str | None) -> Change:
 def recorded_id(code: str, spec: bytes) -> str | None:
     """The layout id in a generated layout.py; None if that was generated from another spec."""
     made_from = re.search(r'^    spec_sha256="([0-9a-f]{64})",$', code, re.MULTILINE)
-    written = re.search(r"^# Layout id ([0-9a-f]{12}):", code, re.MULTILINE)
+    written = re.search(r"^# .*?Layout id ([0-9a-f]{12})[:.]", code, re.MULTILINE)
     same = made_from is not None and made_from.group(1) == hashlib.sha256(spec).hexdigest()
     return written.group(1) if written is not None and same else None
 

@@ -34,11 +34,11 @@ def part(name: str, module: str) -> ModuleType:
 
 
 @triton.jit
-def apply_kernel(x, one, out, FUNCTION: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr):
+def apply_kernel(x, one, out, FUNCTION: tl.constexpr, CVT_LEVEL: tl.constexpr, TILE: tl.constexpr):
     """FUNCTION of x * 1, one code in a byte; as in a kernel, what it is given comes out of an operation."""
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = tl.load(x + i) * tl.load(one)
-    tl.store(out + i, FUNCTION(values, HARDWARE).to(tl.uint8))
+    tl.store(out + i, FUNCTION(values, CVT_LEVEL).to(tl.uint8))
 
 
 def every_fp32(function: object, reference: object, hardware: int, signs: int) -> None:

@@ -167,7 +167,7 @@ def compiled(
         "TILE_M": tile.rows,
         "TILE_K": tile.columns,
         "EVEN": True,
-        "HARDWARE": level,
+        "CVT_LEVEL": level,
         "stride_k": 1,
         "WORDS": True,
     }

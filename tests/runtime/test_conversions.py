@@ -262,7 +262,7 @@ UP = "format: e8m0, rule: power-of-two, round: up"
 def test_what_is_e2m1_converts_whatever_its_name(name: str) -> None:
     formats = "formats:\n  mine: {sign: 1, exponent: 2, mantissa: 1, bias: 1}\n" if name == "mine" else ""
     text = emitted(name, UP, formats)
-    assert "lt.put_nibbles_of(" in text
+    assert "lt.store_fp4(" in text
     assert "CARD_CONVERTS=True" in text
     assert "return lt.convert_up_to_e8m0(x)" in text
 

@@ -233,7 +233,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], 
 
 def arguments(offset: int = 0, m: int = 64, tile: int = 16, quantize: Any = one_tile) -> tuple[Any, ...]:
     sizes = {"m": m, "k": 128, "stride_m": 128, "stride_k": 1}
-    tiles = {"TILE_M": tile, "TILE_K": 128, "EVEN": True, "HARDWARE": True, "QUANTIZE": quantize}
+    tiles = {"TILE_M": tile, "TILE_K": 128, "EVEN": True, "CVT_LEVEL": True, "QUANTIZE": quantize}
     known = {**sizes, **tiles, "x": SPACE[offset : offset + 256]}
     given = jitted("quantize_kernel").params
     return tuple(known.get(p.name, True if p.is_constexpr else SPACE[:64].view(torch.float32)) for p in given)

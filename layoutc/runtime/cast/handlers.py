@@ -318,5 +318,7 @@ def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
     """Decorator for generated classes: sets the recipe's layout, and makes them known to
     torch.load(weights_only=True)."""
     cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
+    if cls.LAYOUT.products is not None:
+        cls.__torch_function__ = classmethod(autograd.torch_function)
     torch.serialization.add_safe_globals([cls, rebuild_cast, (rebuild_cast, "layoutc.runtime.casting.rebuild")])
     return cls

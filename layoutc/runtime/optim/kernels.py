@@ -13,7 +13,7 @@ import triton.language as tl
 from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import block_amax, to_float
 from layoutc.runtime.triton.codes import bits_of, float_of, isnan
-from layoutc.runtime.triton.tiles import load, store, to_dtype
+from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
 SCALARS = 8  # of a slot
 MASTER, LOW, AMAX, FIRST, SECOND, PLANES = (tl.constexpr(at) for at in (3, 4, 5, 6, 9, 12))  # fields of a table
@@ -118,7 +118,7 @@ def update_kernel(
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SPAN_M: tl.constexpr, SPAN_K: tl.constexpr, STRIP: tl.constexpr,  # rows that are updated at a time
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # in which they are quantized: a strip, or several that are read again
-    EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
 ):  # fmt: skip
     """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
@@ -184,7 +184,7 @@ def update_kernel(
         if DEQUANTIZE_M is None:
             moment = load(first[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
         else:
-            moment = DEQUANTIZE_M(first, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
+            moment = DEQUANTIZE_M(first, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
         # As torch.lerp: from the end that is nearer.
         is_near = weight1 < 0.5
         share = tl.broadcast_to(tl.where(is_near, weight1, weight1 - 1.0), (STRIP, SPAN_K))
@@ -194,35 +194,35 @@ def update_kernel(
         else:
             QUANTIZE_M(
                 _inside(moment, place, EVEN), None, unused, first, buffers,
-                (at_row, column, m, k, COVER_M, COVER_K), True, False, False, EVEN, HARDWARE,
+                (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
         if DEQUANTIZE_V is None:
             square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
         else:
-            square = DEQUANTIZE_V(second, None, place, True, False, STRIP, SPAN_K, EVEN, HARDWARE)
+            square = DEQUANTIZE_V(second, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
         square = fma(g * weight2, g, square * beta2)
         if DEQUANTIZE_V is None:
             store(second[0], square, place, EVEN)
         else:
             QUANTIZE_V(
                 _inside(square, place, EVEN), None, unused, second, buffers,
-                (at_row, column, m, k, COVER_M, COVER_K), True, False, False, EVEN, HARDWARE,
+                (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
         divisor = divide_by_scalar(tl.sqrt_rn(square), root, over_root) + eps
         p = p + tl.div_rn(moment * rate, divisor)
         p = write_master(
-            p, master, low, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, HAS_LOW, HARDWARE
+            p, master, low, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, HAS_LOW, CVT_LEVEL
         )
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
-            store(target, to_dtype(p, ROUNDED, HARDWARE), place, EVEN)
+            store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
         if amaxes is not None:
             inside = _inside(p, place, EVEN)
-            largest = tl.maximum(largest, bits_of(tl.max(block_amax(inside, STRIP, SPAN_K, HARDWARE))))
+            largest = tl.maximum(largest, bits_of(tl.max(block_amax(inside, STRIP, SPAN_K, CVT_LEVEL))))
         if QUANTIZE is not None and TILE_M == STRIP:
             QUANTIZE(
                 _inside(p, place, EVEN), None, (None, input_max, None, None, None), planes, buffers,
-                (at_row, column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, False, EVEN, HARDWARE,
+                (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
     if amaxes is not None:
         tl.atomic_max(amaxes + tl.load(fields + AMAX * ROWS), largest, sem="relaxed")
@@ -234,7 +234,8 @@ def update_kernel(
             p = read_master(master, low, (tile_row, tile_column, m, k), TILE_M, TILE_K, EVEN, HAS_LOW)
             QUANTIZE(
                 p, None, (None, input_max, None, None, None), planes, buffers,
-                (tile_row, tile_column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, False, EVEN, HARDWARE,
+                (tile_row, tile_column, m, k, COVER_M, COVER_K),
+                QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
 
 
@@ -282,7 +283,7 @@ def read_master(
 @triton.jit
 def write_master(
     p, master, low, place, chance,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
     if master.dtype.element_ty == tl.float32:

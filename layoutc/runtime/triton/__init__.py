@@ -35,9 +35,9 @@ from layoutc.runtime.triton.codes import (
     like,
     maximum,
     minimum,
-    over,
     over_exponents,
     over_power_of_two,
+    rdiv,
     root,
     to_codes,
     to_exponents,
@@ -51,7 +51,7 @@ from layoutc.runtime.triton.conversions import (
     convert_up_to_e8m0,
 )
 from layoutc.runtime.triton.hadamard import hadamard, unhadamard
-from layoutc.runtime.triton.nibbles import load_nibbles, put_nibbles, put_nibbles_of
+from layoutc.runtime.triton.nibbles import load_nibbles, store_fp4, store_nibbles
 from layoutc.runtime.triton.stochastic import random_bits, to_codes_by_chance, to_integer_codes_by_chance
 from layoutc.runtime.triton.swizzles import move_swizzled
 from layoutc.runtime.triton.tiles import (
@@ -59,5 +59,5 @@ from layoutc.runtime.triton.tiles import (
     load_codes,
     store_blocks,
 )
-from layoutc.runtime.triton.transposes import move_codes, move_scales, put_codes, spread_scales
+from layoutc.runtime.triton.transposes import move_scales, repack_codes, store_codes, store_scales_expanded
 from layoutc.runtime.triton.units import largest_of_units, smallest_of_units, to_units, whole_blocks

@@ -91,14 +91,14 @@ def address(field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 def amax_batch_kernel(
     table, amax,
     DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """As amax_kernel, for all matrices of a table. `amax` has room for the amaxes of all of them."""
     fields, row, column, m, k = member_of(table, TILE_M, TILE_K // BLOCK_K * BLOCK_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
     own, at = amax_at(amax, fields, ROWS), (row, column, m, k)
-    raise_amax(x, (own, columns, WHOLE), at, (k, 1), BLOCK_K, (TILE_M, TILE_K), EVEN, HARDWARE)
+    raise_amax(x, (own, columns, WHOLE), at, (k, 1), BLOCK_K, (TILE_M, TILE_K), EVEN, CVT_LEVEL)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def copy_in_kernel(
     table,
     sent,  # the row of this rank: bytes
     SOURCE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """sent[start + i] = tensor[i], as DTYPE, which is SOURCE unless that is fp32. Each program copies a tile.
 
@@ -148,7 +148,7 @@ def copy_in_kernel(
     i = first + tl.arange(0, TILE)
     values = tl.load(matrix_at(fields, SOURCE, ROWS, ALIGNED) + i, mask=i < numel)
     if SOURCE != DTYPE:
-        values = to_dtype(values, DTYPE, HARDWARE)
+        values = to_dtype(values, DTYPE, CVT_LEVEL)
     tl.store(sent.to(tl.pointer_type(DTYPE)) + _start(fields, ROWS, ALIGNED) + i, values, mask=i < numel)
 
 

@@ -88,9 +88,9 @@ def least_of_pairs(a, b):
 
 
 @triton.jit
-def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HARDWARE: tl.constexpr):
+def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """The largest magnitude of each block of a tile in x's dtype, (m blocks, k blocks) fp32; NaN propagates."""
-    if not HARDWARE:
+    if not CVT_LEVEL:
         # The interpreter runs custom reductions one element at a time. tl.max of bits is fast, with the same order.
         sizes = bits_of(to_blocks(to_float(tile), BLOCK_M, BLOCK_K)) & 0x7FFFFFFF
         return float_of(tl.max(tl.max(sizes, 3), 1))

@@ -1,7 +1,7 @@
 """Encoding and decoding in generated kernels, as Triton functions: the counterpart of numerics.py, for tiles.
 
 Values are fp32. Codes are int32 until they are stored. Every function gives the same bytes as its counterpart in
-numerics.py. With `HARDWARE`, casts are the card's. Without it they are integer arithmetic, which gives the same bytes
+numerics.py. With `CVT_LEVEL`, casts are the card's. Without it they are integer arithmetic, which gives the same bytes
 on every card and in Triton's interpreter, whose own casts to bf16 and fp8 do not round to nearest even.
 """
 
@@ -66,7 +66,7 @@ def root(x):
 
 
 @triton.jit
-def over(value, x):
+def rdiv(value, x):
     """value / x, for a number and a tensor, correctly rounded."""
     return divide(like(x, value), x)
 
@@ -149,7 +149,7 @@ def cast_from_codes(codes, DTYPE: tl.constexpr):
 @triton.jit
 def to_small_codes(
     x,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN_BIT: tl.constexpr,
@@ -173,7 +173,7 @@ def to_small_codes(
     if NAN == 1 << SIGN_BIT:
         codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
     # On the card, tl.minimum has replaced NaN by MAX, and NaN has no sign.
-    if NAN != LAST or not HARDWARE:
+    if NAN != LAST or not CVT_LEVEL:
         codes = tl.where(isnan(x), NAN, codes)
     return codes
 

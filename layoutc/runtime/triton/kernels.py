@@ -14,7 +14,16 @@ import triton.language as tl
 from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
 from layoutc.runtime.triton.blocks import largest_of, to_float
 from layoutc.runtime.triton.reductions import measured_rows
-from layoutc.runtime.triton.tiles import load_runs, round_up, store, tile_of, to_dtype
+from layoutc.runtime.triton.tiles import (
+    DequantizeOptions,
+    LayOutOptions,
+    QuantizeOptions,
+    load_runs,
+    round_up,
+    store,
+    tile_of,
+    to_dtype,
+)
 
 
 @triton.jit
@@ -29,7 +38,7 @@ def quantize_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
     PLANES: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
     AMAXES: tl.constexpr,  # of one matrix: amax is that of each row, and this a power of two that is no less; 0: one
     ROWWISE_ROWS: tl.constexpr, COLUMNWISE_ROWS: tl.constexpr,  # of blocks that span all columns, if written; 0: none
@@ -86,7 +95,7 @@ def quantize_kernel(
             )
             QUANTIZE(
                 tile, source, (amax, input_max, seed, rowwise, columnwise), planes, buffers,
-                (row, at, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
+                (row, at, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, SWIZZLED, EVEN, CVT_LEVEL),
             )  # fmt: skip
     else:
         tile = load_runs(
@@ -94,7 +103,7 @@ def quantize_kernel(
         )
         QUANTIZE(
             tile, source, (amax, input_max, seed, None, None), planes, buffers,
-            (row, column, m, k, COVER_M, COVER_K), ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
+            (row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, SWIZZLED, EVEN, CVT_LEVEL),
         )  # fmt: skip
 
 
@@ -130,7 +139,7 @@ def dequantize_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
     PARTED: tl.constexpr,  # a bit for each plane in parts; 0: all are whole
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: see batch.py
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes: each program reads one tile of codes and its scales, and writes their values.
 
@@ -174,9 +183,10 @@ def dequantize_kernel(
     at = (row, column, m, k)
     p0, p1, p2, p3, p4, p5 = planes
     values = DEQUANTIZE(
-        (p0, p1, p2, p3, p4, p5, codebooks), amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE
-    )
-    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), at, EVEN)
+        (p0, p1, p2, p3, p4, p5, codebooks), amax, at,
+        DequantizeOptions(ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, CVT_LEVEL),
+    )  # fmt: skip
+    store(out, to_dtype(values, out.dtype.element_ty, CVT_LEVEL), at, EVEN)
 
 
 @triton.jit
@@ -193,7 +203,7 @@ def lay_out_kernel(
     LAY_OUT: tl.constexpr,  # the recipe's lay_out_tile
     PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are read; scales are in the GEMM's order
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # codes can be moved in words of 32 bits
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Lays out: each program moves one tile of codes, and the scales of its blocks, into every buffer."""
     if ROWS:
@@ -219,7 +229,7 @@ def lay_out_kernel(
         planes = (p0, p1, p2, p3, p4, p5)
         buffers = (b0, b1, b2, b3, b4, b5)
     at = (row, column, m, k)
-    LAY_OUT(planes, buffers, at, SWIZZLED, WORDS, TILE_M, TILE_K, HARDWARE)
+    LAY_OUT(planes, buffers, at, LayOutOptions(SWIZZLED, WORDS, TILE_M, TILE_K, CVT_LEVEL))
 
 
 @triton.jit
@@ -232,7 +242,7 @@ def quantize_rows_kernel(
     none,  # None: Triton takes no literal one in tuples
     ranks, n, k, gap0, gap1, gap2,  # gap: entries between the end of a plane's row and the next one's begin
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
-    TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Quantizes what each rank is sent: a program reads TILE values of a row, and writes their codes and scales."""
     row, column = tile_of(ranks, k, 1, TILE)
@@ -246,12 +256,15 @@ def quantize_rows_kernel(
         p2 += row * gap2
     QUANTIZE(
         tile, (x, n, 1), (none, input_max, seed, none, none), (p0, p1, p2, none, none, none),
-        (none, none, none, none, none, none), (row, column, ranks, k, 0, 0), True, False, False, EVEN, HARDWARE,
+        (none, none, none, none, none, none), (row, column, ranks, k, 0, 0),
+        QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
     )  # fmt: skip
     if rest is not None:
         tl.debug_barrier()  # other threads have written what this one reads
         planes = (p0, p1, p2, none, none, none, none)
-        missed = tile - DEQUANTIZE(planes, none, (row, column, ranks, k), True, False, 1, TILE, EVEN, HARDWARE)
+        missed = tile - DEQUANTIZE(
+            planes, none, (row, column, ranks, k), DequantizeOptions(True, False, 1, TILE, EVEN, CVT_LEVEL)
+        )
         store(rest, tl.where(tl.abs(missed) < float("inf"), missed, 0.0), (row, column, ranks, n), EVEN)
 
 
@@ -263,12 +276,12 @@ def sum_rows_kernel(
     none, ranks, n, k, stride0, stride1, stride2,  # entries from one rank's part of a plane to the next
     number,  # that the sum is divided or multiplied by
     DEQUANTIZE: tl.constexpr, DIVIDE: tl.constexpr,
-    TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    TILE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """out[i] = what rank 0 sent + what rank 1 sent + ..., in fp32, divided or multiplied by number."""
     row, column = tile_of(1, k, 1, TILE)
     planes = (p0, p1, p2, none, none, none, none)
-    total = DEQUANTIZE(planes, none, (row, column, 1, k), True, False, 1, TILE, EVEN, HARDWARE)
+    total = DEQUANTIZE(planes, none, (row, column, 1, k), DequantizeOptions(True, False, 1, TILE, EVEN, CVT_LEVEL))
     for _ in range(1, ranks):
         p0 += stride0
         if p1 is not None:
@@ -276,8 +289,8 @@ def sum_rows_kernel(
         if p2 is not None:
             p2 += stride2
         planes = (p0, p1, p2, none, none, none, none)
-        total += DEQUANTIZE(planes, none, (row, column, 1, k), True, False, 1, TILE, EVEN, HARDWARE)
+        total += DEQUANTIZE(planes, none, (row, column, 1, k), DequantizeOptions(True, False, 1, TILE, EVEN, CVT_LEVEL))
     total = tl.div_rn(total, tl.full((1, TILE), 0.0, tl.float32) + number) if DIVIDE else total * number
-    store(out, to_dtype(total, out.dtype.element_ty, HARDWARE), (row, column, 1, n), EVEN)
+    store(out, to_dtype(total, out.dtype.element_ty, CVT_LEVEL), (row, column, 1, n), EVEN)
     if seed is not None:
         tl.store(seed, tl.load(seed) + 1, mask=tl.program_id(0) == 0)

@@ -9,7 +9,7 @@ from layoutc.runtime.triton.blocks import from_blocks, least_of_pairs, to_blocks
 from layoutc.runtime.triton.codes import bits_of, float_of
 from layoutc.runtime.triton.conversions import to_e2m1_words
 from layoutc.runtime.triton.tiles import load, load_codes
-from layoutc.runtime.triton.transposes import permute_bytes, put_codes, put_words
+from layoutc.runtime.triton.transposes import permute_bytes, put_words, store_codes
 
 
 @triton.jit
@@ -19,13 +19,13 @@ def _reciprocal(x):
 
 
 @triton.jit
-def put_nibbles(
+def store_nibbles(
     scaled,
     plane,
     transposed_out,
     at,
     EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     ENCODE: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -33,21 +33,21 @@ def put_nibbles(
     LOW_FIRST: tl.constexpr,
     CARD_CONVERTS: tl.constexpr,
 ):
-    """As put_codes of ENCODE(scaled), for a tile of fp32 values: eight codes at a time, if the card has conversions.
+    """As store_codes of ENCODE(scaled), for a tile of fp32 values: eight codes at a time, if the card has conversions.
 
     CARD_CONVERTS: the format is e2m1, which cards of level 100 convert to.
     """
-    if HARDWARE >= 100 and CARD_CONVERTS:
-        put_words(to_e2m1_words(scaled, LOW_FIRST), plane, transposed_out, at, 4, EVEN, HARDWARE)
-    elif HARDWARE:
+    if CVT_LEVEL >= 100 and CARD_CONVERTS:
+        put_words(to_e2m1_words(scaled, LOW_FIRST), plane, transposed_out, at, 4, EVEN, CVT_LEVEL)
+    elif CVT_LEVEL:
         words = to_nibbles(scaled, MANTISSA, BIAS, MAX, LOW_FIRST)
-        put_words(words, plane, transposed_out, at, 4, EVEN, HARDWARE)
+        put_words(words, plane, transposed_out, at, 4, EVEN, CVT_LEVEL)
     else:
-        put_codes(ENCODE(scaled, HARDWARE), plane, transposed_out, at, EVEN, HARDWARE, 4, LOW_FIRST)
+        store_codes(ENCODE(scaled, CVT_LEVEL), plane, transposed_out, at, EVEN, CVT_LEVEL, 4, LOW_FIRST)
 
 
 @triton.jit
-def put_nibbles_of(
+def store_fp4(
     scaled,
     source,
     tile,
@@ -57,7 +57,7 @@ def put_nibbles_of(
     transposed_out,
     at,
     EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     ENCODE: tl.constexpr,
     BLOCK: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -67,19 +67,19 @@ def put_nibbles_of(
     CARD_CONVERTS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """As put_nibbles, with the amaxes of blocks, which allow a shorter way.
+    """As store_nibbles, with the amaxes of blocks, which allow a shorter way.
 
     scaled: the tile times the multipliers. source: (x, stride_m, stride_k). tile: of x, in its dtype. amax, multiplier:
     of each block. BOUNDED: amax * multiplier rounds to at most MAX.
     """
-    if HARDWARE and not (HARDWARE >= 100 and CARD_CONVERTS):
+    if CVT_LEVEL and not (CVT_LEVEL >= 100 and CARD_CONVERTS):
         FORM: tl.constexpr = (MANTISSA, BIAS, MAX, LOW_FIRST)
         _put_nibbles_of_blocks(
             (plane, transposed_out), source, tile, (amax, multiplier), at, EVEN, (BLOCK[0], BLOCK[1], BOUNDED), FORM
         )
     else:
-        put_nibbles(
-            scaled, plane, transposed_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST, CARD_CONVERTS
+        store_nibbles(
+            scaled, plane, transposed_out, at, EVEN, CVT_LEVEL, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST, CARD_CONVERTS
         )
 
 
@@ -221,7 +221,7 @@ def load_nibbles(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     DECODE: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -229,12 +229,12 @@ def load_nibbles(
 ):
     """A tile of codes -> fp32 values: eight codes at a time, or by DECODE if the card does not convert e4m3."""
     row, column, m, k = at
-    if HARDWARE:
+    if CVT_LEVEL:
         words_at = plane.to(tl.pointer_type(tl.int32))
         words = load(words_at, (row, column // 8, m, k // 8), (k // 8, 1), (TILE_M, TILE_K // 8), EVEN)
         return from_nibbles(words, MANTISSA, BIAS, LOW_FIRST)
     else:
-        return DECODE(load_codes(plane, at, TILE_M, TILE_K, 4, LOW_FIRST), HARDWARE)
+        return DECODE(load_codes(plane, at, TILE_M, TILE_K, 4, LOW_FIRST), CVT_LEVEL)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from layoutc.runtime.triton.units import largest_of_units, smallest_of_units
 
 @triton.jit
 def raise_amax(
-    x, amaxes, at, strides, BLOCK_K: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr
+    x, amaxes, at, strides, BLOCK_K: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr
 ):
     """Reads a tile of x, and raises the amax of each of its column blocks by an atomic maximum.
 
@@ -28,12 +28,12 @@ def raise_amax(
     WHOLE: tl.constexpr = amaxes[2]
     column = at[1]
     if TILE[1] == COVER:
-        largest = bits_of(block_amax(load(x, at, strides, TILE, EVEN), TILE_M, BLOCK_K, HARDWARE))
+        largest = bits_of(block_amax(load(x, at, strides, TILE, EVEN), TILE_M, BLOCK_K, CVT_LEVEL))
         j = tl.arange(0, BLOCKS)[None, :] + (0 if WHOLE else column // BLOCK_K)
         tl.atomic_max(amaxes[0] + j, largest, mask=j < amaxes[1], sem="relaxed")
     else:
         tile = load(x, at, strides, TILE, EVEN, (TILE_M, COVER))
-        largest = bits_of(largest_of_units(block_amax(tile, TILE_M, UNIT, HARDWARE), (1, BLOCK_K // UNIT)))
+        largest = bits_of(largest_of_units(block_amax(tile, TILE_M, UNIT, CVT_LEVEL), (1, BLOCK_K // UNIT)))
         own = tl.arange(0, power_above(BLOCKS))[None, :]
         j = column // BLOCK_K + own
         tl.atomic_max(amaxes[0] + j, largest, mask=(j < amaxes[1]) & (own < BLOCKS), sem="relaxed")
@@ -43,7 +43,7 @@ def raise_amax(
 def amax_kernel(
     x, amax, m, k, stride_m, stride_k, columns,
     BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Raises amax, (1, columns) fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
 
@@ -52,7 +52,7 @@ def amax_kernel(
     """
     row, column = tile_of(m, k, TILE_M, TILE_K // BLOCK_K * BLOCK_K)
     at = (row, column, m, k)
-    raise_amax(x, (amax, columns, WHOLE), at, (stride_m, stride_k), BLOCK_K, (TILE_M, TILE_K), EVEN, HARDWARE)
+    raise_amax(x, (amax, columns, WHOLE), at, (stride_m, stride_k), BLOCK_K, (TILE_M, TILE_K), EVEN, CVT_LEVEL)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ COVER: the rows and columns of a tile that hold whole blocks. The others are idl
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,39 @@ from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, power_above
 
 ALL = tl.constexpr((0, 0))  # default of COVER
 NO_UNITS = tl.constexpr((0, 0))  # default of UNIT
+
+
+class QuantizeOptions(NamedTuple):
+    """Constants of a recipe's quantize_tile: the sources that are written, whether scales are swizzled, whether every
+    tile is inside the matrix, and which conversions are the card's. Made inside of the call, where they stay constants.
+    """
+
+    ROWWISE: Any
+    COLUMNWISE: Any
+    SWIZZLED: Any
+    EVEN: Any
+    CVT_LEVEL: Any
+
+
+class DequantizeOptions(NamedTuple):
+    """Constants of a recipe's dequantize_tile: the source that is read, the tile's sizes, and as of QuantizeOptions."""
+
+    ROWWISE: Any
+    COLUMNWISE: Any
+    TILE_M: Any
+    TILE_K: Any
+    EVEN: Any
+    CVT_LEVEL: Any
+
+
+class LayOutOptions(NamedTuple):
+    """Constants of a recipe's lay_out_tile: as of the others. WORDS: codes can be moved in words of 32 bits."""
+
+    SWIZZLED: Any
+    WORDS: Any
+    TILE_M: Any
+    TILE_K: Any
+    CVT_LEVEL: Any
 
 
 @triton.jit
@@ -283,9 +318,9 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+def to_dtype(values, DTYPE: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """fp32 values -> DTYPE, rounded to nearest even."""
-    if not HARDWARE and tl.bfloat16 == DTYPE:
+    if not CVT_LEVEL and tl.bfloat16 == DTYPE:
         bits = bits_of(values)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
         return tl.where(isnan(values), 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -29,46 +29,46 @@ def _swap(a, b, SHIFT: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _swap_halves(a, b, HARDWARE: tl.constexpr):
+def _swap_halves(a, b, CVT_LEVEL: tl.constexpr):
     """Swaps the upper 16 bits of a with the lower 16 bits of b."""
-    if HARDWARE:
+    if CVT_LEVEL:
         return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x5410;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7632;")
     else:
         return _swap(a, b, 16, 0x0000FFFF)
 
 
 @triton.jit
-def _swap_bytes(a, b, HARDWARE: tl.constexpr):
+def _swap_bytes(a, b, CVT_LEVEL: tl.constexpr):
     """Swaps bytes 1 and 3 of a with bytes 0 and 2 of b."""
-    if HARDWARE:
+    if CVT_LEVEL:
         return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x6240;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7351;")
     else:
         return _swap(a, b, 8, 0x00FF00FF)
 
 
 @triton.jit
-def _transpose_four(words, HARDWARE: tl.constexpr):
+def _transpose_four(words, CVT_LEVEL: tl.constexpr):
     """Transposes 4 x 4 bytes: words are four rows before, and four columns after."""
     a, b, c, d = words
-    a, c = _swap_halves(a, c, HARDWARE)
-    b, d = _swap_halves(b, d, HARDWARE)
-    a, b = _swap_bytes(a, b, HARDWARE)
-    c, d = _swap_bytes(c, d, HARDWARE)
+    a, c = _swap_halves(a, c, CVT_LEVEL)
+    b, d = _swap_halves(b, d, CVT_LEVEL)
+    a, b = _swap_bytes(a, b, CVT_LEVEL)
+    c, d = _swap_bytes(c, d, CVT_LEVEL)
     return a, b, c, d
 
 
 @triton.jit
-def _transpose_eight(words, HARDWARE: tl.constexpr):
+def _transpose_eight(words, CVT_LEVEL: tl.constexpr):
     """Transposes 8 x 8 nibbles, as _transpose_four does bytes. Low bits come first."""
     a, b, c, d, e, f, g, h = words
-    a, e = _swap_halves(a, e, HARDWARE)
-    b, f = _swap_halves(b, f, HARDWARE)
-    c, g = _swap_halves(c, g, HARDWARE)
-    d, h = _swap_halves(d, h, HARDWARE)
-    a, c = _swap_bytes(a, c, HARDWARE)
-    b, d = _swap_bytes(b, d, HARDWARE)
-    e, g = _swap_bytes(e, g, HARDWARE)
-    f, h = _swap_bytes(f, h, HARDWARE)
+    a, e = _swap_halves(a, e, CVT_LEVEL)
+    b, f = _swap_halves(b, f, CVT_LEVEL)
+    c, g = _swap_halves(c, g, CVT_LEVEL)
+    d, h = _swap_halves(d, h, CVT_LEVEL)
+    a, c = _swap_bytes(a, c, CVT_LEVEL)
+    b, d = _swap_bytes(b, d, CVT_LEVEL)
+    e, g = _swap_bytes(e, g, CVT_LEVEL)
+    f, h = _swap_bytes(f, h, CVT_LEVEL)
     a, b = _swap(a, b, 4, 0x0F0F0F0F)
     c, d = _swap(c, d, 4, 0x0F0F0F0F)
     e, f = _swap(e, f, 4, 0x0F0F0F0F)
@@ -77,13 +77,13 @@ def _transpose_eight(words, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """Writes N words of codes, (G, W) each, of rows n, N + n, ... in order, transposed into a contiguous (k, m).
 
     Each column of a word is a store of its own, so that Triton's layout along the rows goes back to the loads.
     """
     row, column, m, k = at[:4]
-    columns = _transpose_four(words, HARDWARE) if N == 4 else _transpose_eight(words, HARDWARE)
+    columns = _transpose_four(words, CVT_LEVEL) if N == 4 else _transpose_eight(words, CVT_LEVEL)
     for nth in tl.static_range(N):
         word = columns[nth]
         g = row // N + tl.arange(0, word.shape[0])[:, None]
@@ -96,7 +96,7 @@ def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, HARDWARE: 
 
 
 @triton.jit
-def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """Writes words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
     rows: tl.constexpr = words.shape[0]
     w: tl.constexpr = words.shape[1]
@@ -105,7 +105,7 @@ def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARD
         ac, bd = tl.split(lanes)
         a, c = tl.split(ac)
         b, d = tl.split(bd)
-        _put_columns((a, b, c, d), out, at, 4, EVEN, HARDWARE)
+        _put_columns((a, b, c, d), out, at, 4, EVEN, CVT_LEVEL)
     else:
         tl.static_assert(BITS == 4)
         lanes = tl.reshape(tl.permute(tl.reshape(words, (rows // 8, 8, w)), (0, 2, 1)), (rows // 8, w, 2, 2, 2))
@@ -116,11 +116,11 @@ def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARD
         b, f = tl.split(bf)
         c, g = tl.split(cg)
         d, h = tl.split(dh)
-        _put_columns((a, b, c, d, e, f, g, h), out, at, 8, EVEN, HARDWARE)
+        _put_columns((a, b, c, d, e, f, g, h), out, at, 8, EVEN, CVT_LEVEL)
 
 
 @triton.jit
-def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """Writes a tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), unless it is None.
 
     at: (row, column, m, k, and the two of COVER): where the tile begins, the sizes of the matrix, and the rows and
@@ -133,7 +133,7 @@ def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.con
     if plane is not None:
         store(plane.to(tl.pointer_type(tl.int32)), words, (row, column // N, m, k // N), EVEN, (COVER_M, COVER_K))
     if transposed_out is not None:
-        _put_transposed(words, transposed_out, at, BITS, EVEN, HARDWARE)
+        _put_transposed(words, transposed_out, at, BITS, EVEN, CVT_LEVEL)
 
 
 @triton.jit
@@ -151,20 +151,20 @@ def to_words(codes):
 
 
 @triton.jit
-def put_codes(
+def store_codes(
     codes,
     plane,
     transposed_out,
     at,
     EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     BITS: tl.constexpr = 8,
     LOW_FIRST: tl.constexpr = True,
 ):
     """As put_words, for a tile of codes of any width. With a buffer: of 8 bits, or of 4 bits with low bits first."""
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
-        put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, HARDWARE)
+        put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, CVT_LEVEL)
     elif plane is not None:
         if BITS == 8:
             store(plane, codes, at[:4], EVEN, at[4:])
@@ -184,7 +184,7 @@ def _row_words(pointer, at, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, HARDWARE: tl.constexpr):
+def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """Transposes codes of 8 bits, or of 4 with low bits first, of a tile of (m, k) into a contiguous (k, m). m and k
     must be multiples of as many codes as a word has.
 
@@ -197,17 +197,17 @@ def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, HARDW
     for first in tl.static_range(N):
         loaded = _row_words(source, (row, column // N, m, k // N), TILE[0] // N, TILE[1] // N, N, first)
         words = words + (loaded,)  # noqa: RUF005  what Triton has
-    _put_columns(words, out, at, N, False, HARDWARE)
+    _put_columns(words, out, at, N, False, CVT_LEVEL)
 
 
 @triton.jit
-def move_codes(
+def repack_codes(
     data,
     out,
     at,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CVT_LEVEL: tl.constexpr,
     BITS: tl.constexpr,
     LOW_FIRST: tl.constexpr,
     DIMS: tl.constexpr = ROWS_FIRST,
@@ -222,7 +222,7 @@ def move_codes(
     row, column, m, k = at
     if out is not None:
         if WORDS:
-            transpose_words(data, out, at, (TILE_M, TILE_K), BITS, HARDWARE)
+            transpose_words(data, out, at, (TILE_M, TILE_K), BITS, CVT_LEVEL)
         else:
             codes = load_codes(data, at, TILE_M, TILE_K, BITS, LOW_FIRST)
             rows = round_up(m, PAD[0])
@@ -253,7 +253,7 @@ def move_scales(
     PAD: tl.constexpr = NO_PADDING,
     DIMS: tl.constexpr = ROWS_FIRST,
     FREE: tl.constexpr = ROWS_FREE,
-    PLACE: tl.constexpr = None,
+    SWIZZLE: tl.constexpr = None,
 ):
     """Moves a tile's scales from a plane into a buffer, as _put_scales; does nothing if the buffer is None.
 
@@ -277,11 +277,11 @@ def move_scales(
         at_k = j * STEP_K // BLOCK[1] if BLOCK[1] else j * 0
         columns = tl.cdiv(k, BLOCK[1]) if BLOCK[1] else 1
         values = tl.load(plane + at_m * columns + at_k, mask=inside, other=0)
-        _put_scales(tl.where(inside, values, 0), out, (i, j, m, k), PER, PAD, (DIMS, FREE), PLACE)
+        _put_scales(tl.where(inside, values, 0), out, (i, j, m, k), PER, PAD, (DIMS, FREE), SWIZZLE)
 
 
 @triton.jit
-def spread_scales(
+def store_scales_expanded(
     scales,
     out,
     at,
@@ -290,7 +290,7 @@ def spread_scales(
     PAD: tl.constexpr = NO_PADDING,
     DIMS: tl.constexpr = ROWS_FIRST,
     FREE: tl.constexpr = ROWS_FREE,
-    PLACE: tl.constexpr = None,
+    SWIZZLE: tl.constexpr = None,
 ):
     """Writes the scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales, unless it is None."""
     row, column, m, k = at[:4]
@@ -300,22 +300,22 @@ def spread_scales(
         i = row // PER[0] + tl.arange(0, values.shape[0])[:, None]
         j = column // PER[1] + tl.arange(0, values.shape[1])[None, :]
         values = tl.where((i * PER[0] < m) & (j * PER[1] < k), values, 0)
-        _put_scales(values, out, (i, j, m, k), PER, PAD, (DIMS, FREE), PLACE)
+        _put_scales(values, out, (i, j, m, k), PER, PAD, (DIMS, FREE), SWIZZLE)
 
 
 @triton.jit
-def _put_scales(values, out, at, PER: tl.constexpr, PAD: tl.constexpr, ORDER: tl.constexpr, PLACE: tl.constexpr):
+def _put_scales(values, out, at, PER: tl.constexpr, PAD: tl.constexpr, ORDER: tl.constexpr, SWIZZLE: tl.constexpr):
     """Writes entries of a buffer with one entry for each PER[0] rows and PER[1] columns.
 
     at: (i, j, m, k): the numbers of the entries, and the sizes of the matrix. PAD: what the counts of entries are
-    rounded up to. ORDER: (DIMS, FREE). DIMS: "mk" or "km". PLACE: the recipe's gemm_place, for a buffer in the GEMM's
-    order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
+    rounded up to. ORDER: (DIMS, FREE). DIMS: "mk" or "km". SWIZZLE: the recipe's swizzled_index, for a buffer in the
+    GEMM's order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
     """
     i, j, m, k = at
     out_m = tl.cdiv(tl.cdiv(m, PER[0]), PAD[0]) * PAD[0] if PER[0] else 1
     out_k = tl.cdiv(tl.cdiv(k, PER[1]), PAD[1]) * PAD[1] if PER[1] else 1
-    if PLACE is not None:
-        entry = PLACE(i, j, out_m, out_k) if ORDER[1] == "m" else PLACE(j, i, out_k, out_m)
+    if SWIZZLE is not None:
+        entry = SWIZZLE(i, j, out_m, out_k) if ORDER[1] == "m" else SWIZZLE(j, i, out_k, out_m)
     else:
         entry = j * out_m + i if ORDER[0] == "km" else i * out_k + j
     tl.store(out + entry, as_stored(values, out.dtype.element_ty), mask=(i < out_m) & (j < out_k))
