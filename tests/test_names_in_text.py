@@ -31,7 +31,15 @@ PAGES = [
 FILE = re.compile(r"[\w./-]+\.(?:py|md|yaml|toml|txt|json)|[\w-]+(?:/[\w-]+)*/")
 OTHERS = {  # torch's, transformers', accelerate's, Lightning's, torchtitan's, YAML's
     *("triton_op", "redistribute", "transformers", "Trainer", "null", "optimizer_cls_and_kwargs", "save_model"),
-    *("from_pretrained", "configure_model", "llama3", "llama3_8b", "save_state", "load_state"),
+    *(
+        "from_pretrained",
+        "set_experts_implementation",
+        "configure_model",
+        "llama3",
+        "llama3_8b",
+        "save_state",
+        "load_state",
+    ),
     *("parameters_to_vector", "resize_token_embeddings", "cpu_offload", "init_empty_weights"),
     *("load_checkpoint_and_dispatch", "DPOTrainer", "GRPOTrainer", "use_deterministic_algorithms"),
     *(
