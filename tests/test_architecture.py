@@ -105,7 +105,8 @@ ABOVE = {
         "torch accelerate lightning peft torchtitan transformers",
     ),
     "bench": (
-        "layoutc ints runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
+        "layoutc ints runtime runtime.kernels runtime.weight runtime.quantize runtime.products runtime.fsdp2 "
+        "runtime.train",
         "torch triton rich",
     ),
     "conformance.model": ("spec layout", "numpy yaml"),

@@ -240,15 +240,28 @@ def main() -> int:
     parser.add_argument("--shape", action="append", default=[], metavar="MxK", help="can be repeated; 8192x8192")
     parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks that the hooks are for")
     parser.add_argument("--peers", action="store_true", help="plain torch, compiled, and torchao beside the kernels")
+    parser.add_argument("--experts", action="store_true", help="products of experts alone: by kernels, and dequantized")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     try:
         shapes = [to_shape(text) for text in arguments.shape]
+        if arguments.experts:
+            report_experts(arguments.json)
+            return 0
         report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def report_experts(as_json: bool) -> None:
+    """Prints what products of experts take, as an entry of measured.json with as_json. Raises ValueError."""
+    from layoutc.bench import experts
+
+    found = experts.run(lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
+    if as_json:
+        print(json.dumps(found, indent=1))
 
 
 def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, as_json: bool) -> dict[str, Any]:

@@ -31,10 +31,17 @@ def _shapes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 )
 @click.option("--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks that the hooks are for.")
 @click.option("--peers", is_flag=True, help="Also the recipes in plain torch, compiled; torch's operators; torchao.")
+@click.option("--experts", is_flag=True, help="Products of experts alone: by kernels, and dequantized.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
 @chart_option
 def bench(
-    recipes: tuple[str, ...], shapes: list[Shape], world: int, peers: bool, as_json: bool, chart: Path | None
+    recipes: tuple[str, ...],
+    shapes: list[Shape],
+    world: int,
+    peers: bool,
+    experts: bool,
+    as_json: bool,
+    chart: Path | None,
 ) -> None:
     """Time kernels against the bandwidth of this machine's card, and the all-gather hooks.
 
@@ -44,6 +51,7 @@ def bench(
     layoutc bench                             four recipes, at 8192x8192
     layoutc bench mxfp8 --shape 4096x14336 --shape 512x4096
     layoutc bench nvfp4 --peers               beside torch.compile and torchao
+    layoutc bench --experts                   which products of experts gain by kernels
     layoutc bench --json > bench.json         for a machine
     layoutc bench bench.json --chart bench.svg   drawn again, elsewhere
     """
@@ -55,11 +63,16 @@ def bench(
             raise click.UsageError(f"give --chart FILE: {recipes[0]} has been measured")
         draw_again(measured.draw_kernels, recipes[0], before, chart)
         return
+    if experts and (recipes or shapes or peers or chart):
+        raise click.UsageError("--experts measures recipes and sizes of its own: give --json alone beside it")
     try:
-        from layoutc.bench.measure import report
+        from layoutc.bench.measure import report, report_experts
     except ImportError as error:
         raise click.UsageError(f"`layoutc bench` needs torch: {error}") from error
     try:
+        if experts:
+            report_experts(as_json)
+            return
         draw_chart(measured.draw_kernels, report(recipes, shapes, world, peers, as_json), chart)
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from layoutc.integrations.packages import needs
-from layoutc.runtime.products.routed import routed_experts
+from layoutc.runtime.products.experts import routed_experts
 
 with needs("transformers"):
     from transformers.integrations import moe

@@ -110,7 +110,7 @@ def taken(variant: str, options: argparse.Namespace, device: torch.device) -> li
     model, optimizer = built(variant, options, device)
     mode: Callable[[], AbstractContextManager[None]] = nullcontext
     if "low" in variant.split("+"):
-        mode = partial(layoutc.products, "auto")
+        mode = partial(layoutc.products, "low_precision")
     rows = []
     for form in options.forms:
         if form == "compiled":

@@ -22,9 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
+from layoutc.bench import experts as bench
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
-from layoutc.runtime.products import grouped, grouped_choice, scaled_grouped_mm
+from layoutc.runtime.products import choice, grouped, grouped_choice, measured, scaled_grouped_mm
 from layoutc.runtime.products.groups import Groups, rows_together, shares_all_rows
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
@@ -332,6 +333,86 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     grouped_choice._choose.cache_clear()
 
 
+@pytest.fixture
+def a_card(kernels: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose products were measured, and another one of its compute capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0))
+    sizes = {"recipe": "fp8_rowwise", "experts": 8, "n": 1024, "k": 2048}
+    rows = [
+        measured.Timed(card, (9, 0), product=product, tokens=8 * each, kernel=time, dequantized=100, **sizes)
+        for card, product, each, time in (
+            *(("a card", "forward", 64, 150), ("a card", "forward", 4096, 50), ("a card", "grad_input", 64, 100)),
+            *(("another", "forward", 64, 50), ("another", "forward", 4096, 200)),
+        )
+    ]
+    monkeypatch.setattr(measured, "table", lambda: tuple(rows))
+
+
+def test_kernels_are_taken_where_they_were_measured_faster(a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the nearest sizes and tokens of an expert; other recipes, products and capabilities, of which nothing is
+    known, have what the card has."""
+
+    def ways(recipe: str, experts: int, each: int) -> list[str]:
+        sizes = grouped_choice.Sizes(experts, 1536, 2048, experts * each)
+        cls = importlib.import_module(f"layoutc.recipes.{recipe}").Tensor
+        names: tuple[Any, ...] = ("forward", "grad_input")
+        found = [grouped_choice.choose(cls, name, sizes, torch.device("cuda"), "low_precision") for name in names]
+        assert [one.way for one in found if not one.reason] == [one.way for one in found if one.way == "kernel"]
+        return [one.way for one in found]
+
+    assert ways("fp8_rowwise", 64, 100) == ["dequantize", "kernel"]
+    assert ways("fp8_rowwise", 4, 1000) == ["kernel", "kernel"]
+    assert ways("fp8_current", 64, 100)[0] == "kernel"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another")
+    grouped_choice._choose.cache_clear()
+    assert ways("fp8_rowwise", 64, 100) == ["kernel", "kernel"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a third one")
+    monkeypatch.setattr(choice, "capability_of", lambda device: (10, 0))
+    grouped_choice._choose.cache_clear()
+    assert ways("fp8_rowwise", 64, 100) == ["kernel", "kernel"]
+
+
+def test_what_was_measured_slower_is_explained_and_is_no_missing_kernel(a_card: None) -> None:
+    layer = experts("fp8_rowwise", torch.zeros(8, 1024, 2048))
+    found = {row.product: row for row in layoutc.explain_products(layer, tokens=8 * 64, device="cuda")}
+    assert (found["forward"].way, found["grad_input"].way) == ("dequantize", "kernel")
+    expected = "the kernel is slower: for 8 experts of 1024x2048 and 512 tokens it took 150 us and dequantizing 100"
+    assert found["forward"].reason == f"{expected}, on a card (layoutc bench --experts)"
+    before = dict(layoutc.products_without_kernel())
+    chosen = tuple(grouped_choice.Chosen(row.way, row.reason) for row in found.values())
+    grouped._count(layer.weight, chosen, ("forward",))
+    assert dict(layoutc.products_without_kernel()) == before
+
+
+def test_what_was_measured_has_all_fields() -> None:
+    """Of each card; times are positive."""
+    assert all(row.kernel > 0 and row.dequantized > 0 and row.tokens >= row.experts for row in measured.table())
+
+
+def test_bench_measures_each_product_either_way(kernels: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints is an entry of the table."""
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "SHAPES", ((4, 32, 64),))
+    monkeypatch.setattr(bench, "TOKENS", (8,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(bench.clocks, "rotated", lambda make, nbytes: float(make()().shape[1]))
+    monkeypatch.setattr(bench, "RECIPES", ("fp8_rowwise", "fp8_current"))
+    lines: list[str] = []
+    found = bench.run(lines.append)
+    rows = [measured.Timed(found["card"], tuple(found["capability"]), **row) for row in found["rows"]]
+    assert [(row.recipe, row.product, row.kernel, row.dequantized) for row in rows] == [
+        ("fp8_rowwise", "forward", 32.0, 32.0),
+        ("fp8_rowwise", "grad_input", 64.0, 64.0),
+        ("fp8_current", "forward", 32.0, 32.0),
+    ]
+    assert len(lines) == 3
+    assert len(kernels) == 3
+
+
 @each_groups
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
 def test_kernels_read_what_was_quantized(recipe: str, sizes: tuple[int, ...], kernels: list[bool]) -> None:
@@ -462,9 +543,8 @@ def test_reasons(recipe: str, name: Any, sizes: tuple[int, ...], words: str) -> 
     ],
 )
 def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], served: set[str]) -> None:
-    from layoutc.runtime.products import choice
-
-    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    monkeypatch.setattr(choice, "capability_of", lambda device: capability)
+    monkeypatch.setattr(measured, "table", tuple)
     monkeypatch.setattr(grouped_choice, "scaled_grouped_mm_v2_is_traced", True)
     grouped_choice._choose.cache_clear()
     assert {recipe for recipe in WITH_KERNELS if ways_of(recipe, 128, "cuda:0")[0] == "kernel"} == served

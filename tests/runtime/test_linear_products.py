@@ -378,7 +378,7 @@ def test_reasons() -> None:
     ],
 )
 def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], served: set[str]) -> None:
-    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    monkeypatch.setattr(choice, "capability_of", lambda device: capability)
     card = torch.device("cuda", 0)
     recipes = ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
     ways = {

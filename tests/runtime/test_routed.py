@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
-from layoutc.runtime.products.routed import routed_experts
+from layoutc.runtime.products.experts import routed_experts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

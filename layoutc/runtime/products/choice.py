@@ -125,7 +125,7 @@ def not_here(cards: Cards, device: torch.device) -> str:
         return "" if cards.cpu and scaled_mm_on_cpus else "CPUs have no kernel for it"
     if device.type != "cuda":
         return "" if device.type == "meta" else f"devices of type {device.type} have no kernel for it"
-    capability = _capability(device)
+    capability = capability_of(device)
     if capability < cards.least:
         return f"needs compute capability {_dotted(cards.least)}, and the card has {_dotted(capability)}"
     if cards.below is not None and capability >= cards.below:
@@ -134,7 +134,7 @@ def not_here(cards: Cards, device: torch.device) -> str:
 
 
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

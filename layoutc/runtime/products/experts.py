@@ -1,10 +1,12 @@
 """Groups of tokens by weights of experts, as autograd and torch.compile see them: F.grouped_mm and torch.bmm.
 
-As `autograd` does it for F.linear: one function, and two operators that take the weight itself.
+As `autograd` does it for F.linear: one function, and two operators that take the weight itself. And all experts of a
+layer as one call: tokens to their experts, what those compute, and back to tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
+from layoutc.runtime.operands.routes import FromExperts, ToExperts, routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
 from layoutc.runtime.products.choice import Keeps, keeps
@@ -101,6 +104,20 @@ def _batch_multiplied(input: Any, mat2: Any, **options: Any) -> Tensor | None:
     if input.is_floating_point() and autograd.autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     return _groups_multiplied(input, mat2)
+
+
+def routed_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """x (tokens, columns) by the experts that each token has chosen -> (tokens, columns), the sum by their weights.
+
+    chosen, weights: (tokens, chosen of each); an expert from `experts` on is another rank's, and adds nothing. compute:
+    (rows in the order of experts, where those of each end) -> rows.
+    """
+    routes = routes_of(chosen, experts)
+    y = compute(ToExperts.apply(x, *routes), routes.ends)  # type: ignore[no-untyped-call]
+    made: Tensor = FromExperts.apply(y, weights, *routes)  # type: ignore[no-untyped-call]
+    return made
 
 
 autograd.FUNCTIONS |= {

@@ -21,7 +21,7 @@ from layoutc.runtime.facts import Grouped
 from layoutc.runtime.operands import shared_inputs
 from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import scaled_grouped_mm
+from layoutc.runtime.products import measured, scaled_grouped_mm
 from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, recipes_of
 from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
@@ -139,7 +139,7 @@ def _count(weight: QuantizedTensor, chosen: Sequence[Chosen], names: Sequence[Pr
     """Notes products that have no kernel."""
     for name in names:
         way, reason = chosen[NAMES.index(name)]
-        if way != "kernel" and getattr(weight.LAYOUT.products, name) is not None:
+        if way != "kernel" and getattr(weight.LAYOUT.products, name) is not None and not measured.is_choice(reason):
             note_without_kernel(weight, name, reason)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from layoutc.runtime.facts import Cards, Grouped, Operand
 from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import measured
 from layoutc.runtime.products.choice import OPERANDS, Chosen, ProductName, Recipe, Recipes, not_here, recipes_of
 from layoutc.runtime.products.groups import shares_all_rows
 from layoutc.runtime.torch_private import scaled_grouped_mm_v2_is_traced
@@ -60,6 +61,10 @@ def _choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, 
         return Chosen("dequantize", reason)
     found = kernel(cls, name, sizes.by_columns)
     reason = found if isinstance(found, str) else not_here(found.cards, device) or _misfit(recipes, name, found, sizes)
+    if not reason and mode == "low_precision" and type(sizes.tokens) is int:
+        each = sizes.tokens / sizes.experts
+        if reason := measured.slower(cls.LAYOUT.name, name, sizes.n, sizes.k, each, device):
+            return Chosen("dequantize", reason)
     if not reason:
         return Chosen("kernel", "")
     return Chosen("reference" if mode == "reference" else "dequantize", reason)
