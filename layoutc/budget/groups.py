@@ -12,7 +12,7 @@ from layoutc.budget.mesh import Mesh, place
 from layoutc.budget.shards import FP32, Dtypes, Gathered, Piece, gathered
 from layoutc.estimate.state import Wire
 from layoutc.estimate.work import Product, Sent, Use, Work
-from layoutc.ints.gathers import in_few_steps
+from layoutc.ints.gathers import in_few_steps, reduces_in_few_steps
 from layoutc.models.weights import Layer, Model, Weight
 
 
@@ -86,11 +86,11 @@ class Group:
         shards alone, cut on dim 0, where all weights are trained."""
         pieces = [one.piece for one in self.members]
         on_gather = [one for one in pieces if one.plan is not None and one.on_gather]
-        if self.ranks == 1 or self.replicas > 1 or all(one.plan is None for one in pieces):
+        if self.ranks == 1 or all(one.plan is None for one in pieces) or not all(one.trains for one in pieces):
             return False
         if on_gather and not (self.packed and all(one.packs for one in on_gather)):
             return False
-        return all(one.trains and not one.placed.dim and one.placed.parts == 1 for one in pieces)
+        return reduces_in_few_steps(self.replicas, [(one.placed.dim, one.placed.parts) for one in pieces])
 
     @cached_property
     def trained(self) -> tuple[Piece, ...]:

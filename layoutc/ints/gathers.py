@@ -49,3 +49,10 @@ def leaves_values(chosen: Sequence[bool | None], free: Iterable[bool]) -> list[b
     """
     by_default = len(chosen) > 1 and False not in chosen and all(free)
     return [by_default if own is None else own for own in chosen]
+
+
+def reduces_in_few_steps(replicas: int, params: Iterable[tuple[int, int]]) -> bool:
+    """Whether gradients of a group can be reduced in few steps, where all of them are there: over shards alone, of
+    parameters that are cut on dim 0 and in no other way. params: (the dim that shards cut, the parts that tensor
+    parallelism makes of it)."""
+    return replicas == 1 and all(dim == 0 and parts == 1 for dim, parts in params)

@@ -54,6 +54,15 @@ def test_values_cost_nothing_in_16_bits_that_are_freed_after_forward() -> None:
     assert [case for case in free if gathers.values_cost_nothing(*case)] == [(True, 2, False, False)]
 
 
+def test_gradients_are_reduced_in_few_steps_over_shards_of_rows_alone() -> None:
+    """One parameter that is cut otherwise has FSDP2 reduce the whole group."""
+    kinds = list(product((0, 1, 2), (1, 2, 4)))
+    for replicas, *params in [(r, *p) for r in (1, 2) for n in (0, 1, 2, 3) for p in product(kinds, repeat=n)]:
+        few = gathers.reduces_in_few_steps(replicas, params)
+        assert few == (replicas == 1 and set(params) <= {(0, 1)}), (replicas, params)
+        assert not few or gathers.reduces_in_few_steps(replicas, params[1:])
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_runtime_and_the_plan_count_alike(name: str) -> None:
     """Slots of both passes, and what fits into a pack, of weights of many sizes over many ranks."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, ReduceScatterState
 
+from layoutc.ints.gathers import reduces_in_few_steps
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import streams
 from layoutc.runtime.torch_private import changed, without_torch_function
@@ -107,12 +108,12 @@ def gradients_of(group: FSDPParamGroup) -> list[Tensor] | None:
 
 def reduction_of(group: FSDPParamGroup, grads: Sequence[Tensor]) -> Reduction | None:
     """None for a group of which FSDP2 does more than to reduce gradients over its ranks."""
-    if type(group.mesh_info) is not FSDPMeshInfo or len(group.modules) > 1 or any(not grad.numel() for grad in grads):
-        return None
     params, ranks = tuple(group.fsdp_params), group._reduce_scatter_process_group.size()
-    if getattr(group, "_num_param_groups", 1) > 1:
+    replicas = 1 if type(group.mesh_info) is FSDPMeshInfo else 2  # or any other mesh
+    cuts = [(param.fsdp_placement.dim, 2 if param.is_dtensor else 1) for param in params]  # or more parts
+    if not reduces_in_few_steps(replicas, cuts) or any(param.offload_to_cpu for param in params):
         return None
-    if any(param.fsdp_placement.dim or param.offload_to_cpu or param.is_dtensor for param in params):
+    if len(group.modules) > 1 or getattr(group, "_num_param_groups", 1) > 1 or any(not grad.numel() for grad in grads):
         return None
     dtype = group._reduce_dtype or grads[0].dtype
     before, after, op, _ = _get_gradient_divide_factors(
