@@ -12,7 +12,7 @@ import click
 
 from layoutc.cli.charts import chart_option, check_chart, draw_chart, shown_again
 from layoutc.cli.planning import CARDS, count, dtype, is_given, options, planned, recipe_option
-from layoutc.cli.shared import MOST_RANKS, grouped, words_of
+from layoutc.cli.shared import MOST_RANKS, grouped, split_list
 from layoutc.estimate.state import MASTERS, STATES
 
 WRITTEN = "layoutc_plan"  # the key of the JSON that this command writes
@@ -176,7 +176,7 @@ def _data(
         if model is not None and (earlier := read.written(model, WRITTEN)) is not None:
             with shown_again(model):
                 return _earlier(model, earlier), model
-        found = typed.read(words_of(shapes)) if model is None else read.read(model)
+        found = typed.read(split_list(shapes)) if model is None else read.read(model)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     asked = _settled(asked)

@@ -11,7 +11,7 @@ import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import MOST_RANKS, FiniteRange, words_of, worlds_of
+from layoutc.cli.shared import MOST_RANKS, FiniteRange, split_list, worlds_of
 
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
@@ -336,7 +336,7 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
         from layoutc.report.budgets.answer import losses
 
         stated = tuple(losses())
-    recipes = [one for one in dict.fromkeys(words_of(stated)) if one != plain]
+    recipes = [one for one in dict.fromkeys(split_list(stated)) if one != plain]
     exchange = _wire(asked)
     uses = [Use(plain, exchange=exchange)]
     if asked["exchange"] and (BYTES[plain] != 2 or asked["reduced"] != "fp32"):

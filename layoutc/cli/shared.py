@@ -59,7 +59,7 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 def worlds_of(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
     """`8,64,512` -> [8, 64, 512]."""
     found: list[int] = []
-    for word in words_of(value):
+    for word in split_list(value):
         if not (word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_RANKS):
             message = f"'{word}' is not a number of ranks; write 1 to {MOST_RANKS:,}, as in --world 8,64,512."
             raise click.BadParameter(message, ctx, param)
@@ -67,7 +67,7 @@ def worlds_of(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
     return list(dict.fromkeys(found))
 
 
-def words_of(value: tuple[str, ...]) -> list[str]:
+def split_list(value: tuple[str, ...]) -> list[str]:
     """The words of an option that may be given several times, with several words each, between commas."""
     return [word.strip() for one in value for word in one.split(",")]
 

@@ -54,7 +54,7 @@ def copies_state() -> bool:
     return is_near(STAGERS, _CHECKPOINTS)
 
 
-def asking() -> str:
+def calling_module() -> str:
     """The module that called the function that calls this."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name

@@ -52,7 +52,7 @@ def implicit_dequantizes() -> Counter[str]:
     return Counter(_counts)
 
 
-def note(operator: str, label: str) -> None:
+def count_dequantize(operator: str, label: str) -> None:
     """Counts one implicit dequantize. Raises ImplicitDequantize under strict()."""
     if _strict.get():
         raise ImplicitDequantize(

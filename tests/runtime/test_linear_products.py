@@ -144,8 +144,8 @@ def test_a_product_into_memory_that_is_there(recipe: str, dtype: torch.dtype, fa
     layout, read = module(recipe).LAYOUT, linear.scaled_mm.side
     a, b = (module(recipe).quantize(weight(rows, K, seed=rows)).buffers() for rows in (TOKENS, M))
     sides = read(layout, "rowwise", a, TOKENS, is_left=True), read(layout, "rowwise", b, M, is_left=False)
-    assert linear.scaled_mm.gives(sides[0].kinds, dtype)
-    assert not linear.scaled_mm.gives(sides[0].kinds, torch.float16)
+    assert linear.scaled_mm.supports_output_dtype(sides[0].kinds, dtype)
+    assert not linear.scaled_mm.supports_output_dtype(sides[0].kinds, torch.float16)
     out = torch.empty(2, TOKENS // 2, M, dtype=dtype)
     linear.scaled_mm.multiply_into(out.view(-1, M), *sides, fast=fast)
     assert same_bits(out.flatten(0, 1), linear.scaled_mm.multiply(*sides, dtype, fast=fast))

@@ -12,7 +12,7 @@ from layoutc.runtime.errors import printable
 Scales = dict[str, dict[str, float]]  # by the name that weights are joined under, those of their tensors
 
 
-def note(scales: Scales, group: str, name: str, value: Tensor) -> None:
+def record_scale(scales: Scales, group: str, name: str, value: Tensor) -> None:
     """Adds a tensor with one value, the scale of a weight that engines join with others."""
     scales.setdefault(group, {})[name] = float(value.flatten()[0])
 

@@ -103,7 +103,7 @@ def made(
     for one in tensors:
         tensor = _made(one, planes, coded, kept)
         if noted is not None and one.joined:
-            fused.note(noted.scales, one.joined, one.name, tensor)
+            fused.record_scale(noted.scales, one.joined, one.name, tensor)
         yield one.name, tensor
 
 

@@ -17,7 +17,7 @@ from layoutc.checkpoint.common import narrowing
 from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
-from layoutc.checkpoint.held.fused import Scales, note, warn_apart
+from layoutc.checkpoint.held.fused import Scales, record_scale, warn_apart
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
@@ -162,7 +162,7 @@ def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
         found.check_stated(slices.read)
         for stored, _ in (part for plane in found.planes.values() if plane.shared for part in plane.parts):
             if (group := joined(stored.name, found.bound.binding.fused)) is not None:
-                note(scales, group, stored.name, slices.read(stored, ()))
+                record_scale(scales, group, stored.name, slices.read(stored, ()))
     if isinstance(step.source, Entry) and holds(step.param):
         planes = (plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values())
         for plane in planes:

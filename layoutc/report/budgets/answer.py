@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from layoutc.report.budgets.figures import NOTES, faster, label, links_of, load_of, words_of
+from layoutc.report.budgets.figures import NOTES, described, faster, label, links_of, load_of
 from layoutc.report.estimates import ON_GATHER
 from layoutc.report.tables import Table
 
@@ -71,7 +71,7 @@ def _where(data: Mapping[str, Any]) -> str:
     cards = f"{mesh['world']:,} {setting['machine']['name']}"
     size = f"{model['elements'] / 1e9:,.1f}e9 parameters"
     return ", ".join(
-        [f"{model['name']} ({size}) on {cards}", *words, *words_of(setting), load_of(setting), links_of(setting)]
+        [f"{model['name']} ({size}) on {cards}", *words, *described(setting), load_of(setting), links_of(setting)]
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.charts import style
-from layoutc.report.budgets.figures import figure, label, links_of, load_of, words_of
+from layoutc.report.budgets.figures import described, figure, label, links_of, load_of
 
 PANELS = (
     ("step_seconds", 1e3, "Step, estimated", "ms"),
@@ -58,6 +58,6 @@ def draw(data: Mapping[str, Any], path: Path) -> list[str]:
         handles, names = places[0].get_legend_handles_labels()
         drawn.legend(handles, names, loc="outside upper center", ncols=min(6, len(names)), frameon=False)
         setting = data["setting"]
-        words = (data["model"]["name"], load_of(setting), links_of(setting), *words_of(setting))
+        words = (data["model"]["name"], load_of(setting), links_of(setting), *described(setting))
         drawn.supxlabel(", ".join(words), size=8, color="#606060")
     return list(lines)

@@ -165,7 +165,7 @@ def title(data: Mapping[str, Any]) -> str:
     model, setting = data["model"], data["setting"]
     mesh = data["budgets"][0]["mesh"]
     words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
-    words += words_of(setting)
+    words += described(setting)
     size = f"{model['elements'] / 1e9:,.2f}e9 parameters in {model['layers']} layers and the root"
     return ", ".join([str(model["name"]), size, *words, load_of(setting), links_of(setting)])
 
@@ -181,7 +181,7 @@ def links_of(setting: Mapping[str, Any]) -> str:
     return f"{links['within']['name']} within hosts of {links['per_host']}, {links['across']['name']} a card across"
 
 
-def words_of(setting: Mapping[str, Any]) -> list[str]:
+def described(setting: Mapping[str, Any]) -> list[str]:
     """How weights and gradients travel, where it is not FSDP2's way."""
     said = {"exchange": "gradients exchanged", "on_gather": "weights dequantized on gather"}
     return [words for key, words in said.items() if setting[key]]

@@ -174,7 +174,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             copied = self._copied_view()
             whole: Tensor = self._quantized(self.store["values"], first) if copied is None else copied.in_use(first)
             if isinstance(whole, QuantizedTensor):
-                strict.note(str(self._views[-1].func), self.label())
+                strict.count_dequantize(str(self._views[-1].func), self.label())
                 whole = whole.dequantize()
             return self._viewed(whole.to(self.dtype).contiguous())
 

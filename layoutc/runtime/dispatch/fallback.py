@@ -35,10 +35,10 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise UnsupportedOperator(
             f"{func}: {label} keeps its shape, order and memory; for another, call the operator without the underscore"
         )
-    strict.note(str(func), label)
+    strict.count_dequantize(str(func), label)
     targets = [value for value in _outputs(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if targets:
-        update_warnings.note(func, targets, tree_leaves((args, kwargs)))
+        update_warnings.warn_inexact_update(func, targets, tree_leaves((args, kwargs)))
     else:
         merges.note_read(tree_leaves((args, kwargs)))
 

@@ -149,7 +149,7 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     if dtype != tensor.dtype:
         if not (dtype.is_floating_point and callers.converts_a_module()):
-            strict.note(f"{func} to {dtype}", tensor.label())
+            strict.count_dequantize(f"{func} to {dtype}", tensor.label())
             values = tensor.dequantize(dtype if dtype.is_floating_point else None)
             return values.to(device, dtype)
         if device == (tensor := tensor.alias(dtype=dtype)).device:
@@ -280,7 +280,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             _check_same_cut(func, target)
         if same and (_phase(source), source.transposed) == (_phase(target), target.transposed):
             return _copy_planes(target, source)
-        strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target.label())
+        strict.count_dequantize(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target.label())
         source = source.dequantize(torch.float32)
     if target.transposed:
         raise UnsupportedOperator(f"{func}: {target.label()} is transposed; copy into the weight itself")

@@ -43,5 +43,5 @@ def or_values(handler: Handler) -> Handler:
 
 def of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:
     """The view of the weight's values. Raises ImplicitDequantize under strict()."""
-    strict.note(str(func), args[0].label())
+    strict.count_dequantize(str(func), args[0].label())
     return func(args[0].dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]

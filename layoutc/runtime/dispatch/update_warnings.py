@@ -43,7 +43,7 @@ def warn_of_coarse(name: str, recipe: str, count: int) -> None:
     )
 
 
-def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
+def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
     """Warns of an operator that updates quantized weights in place from other tensors of their shape.
 
     Initializers have no such operands, and a weight with initial values loses nothing.

@@ -32,7 +32,7 @@ def all_reduce_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     values = [one.dequantize().contiguous() if isinstance(one, QuantizedTensor) else one for one in tensors]
     for one in tensors:
         if isinstance(one, QuantizedTensor):
-            strict.note(str(func), one.label())
+            strict.count_dequantize(str(func), one.label())
     found = func(values, *rest, **kwargs)
     work = found[1] if isinstance(found, tuple) else found
     if may_wait(func, args, kwargs, values[0]):

@@ -219,7 +219,7 @@ def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
     return (cdiv(m, tile_m) * cdiv(k, tile_k),)
 
 
-def six(names: tuple[str, ...]) -> tuple[str, ...]:
+def pad_to_six(names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of planes or buffers, filled up with empty names to the six that kernels take."""
     return (*names, *("",) * (6 - len(names)))
 

@@ -259,18 +259,18 @@ class Kernels:
     @cached_property
     def _planes(self) -> tuple[str, ...]:
         """The same, filled up to the six that kernels take."""
-        return launch.six(self._written)
+        return launch.pad_to_six(self._written)
 
     @cached_property
     def _made(self) -> tuple[str, ...]:
         """The buffers that are made from planes, in order, filled up to the six that kernels take."""
         facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
-        return launch.six(tuple(name for name in facts if name not in self.layout.as_stored))
+        return launch.pad_to_six(tuple(name for name in facts if name not in self.layout.as_stored))
 
     @cached_property
     def _moved(self) -> tuple[str, ...]:
         """The planes that lay_out_tile reads, filled up to the six that kernels take."""
-        return launch.six(self.moved)
+        return launch.pad_to_six(self.moved)
 
     @cached_property
     def _masks(self) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
     fast: let Hopper add up in its tensor cores' own precision, where the kind of scales allows. torchao and Transformer
     Engine do so in forward, and not for gradients.
     """
-    given = dtype if gives(a.kinds, dtype) else torch.bfloat16
+    given = dtype if supports_output_dtype(a.kinds, dtype) else torch.bfloat16
     made = _product(a, b, given, fast)
     return made if made.dtype == dtype else made.to(dtype)
 
@@ -98,7 +98,7 @@ def _product(a: Side, b: Side, dtype: torch.dtype, fast: bool, **into: Tensor) -
     return scaled_mm(*sides, None, dtype, [], fast and a.kinds in _WHOLE, **into)
 
 
-def gives(kinds: list[int], dtype: torch.dtype) -> bool:
+def supports_output_dtype(kinds: list[int], dtype: torch.dtype) -> bool:
     """Whether scaled_mm gives a dtype for kinds of scales of the left operand: bf16 for all, fp32 for one scale."""
     return dtype == torch.bfloat16 or (kinds == _WHOLE[0] and dtype == torch.float32)
 

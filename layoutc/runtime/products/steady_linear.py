@@ -45,7 +45,7 @@ class Forward(NamedTuple):
         flat = x.flatten(0, -2)
         quantizing = Quantizing.of(recipes.activation, flat, names, orientations)
         left = Place.of(layout, "rowwise", names, flat.shape[0], True)
-        if quantizing is None or left is None or not scaled_mm.gives(left.kinds, x.dtype):
+        if quantizing is None or left is None or not scaled_mm.supports_output_dtype(left.kinds, x.dtype):
             return None
         saved = tuple(range(len(names) - len(kept), len(names)))
         is_stored = launched.is_stored(weight.LAYOUT, "rowwise")
@@ -100,7 +100,11 @@ class Backward(NamedTuple):
             rowwise = Place.of(gradient, "rowwise", names, flat.shape[0], True)
             is_stored = launched.is_stored(weight.LAYOUT, "columnwise")
             laid = None if is_stored else LayingOut.of(weight, "columnwise", k)
-            if rowwise is None or (laid is None and not is_stored) or not scaled_mm.gives(rowwise.kinds, grad.dtype):
+            if (
+                rowwise is None
+                or (laid is None and not is_stored)
+                or not scaled_mm.supports_output_dtype(rowwise.kinds, grad.dtype)
+            ):
                 return None
         if trains:
             columnwise = Place.of(gradient, "columnwise", names, m, True)

@@ -167,7 +167,7 @@ def _replace(
             keep_quantized(module)
         if caller == "cast_on_gather_":
             keep_plain(module)
-    replaced_parameters.note(roots)
+    replaced_parameters.record_replacements(roots)
     update_warnings.watch()
     return chosen
 

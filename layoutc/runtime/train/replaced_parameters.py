@@ -27,7 +27,7 @@ Places = dict[Tensor, tuple[dict[str, Any], str]]
 _converted: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id: a module's own == may be anything
 
 
-def note(roots: Iterable[nn.Module]) -> None:
+def record_replacements(roots: Iterable[nn.Module]) -> None:
     """Keeps in mind, while they live, modules whose parameters are likely to be given to an optimizer."""
     for root in roots:
         _converted.update((id(module), module) for module in root.modules())

@@ -34,7 +34,7 @@ class ReportedMemory:
         Its size is not numel() * element_size(): those, and `nbytes`, describe a dense copy. A weight's bytes are the
         sum over `planes()`. Raises as data_ptr does.
         """
-        plain = _addressed(self, callers.asking(), _TRACING)
+        plain = _addressed(self, callers.calling_module(), _TRACING)
         return torch.Tensor.untyped_storage(self) if plain is None else plain.untyped_storage()
 
     def data_ptr(self: Any) -> int:
@@ -45,7 +45,7 @@ class ReportedMemory:
         there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, or safetensors,
         which would read them as such.
         """
-        caller = callers.asking()
+        caller = callers.calling_module()
         if caller.startswith(_WRITERS) and getattr(self, "_plain", None) is None:
             raise UnsupportedOperator(
                 f"safetensors can't write {self.label()} as a tensor of its dtype: it holds codes; "
