@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
 from layoutc.runtime.quantize import amax, weights
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 DEFAULT_RECIPES = ("mxfp8", "nvfp4")
@@ -183,7 +184,7 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
     byte with those of the whole master; returns their number. Raises AssertionError with the name of one that differs.
     """
     masters = {name: optimizer.state[param]["master"] for name, param in model.named_parameters()}
-    held_here = [(name, getattr(param, "_local_tensor", param)) for name, param in model.named_parameters()]
+    held_here = [(name, local_tensor(param)) for name, param in model.named_parameters()]
     shards = {name: shard for name, shard in held_here if isinstance(shard, QuantizedTensor)}
     deciding = {name: amax.amax_of_scales(shard) for name, shard in shards.items()}
     for module in model.modules():
@@ -211,7 +212,7 @@ def resident_bytes(model: nn.Module) -> int:
     """Bytes of this rank's parameters as they are stored."""
     total = 0
     for param in model.parameters():
-        local = getattr(param, "_local_tensor", param)
+        local = local_tensor(param)
         plain = local.planes().values() if isinstance(local, QuantizedTensor) else (local,)
         total += sum(plane.numel() * plane.element_size() for plane in plain)
     return total

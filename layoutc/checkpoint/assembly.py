@@ -16,6 +16,7 @@ from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.storage.pending_writes import check_whole
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.padding import NOT_PADDED
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -139,7 +140,7 @@ def requantize(live: QuantizedTensor, destinations: Sequence[Destination]) -> No
 def local_of(value: object) -> Tensor | None:
     """This rank's part of an entry of a state dict; None for plain values."""
     if isinstance(value, DTensor):
-        return value._local_tensor
+        return local_tensor(value)
     return value if isinstance(value, Tensor) else None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from layoutc.doctor.findings import Line
 from layoutc.runtime.kernels.launch import level_of
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import fsdp2
 
 DRIVER = Path("/proc/driver/nvidia/version")
 LEVELS = {
@@ -75,12 +75,12 @@ def _fsdp2() -> Iterator[Line]:
     try:
         count, lost = _names_read()
     except Exception as error:  # whatever it is, FSDP2 does not run here
-        yield Line(about, "missing", f"{type(error).__name__}: {error}", registry.FIX)
+        yield Line(about, "missing", f"{type(error).__name__}: {error}", fsdp2.FIX)
         return
-    yield Line(about, "fine", f"as in torch {registry.RUNS_WITH}: {count} parameter found by its private names")
+    yield Line(about, "fine", f"as in torch {fsdp2.RUNS_WITH}: {count} parameter found by its private names")
     if lost:
         found = f"{lost} of FSDP2 differ: its own steps are taken, with the same bytes in more time of the host"
-        yield Line("gathers in few steps", "without", found, registry.FIX)
+        yield Line("gathers in few steps", "without", found, fsdp2.FIX)
 
 
 def _names_read() -> tuple[int, str]:
@@ -104,13 +104,14 @@ def _parameters_of_a_module() -> tuple[int, str]:
     fully_shard(module, mesh=DeviceMesh("cpu", torch.arange(1)))
     shard = next(module.parameters())
     module(torch.zeros(1, 8)).sum().backward()
-    groups = [group for param, group in registry.parameters() if param.sharded_param is shard]
+    groups = [group for param, group in fsdp2.parameters() if param.sharded_param is shard]
     count = len(groups)
     if count != 1:
-        registry.refuse(f"_module_state_mapping leads to {count} of 1 parameter")
+        fsdp2.refuse(f"_module_state_mapping leads to {count} of 1 parameter")
     try:
-        from layoutc.runtime.fsdp2 import steady_group, steady_reduction
+        from layoutc.runtime.fsdp2 import steady_group
+        from layoutc.runtime.torch_private import reductions
     except ImportError as error:
         return count, str(error)
-    lost = [one.unknown(groups[0]) for one in (steady_group, steady_reduction)]
+    lost = [one.unknown(groups[0]) for one in (steady_group, reductions)]
     return count, ", ".join(filter(None, lost))

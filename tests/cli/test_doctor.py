@@ -21,8 +21,8 @@ from layoutc.cli import progress
 from layoutc.cli.app import main
 from layoutc.doctor import machine, packages, recipes
 from layoutc.doctor.findings import Line, Runs, is_healthy
-from layoutc.runtime.fsdp2 import steady_group, steady_reduction
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.fsdp2 import steady_group
+from layoutc.runtime.torch_private import fsdp2, reductions
 
 
 def run(*args: str) -> Result:
@@ -58,7 +58,7 @@ def test_this_machine_is_fine() -> None:
 
 
 @pytest.mark.usefixtures("no_group")
-@pytest.mark.parametrize("module", [steady_group, steady_reduction], ids=["gathers", "reductions"])
+@pytest.mark.parametrize("module", [steady_group, reductions], ids=["gathers", "reductions"])
 def test_what_a_torch_has_under_other_names_is_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is needed is missing: FSDP2 takes its own steps."""
     monkeypatch.setattr(module, "_OF_GROUP", (*module._OF_GROUP, "_no_such_name"))
@@ -79,7 +79,7 @@ def test_tables_and_quiet() -> None:
 
 @pytest.mark.usefixtures("no_group")
 def test_what_fsdp2_has_renamed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_OF_PARAM", (*registry._OF_PARAM, "renamed_by_torch"))
+    monkeypatch.setattr(fsdp2, "_OF_PARAM", (*fsdp2._OF_PARAM, "renamed_by_torch"))
     result = run("doctor", "--quiet")
     assert result.exit_code == 1
     assert "FSDPParam has no renamed_by_torch" in result.stderr

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -59,8 +60,8 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             continue
         name = param._param_fqn or "a weight"
         tensors = {f"output {number}": output for number, output in enumerate(param.all_gather_outputs)}
-        weight: Any = meshes.local_of(param._unsharded_param)
-        shard = meshes.local_of(param.sharded_param)
+        weight: Any = local_tensor(param._unsharded_param)
+        shard = local_tensor(param.sharded_param)
         if hasattr(shard, "QUANTIZED"):
             known = registry.find(shard)
             assert known is not None, name

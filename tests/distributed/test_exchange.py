@@ -23,7 +23,7 @@ import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import exchange
 from layoutc.runtime.kernels.rank_sums import sum_in_order
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
 USES = ("plain", "quantized", "cast")
@@ -49,7 +49,7 @@ def counted() -> Iterator[dict[str, list[tuple[torch.dtype, int]]]]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: meshes.local_of(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    return {name: local_tensor(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 
 def equal_to_reduce_scatter(use: str, loop: Callable[[Any], Any], **options: Any) -> dict[str, Any]:

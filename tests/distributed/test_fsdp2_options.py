@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from weight_recipes import ALL_PAIRS
 
 import layoutc
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 
 WIDTH = 256
 Found = list[Tensor]
@@ -165,7 +165,7 @@ def left_out(model: Any) -> Found:
 def hooked(model: Any) -> Found:
     seen: Found = []
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda one: seen.append(meshes.local_of(one.grad).clone()))
+        param.register_post_accumulate_grad_hook(lambda one: seen.append(local_tensor(one.grad).clone()))
     return [*two_steps(model), *seen]
 
 
@@ -249,7 +249,7 @@ def equal_to_plain(recipe: str, case: str) -> None:
         for name, grad in gradients.items():
             own = theirs[name]
             assert (own is None) == (grad is None), name
-            assert grad is None or torch.equal(meshes.local_of(own), meshes.local_of(grad)), name
+            assert grad is None or torch.equal(local_tensor(own), local_tensor(grad)), name
 
 
 RECIPES = ("fp8_block", "nvfp4")  # cuts inside of blocks; two planes, and a scale of all ranks

@@ -27,7 +27,7 @@ from layoutc.layout import layout
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import exchange
 from layoutc.runtime.kernels.rank_sums import Codes, sum_in_order
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 
 SPECS = Path(__file__).parents[2] / "specs"
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
@@ -113,7 +113,7 @@ def summed(recipe: str, ranks: int) -> None:
             (model(x).float().square().mean() * scale).backward()
         at = 0
         for param, whole in zip(model.parameters(), alone.parameters(), strict=True):
-            own_grad: Any = meshes.local_of(param.grad)
+            own_grad: Any = local_tensor(param.grad)
             assert own_grad.numpy().tobytes() == expected[at : at + own_grad.numel()].tobytes()
             at += -(-whole.shape[0] // ranks) * (whole.numel() // whole.shape[0])
         assert at == len(expected)
@@ -204,7 +204,7 @@ def experts() -> None:
                 if exchanges:
                     layoutc.exchange_gradients(model, "grad_fp8")
             model(torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-            found.append(meshes.local_of(model.weight.grad))
+            found.append(local_tensor(model.weight.grad))
         assert torch.equal(*found)
         assert found[0].shape == ((2, 32, 16), (4, 16, 16))[dim]
 
@@ -295,7 +295,7 @@ def not_finite() -> None:
             x = torch.zeros(1, 256)
             x[0, 3] = bad if dist.get_rank() == 1 else 1.0
             model(x).float().sum().backward()
-            grad: Any = meshes.local_of(model[0].weight.grad)
+            grad: Any = local_tensor(model[0].weight.grad)
             assert not grad[:, :128].isfinite().any()
             assert grad[:, 128:].isfinite().all()
 

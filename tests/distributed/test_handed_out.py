@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import layoutc
 from layoutc import checkpoint
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 functional: Any = torch.ops._c10d_functional
@@ -37,7 +37,7 @@ def group(model: Any) -> Any:
 
 def local(model: Any) -> Any:
     """This rank's part of the weight, outside of autograd."""
-    return meshes.local_of(model.weight).detach()
+    return local_tensor(model.weight).detach()
 
 
 def gathered(model: Any) -> Tensor:

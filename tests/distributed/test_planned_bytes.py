@@ -57,7 +57,8 @@ from layoutc.runtime.fsdp2.exchange import GradientBuffer
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
-from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import local_tensor
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
@@ -156,14 +157,14 @@ class Watched:
                 held += [getattr(param, "unsharded_accumulated_grad", None), param.sharded_param.grad]
                 whole: Any = getattr(param, "_unsharded_param", None)
                 if whole is not None and whole.grad is not None:
-                    gradients.append(meshes.local_of(whole.grad))
+                    gradients.append(local_tensor(whole.grad))
         # FSDP2's loops over gradients hold some of them after the parameter has let go.
         for tensor in (*buffers, *leaving, *gradients):
             storage = tensor.untyped_storage()
             self.buffers[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
         live = {at: size for at, (_, size) in self.buffers.items()}
-        held = [meshes.local_of(one) for one in held if one is not None]
+        held = [local_tensor(one) for one in held if one is not None]
         live |= {one.untyped_storage().data_ptr(): size for one in held if (size := one.untyped_storage().nbytes())}
         self.most = max(self.most, sum(live.values()))
 

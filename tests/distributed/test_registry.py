@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from layoutc.runtime.errors import UnsupportedTorch
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import fsdp2
 
 STATES = "torch.distributed._composable_state"
 RENAMED = [  # what is hidden, and what is said to be missing
@@ -140,7 +141,7 @@ def test_a_renamed_registry_is_refused_on_all_ranks_before_a_collective(two: Ran
 def test_what_is_said_to_work_is_what_may_be_installed() -> None:
     """The bound in pyproject.toml is that of the message."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"pip install '{project['dependencies'][0]}'" == registry.FIX
+    assert f"pip install '{project['dependencies'][0]}'" == fsdp2.FIX
 
 
 def test_nothing_is_read_before_there_is_a_process_group() -> None:

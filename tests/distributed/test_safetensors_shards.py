@@ -34,7 +34,7 @@ from layoutc.checkpoint import export_safetensors, load_safetensors
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.safetensors import files as safetensors_files
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 INNER = 384  # rows of layers.0: three blocks of 128, so that two and four ranks cut inside of one
@@ -178,7 +178,7 @@ def own_bytes(model: nn.Module) -> list[bytes]:
     """What a rank's own rows have part in."""
     found = []
     for param in model.parameters():
-        held = meshes.local_of(param).detach()
+        held = local_tensor(param).detach()
         quantized = isinstance(held, QuantizedTensor)
         found += (
             [bytes(raw(held.entries(n)).tolist()) for n in held.store.planes]
@@ -308,7 +308,7 @@ def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
     model = built()
     with reads() as sizes:
         load_safetensors(model, Path(where) / "source")
-    assert sizes == [meshes.local_of(param).numel() * 2 for param in model.parameters()]
+    assert sizes == [local_tensor(param).numel() * 2 for param in model.parameters()]
     assert_holds(model, whole(recipe, tensors))
     export_safetensors(model, Path(where) / "quantized")
     found = load_file(Path(where) / "quantized" / "model.safetensors")
@@ -557,7 +557,7 @@ def is_held_by_some(where: str) -> None:
         held = distribute_tensor(torch.zeros(8, 12), mesh, [Shard(0)], src_data_rank=None)
         model.register_parameter(name, nn.Parameter(held))
     load_safetensors(model, where)
-    some, every = (meshes.local_of(param).detach() for param in model.parameters())
+    some, every = (local_tensor(param).detach() for param in model.parameters())
     assert torch.equal(every, (values + 1)[2 * rank : 2 * rank + 2])
     assert torch.equal(some, values[4 * rank : 4 * rank + 4]) if rank < 2 else some.numel() == 0
 
@@ -580,7 +580,7 @@ def narrows(where: str) -> tuple[str, list[str]]:
     dist.barrier()
     with pytest.raises(LayoutError) as caught:
         load_safetensors(model, Path(where) / "0")
-    local = meshes.local_of(model.some)
+    local = local_tensor(model.some)
     assert not local.any()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import layoutc
-from layoutc.runtime.fsdp2 import steady_group, steady_reduction
+from layoutc.runtime.fsdp2 import steady_group
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import reductions
 
 LAYERS = 2
 
@@ -29,15 +30,15 @@ LAYERS = 2
 def counted(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
     """The reductions that are taken in few steps, where that is allowed."""
     taken: list[str] = []
-    reduce, found = steady_reduction.reduce, steady_reduction.gradients_of
+    reduce, found = reductions.reduce, reductions.gradients_of
 
     def counting(*args: Any) -> None:
         taken.append("reduced")
         reduce(*args)
 
     with (
-        mock.patch.object(steady_reduction, "reduce", counting),
-        mock.patch.object(steady_reduction, "gradients_of", lambda group: found(group) if allowed() else None),
+        mock.patch.object(reductions, "reduce", counting),
+        mock.patch.object(reductions, "gradients_of", lambda group: found(group) if allowed() else None),
     ):
         yield taken
 
@@ -220,7 +221,7 @@ def frees() -> None:
     for param in model.parameters():
         param.grad = None
     kept: list[list[weakref.ref[Tensor]]] = []
-    found = steady_reduction.gradients_of
+    found = reductions.gradients_of
 
     def noting(group: Any) -> Any:
         assert not any(grad() is not None for before in kept for grad in before)
@@ -228,7 +229,7 @@ def frees() -> None:
         kept.append([weakref.ref(grad) for grad in grads or ()])
         return grads
 
-    with mock.patch.object(steady_reduction, "gradients_of", noting):
+    with mock.patch.object(reductions, "gradients_of", noting):
         backward(model)
     assert [len(grads) for grads in kept] == [7] * LAYERS
     assert not any(grad() is not None for grads in kept for grad in grads)
@@ -245,9 +246,9 @@ def is_another_torch(name: str) -> None:
     """One without a name that is used here: FSDP2 reduces, which is said once."""
     with counted(lambda: False):
         expected = stepped(mixer("nvfp4", mode="dequantize", layers=LAYERS))
-    names = (*steady_reduction._OF_GROUP, name)
+    names = (*reductions._OF_GROUP, name)
     with (
-        mock.patch.object(steady_reduction, "_OF_GROUP", names),
+        mock.patch.object(reductions, "_OF_GROUP", names),
         counted() as taken,
         warnings.catch_warnings(record=True) as said,
     ):

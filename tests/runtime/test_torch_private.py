@@ -410,7 +410,7 @@ def test_each_name_has_a_test() -> None:
         and not name.startswith("_")
         and name not in ("annotations", "torch", "dist", "functional", "Any", "Tensor")
         if name not in ("Callable", "AbstractContextManager", "Iterator", "Mapping", "contextmanager")
-        if name not in ("cache", "warnings")
+        if name not in ("DTensor", "attrgetter", "cache", "warnings")
     }
     assert {name for name in own if f"private.{name}" not in text} == set()
 
@@ -529,3 +529,35 @@ def test_jit_records() -> None:
 
     torch.jit.trace(traced, torch.ones(2), check_trace=False)
     assert (seen, private.jit_records()) == ([True], False)
+
+
+def test_what_tensors_and_operators_are() -> None:
+    """How often one was written, whether two have the same memory, what an operator is called."""
+    one = torch.zeros(4)
+    before = private.version_of(one)
+    view = one[1:].add_(1)
+    assert private.version_of(one) == private.version_of(view) == before + 1
+    assert private.storage_key(one) == private.storage_key(view) != private.storage_key(one.clone())
+    assert private.schema_of(torch.ops.aten.add_.Tensor).name == "aten::add_"
+
+
+@pytest.mark.usefixtures("alone")
+def test_local_tensor() -> None:
+    """Of a DTensor what this rank holds, with how it is cut; of any other tensor itself."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole: Any = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    assert private.local_tensor(whole) is whole._local_tensor
+    assert private.spec_of(whole).placements == (Shard(0),)
+    plain = torch.ones(2)
+    assert private.local_tensor(plain) is plain
+
+
+def test_traced() -> None:
+    """True where calls are recorded, or tensors have no values; no mode and no fake tensor is left behind."""
+    x = torch.ones(2)
+    assert not private.traced(x)
+    with Seen():
+        assert private.traced(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert (private.is_fake(fake), private.traced(fake), private.is_fake(x)) == (True, True, False)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layoutc.runtime.torch_private import version_of
+
 MARK = "_is_hf_initialized"  # what transformers' initializing leaves alone
 
 
@@ -57,4 +59,4 @@ def _made(module: nn.Module, names: list[str], owner: Any) -> set[str]:
 
 
 def _version(buffer: Tensor | None) -> int:
-    return -1 if buffer is None or buffer.is_inference() else buffer._version
+    return -1 if buffer is None or buffer.is_inference() else version_of(buffer)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor, storage_key
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -34,17 +34,17 @@ def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _identity(value: Tensor) -> Any:
     """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     if isinstance(local, QuantizedTensor):
         return id(local.store.planes), tuple(value.shape)
     plain = local.plain if isinstance(local, CastOnGather) else local
-    storage = id(plain) if plain.is_meta else plain.untyped_storage()._cdata
+    storage = id(plain) if plain.is_meta else storage_key(plain)
     return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
 
 
 def check_exportable(name: str, value: Tensor) -> None:
     """Raises LayoutError for a tensor that is no weight, or not one of this rank's."""
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     if local.is_meta:
         raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
@@ -62,7 +62,7 @@ def check_exportable(name: str, value: Tensor) -> None:
 
 def class_of(value: Tensor) -> type[QuantizedTensor] | None:
     """What a weight is quantized as, or as it is gathered; None for a plain one."""
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     if isinstance(local, CastOnGather):
         return local.QUANTIZED
     return type(local) if isinstance(local, QuantizedTensor) else None

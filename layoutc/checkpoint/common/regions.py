@@ -14,6 +14,7 @@ from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.facts import Plane
 from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 
 
 class Box(NamedTuple):
@@ -41,7 +42,7 @@ def box_of(tensor: Tensor) -> Box:
     slices = meshes.slices_of(tensor)
     box, local = (
         Box(tuple(s.start for s in slices), tuple(s.stop for s in slices)),
-        tuple(meshes.local_of(tensor).shape),
+        tuple(local_tensor(tensor).shape),
     )
     if box.shape != local:
         raise ValueError(

@@ -19,6 +19,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import meshes, shards
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -30,7 +31,7 @@ def gathered_whole(value: Tensor) -> Tensor:
     """
     if not isinstance(value, DTensor):
         return value.plain if isinstance(value, CastOnGather) else value
-    mesh, local = value.device_mesh, value._local_tensor
+    mesh, local = value.device_mesh, local_tensor(value)
     if isinstance(local, QuantizedTensor):
         on_device: Any = local.to(mesh.device_type)
         cuts = [(mesh_dim, dim) for mesh_dim, dim in meshes.cuts(value) if mesh.size(mesh_dim) > 1]
@@ -105,13 +106,13 @@ def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int
 
 def join_amaxes(values: Iterable[Tensor]) -> None:
     """Finds the amaxes of weights that are cast on gather under one amax with others. Collective."""
-    local = (meshes.local_of(value) for value in values)
+    local = (local_tensor(value) for value in values)
     precompute([one for one in local if isinstance(one, CastOnGather) and one._agreed.fused is not None])
 
 
 def joint_amax(value: Tensor) -> Tensor | None:
     """The amax that `join_amaxes` has found for a weight; None for one that has its own, or is quantized."""
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     fused = isinstance(local, CastOnGather) and local._agreed.fused is not None
     return local._agreed.current(local)[0] if isinstance(local, CastOnGather) and fused else None
 

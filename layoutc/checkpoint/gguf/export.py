@@ -29,7 +29,7 @@ from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
 from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of failures
@@ -200,7 +200,7 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
     if kind is None:
         there = ", ".join(sorted({one.label for one in installed()}))
         raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     held = local.store.planes if isinstance(local, QuantizedTensor) else None
     if held is not None and (lacking := [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in held]):
         raise LayoutError(f"{name} holds no {lacking[0]}, which {kind.binding.type} has: {local!r}")
@@ -225,7 +225,7 @@ def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
     """The item, kept if this rank's values of a plain tensor are those that the source's stands for."""
     if item.value is None or class_of(item.value) is not None or (source := mapped.sources.get(item.of)) is None:
         return item
-    local = meshes.local_of(item.value)
+    local = local_tensor(item.value)
     if isinstance(item.value, DTensor) and item.value.device_mesh.get_coordinate() is None:
         return item._replace(kept=True)
     stored = entry(item.of, local, source, mapped, kinds, False)

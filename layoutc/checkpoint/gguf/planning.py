@@ -21,7 +21,7 @@ from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_na
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ARCHITECTURE = "general.architecture"
@@ -233,7 +233,7 @@ def plan(
         aliases.setdefault(id(value), []).append(name)
     kinds = list[Kind]()
     with noted(problems):
-        local = (meshes.local_of(value) for value in state.values())
+        local = (local_tensor(value) for value in state.values())
         kinds = [*kinds_of({type(one): None for one in local if isinstance(one, QuantizedTensor)}), *installed()]
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for tied in aliases.values():
@@ -258,7 +258,7 @@ def plan(
         problems += [_absent(name, names, rename) for name in missing]
         problems += [Problem("LayoutError", f"{name} is in the file, but not in the model") for name in unexpected]
     dequantized = [step.name for step in steps if not sources[_tensor(step)].plain]
-    plain = [step.name for step in steps if not isinstance(meshes.local_of(step.param), QuantizedTensor)]
+    plain = [step.name for step in steps if not isinstance(local_tensor(step.param), QuantizedTensor)]
     done = tuple(name for name in dequantized if name in {*plain})
     return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done), unread), file
 
@@ -287,7 +287,7 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
     kinds: the types that recipes state. Raises LayoutError for a type that no recipe states, of a weight that is
     quantized, unless `convert`, and of which nobody knows the values; ImportError without the package that does.
     """
-    local, path = meshes.local_of(param), file.path
+    local, path = local_tensor(param), file.path
     if source.plain:
         return source.stored(path)
     alike = len(source.types) == 1

@@ -14,6 +14,7 @@ from layoutc.runtime import numerics as num
 from layoutc.runtime.bindings.facts import MATRICES, REST, BoundPlane
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
+from layoutc.runtime.torch_private import storage_key
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 Range = tuple[int, int]
@@ -300,7 +301,7 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
         return _packed_anew(at, values).reshape(-1).view(dtype).reshape(at.shape)
     moved = _permuted(values.reshape((*at.rows, *at.columns)), bound.order)
     made = moved.reshape(-1).view(dtype).reshape(at.shape)
-    return made.clone() if made.untyped_storage()._cdata == plane.untyped_storage()._cdata else made
+    return made.clone() if storage_key(made) == storage_key(plane) else made
 
 
 def _packed_anew(at: Place, plane: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from layoutc.checkpoint.safetensors.writing import (
 from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import checksums, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -219,7 +219,7 @@ def items_of(
 def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple[tuple[Held, ...], KeptIn | None]:
     """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
     one, and without a binding. And what is kept of files that it was loaded from."""
-    local, cls = meshes.local_of(value), class_of(value)
+    local, cls = local_tensor(value), class_of(value)
     if not theirs or cls is None:
         return (), None
     one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
@@ -253,13 +253,13 @@ def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[lis
 
 def _planes_of(value: Tensor) -> Mapping[str, Tensor] | None:
     """The entries of a weight that this rank has; None of one that is quantized when it is gathered."""
-    local = meshes.local_of(value)
+    local = local_tensor(value)
     return {name: local.entries(name) for name in local.store.planes} if isinstance(local, QuantizedTensor) else None
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
     """The tensors that are written for a value: name -> shape and dtype."""
-    local, shape = meshes.local_of(value), tuple(value.shape)
+    local, shape = local_tensor(value), tuple(value.shape)
     if not isinstance(local, QuantizedTensor) or dtype is not None:
         to = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return {name: Facts(shape, to)}
@@ -351,7 +351,7 @@ def _metadata(described: Mapping[str, Any]) -> dict[str, str]:
 
 def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> int:
     """The most bytes that descriptions of a file's weights take: with checksums of as many digits as there are."""
-    locals_of = ((item, meshes.local_of(item.value)) for item in items if dtype is None and not item.held)
+    locals_of = ((item, local_tensor(item.value)) for item in items if dtype is None and not item.held)
     described = {
         item.name: _description(item.name, local, item.value.shape, dict.fromkeys(item.tensors, 2**32 - 1))
         for item, local in locals_of

@@ -33,6 +33,7 @@ from layoutc.runtime.quantize import completing, weights
 from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import operators, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -120,7 +121,7 @@ def load_safetensors(
 def check(step: Step, convert: bool) -> None:
     """Raises LayoutError if the source can't be written into the parameter."""
     name, param, source = step
-    local = meshes.local_of(param)
+    local = local_tensor(param)
     if source.shape != tuple(param.shape):
         raise LayoutError(f"{name}: shape {source.shape} in the files, {tuple(param.shape)} in the model")
     if local.is_meta:
@@ -177,7 +178,7 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     decoded: the source is read as what codes stand for. Raises LayoutError for values beyond the parameter's dtype.
     """
     name, param, source = step
-    local = meshes.local_of(param)
+    local = local_tensor(param)
     if isinstance(local, QuantizedTensor) or not local.is_floating_point() or not holds(param):
         return []
     plain = None if isinstance(source, Entry) or decoded else source.dtype
@@ -278,7 +279,7 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
     """The amax of each parameter that is quantized from values, under one with others. Collective over their shards."""
     groups, found = dict[str, Group](), dict[Group, Tensor]()
     for step in steps:
-        local = meshes.local_of(step.param)
+        local = local_tensor(step.param)
         group = local.fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
         if group is None or not isinstance(local, QuantizedTensor) or _is_same(local, step.source):
             continue
@@ -300,7 +301,7 @@ def _is_same(local: Tensor, source: Stored | Entry) -> bool:
 def _plain_values(step: Step, slices: Reader) -> Tensor:
     """The values of this rank's part, in the local shape."""
     _, param, source = step
-    local = meshes.local_of(param).detach()
+    local = local_tensor(param).detach()
     if not isinstance(source, Entry):
         return slices.read(source, box_of(param).slices)
     dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
@@ -313,7 +314,7 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
     name, param, source = step
     if not holds(param):
         return
-    local = meshes.local_of(param).detach()
+    local = local_tensor(param).detach()
     if isinstance(source, Entry) and isinstance(local, QuantizedTensor) and _is_same(local, source):
         _write_planes(param, local, source, slices)
         if completing.lacking(local, source.planes):  # those that other programs' files don't have

@@ -18,7 +18,7 @@ from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -60,9 +60,7 @@ def bindings(
     """The bindings by which weights are looked for: of the model's recipes, and those that fit its other weights.
     Raises LayoutError."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    classes = {
-        type(local): None for local in map(meshes.local_of, state.values()) if isinstance(local, QuantizedTensor)
-    }
+    classes = {type(local): None for local in map(local_tensor, state.values()) if isinstance(local, QuantizedTensor)}
     own = recognize.bindings_of(classes)
     labels = {one.label for one in own}
     every = [*own, *(one for one in recognize.installed() if one.label not in labels)]
@@ -146,7 +144,7 @@ def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> N
 def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> Entry | None:
     """A weight that other programs' files hold quantized: by a binding of the parameter's own layout first, and else
     part by part. Raises LayoutError if they are not as the binding says."""
-    local = meshes.local_of(param)
+    local = local_tensor(param)
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
     for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
         if not recognize.is_for(one, name, tuple(param.shape), contents.tensors, theirs):

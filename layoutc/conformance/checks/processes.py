@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ import layoutc
 from layoutc.conformance.ranks import RankError
 from layoutc.conformance.registry import TALLY, Failure, Skipped, check
 from layoutc.conformance.subject import Subject
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 STEPS = 3
@@ -152,7 +153,7 @@ def saves_and_loads(job: Job, folder: str) -> None:
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         mine: Any = a
         theirs: Any = b
-        one, two = mine._local_tensor, theirs._local_tensor
+        one, two = (cast(Any, local_tensor(each)) for each in (mine, theirs))
         if isinstance(one, QuantizedTensor):
             _same(f"restored {name}", two.planes(), one.planes())
         else:

@@ -24,7 +24,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import Settings, read_as
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry, shards
-from layoutc.runtime.torch_private import c10d_functional, in_backward, tree_leaves, tree_map
+from layoutc.runtime.torch_private import c10d_functional, in_backward, schema_of, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -183,7 +183,7 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return decomposed
     if func is aten.cat.default:
         refuse_flat_parameters(args[0])
-    if func.namespace == c10d_functional.name and func._schema.name.endswith(_GATHERS):
+    if func.namespace == c10d_functional.name and schema_of(func).name.endswith(_GATHERS):
         for tensor in tree_leaves(args[0]):
             if isinstance(tensor, CastOnGather):
                 _refuse_gathers_of_values(tensor)
@@ -214,10 +214,10 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
     """The tensors that an operator writes. The schemas of collectives don't say it."""
     if func in WRITES or func in (c10d.broadcast_.default, c10d.scatter_.default):
         return [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, CastOnGather)]
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     arguments = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             arguments.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, CastOnGather)]
@@ -236,7 +236,7 @@ def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
         return False
     if in_backward() and callers.is_backward_of_a_model():
         return False
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if name == "cat":
         return all(tensor.dim() == 1 for tensor in casts)
     return torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_")) or name in _REDUCTIONS

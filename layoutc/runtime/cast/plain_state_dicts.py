@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import CastOnGather, find_cast
 from layoutc.runtime.sharding.meshes import with_local
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -37,7 +38,7 @@ def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         if tensor is None or not isinstance(value, Tensor):
             continue
         tensor._agreed.forget()
-        local = getattr(value, "_local_tensor", value)
+        local = local_tensor(value)
         if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
             state[f"{prefix}{name}"] = with_local(value, tensor._fresh(local.detach()))
 

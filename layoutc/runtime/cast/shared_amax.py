@@ -17,7 +17,7 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize.amax import join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
-from layoutc.runtime.torch_private import traced
+from layoutc.runtime.torch_private import traced, version_of
 from layoutc.runtime.weight import operators
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Agreed:
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
         planes = (tensor if tensor._source is None else tensor._source).store
-        now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
+        now = id(planes), 0 if planes["values"].is_inference() else version_of(planes["values"])
         # If the planes are other ones, FSDP2 has moved the shard, perhaps on some ranks only: the values are the same.
         if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
             self.writes += 1

@@ -26,6 +26,7 @@ from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.sharding.meshes import with_local
 from layoutc.runtime.storage.store import Writes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Slices = tuple[slice, ...]
@@ -94,7 +95,7 @@ def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
     if frame is None or frame.f_globals.get("__name__") != "torch.distributed._state_dict_utils":
         return source
     param = frame.f_locals.get("local_state")
-    local = meshes.local_of(param) if isinstance(param, DTensor) else None
+    local = local_tensor(param) if isinstance(param, DTensor) else None
     if (
         not isinstance(param, DTensor)
         or not isinstance(local, QuantizedTensor)
@@ -202,12 +203,12 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
     """
     assigns = bool(metadata.get("assign_to_params_buffers", False))
     for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-        key, like = f"{prefix}{name}", meshes.local_of(weight)
+        key, like = f"{prefix}{name}", local_tensor(weight)
         if not isinstance(like, QuantizedTensor):
             continue
         _take(state, key, weight, like, assigns)
         found = state.get(key)
-        held = meshes.local_of(found) if assigns and isinstance(found, Tensor) else None
+        held = local_tensor(found) if assigns and isinstance(found, Tensor) else None
         if isinstance(found, Tensor) and isinstance(held, QuantizedTensor) and held._products != like._products:
             with torch.no_grad():
                 chosen = held.alias()
@@ -217,7 +218,7 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
 
 def _take(state: dict[str, Any], key: str, weight: Tensor, like: QuantizedTensor, assigns: bool) -> None:
     found = state.get(key)
-    values = meshes.local_of(found) if isinstance(found, Tensor) else None
+    values = local_tensor(found) if isinstance(found, Tensor) else None
     if values is None or not values.is_floating_point() or values.is_meta:
         return
     if values.shape != like.shape or isinstance(found, DTensor) != isinstance(weight, DTensor):

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from layoutc.runtime import library
 from layoutc.runtime.products import autograd
-from layoutc.runtime.torch_private import traced, transform, tree_leaves, tree_map, without_torch_function
+from layoutc.runtime.torch_private import traced, transform, tree_leaves, tree_map, version_of, without_torch_function
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -63,7 +63,7 @@ class Saved(NamedTuple):
 
     def values(self) -> Tensor:
         """As they were in forward. Raises RuntimeError for a weight that was written since."""
-        if self.weight._version != self.version:
+        if version_of(self.weight) != self.version:
             raise RuntimeError(f"{self.weight.label()} was written between forward and backward of torch.einsum")
         return self.weight.dequantize().as_strided(self.size, self.stride)
 
@@ -99,7 +99,7 @@ def _dequantized_again(weights: dict[int, Any], found: dict[int, Tensor]) -> Abs
         weight = storages.get(saved.untyped_storage().data_ptr())
         if weight is None or saved.storage_offset():
             return saved
-        return Saved(weight, weight._version, saved.size(), saved.stride())
+        return Saved(weight, version_of(weight), saved.size(), saved.stride())
 
     return saved_tensors_hooks(pack, lambda saved: saved.values() if isinstance(saved, Saved) else saved)
 

@@ -10,7 +10,7 @@ from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch import merges, truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.torch_private import tree_leaves, tree_map
+from layoutc.runtime.torch_private import schema_of, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-    schema = func._schema
+    schema = schema_of(func)
     label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor)).label()
     if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
         raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
@@ -72,7 +72,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _outputs(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that an operator writes; the elements of those that are lists."""
     outputs: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             outputs += value if isinstance(value, list | tuple) else [value]

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.storage import initial_values
+from layoutc.runtime.torch_private import local_tensor, schema_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
@@ -48,7 +49,7 @@ def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: S
 
     Initializers have no such operands, and a weight with initial values loses nothing.
     """
-    name = func._schema.name
+    name = schema_of(func).name
     if not name.endswith("_") or name.endswith("copy_"):
         return
     plain = [one for one in others if isinstance(one, Tensor) and not any(one is target for target in targets)]
@@ -91,7 +92,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if any(getattr(type(one), "STEPS_MASTERS", False) for one in (optimizer, *vars(optimizer).values())):
         return  # or one that wraps it
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    weights = [local for p in params if isinstance(local := getattr(p, "_local_tensor", p), QuantizedTensor)]
+    weights = [local for p in params if isinstance(local := local_tensor(p), QuantizedTensor)]
     for weight in weights:
         initial_values.free(weight.store)
         weight.store.writes.trains, weight.store.writes.stepped = False, True

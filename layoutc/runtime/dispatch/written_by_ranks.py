@@ -18,7 +18,7 @@ from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.torch_private import c10d_functional, tree_leaves
+from layoutc.runtime.torch_private import c10d_functional, schema_of, tree_leaves
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def may_wait(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
 
 def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
     """An operator's argument by name, whether it was passed by position or by keyword."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, default)
     return default

@@ -23,8 +23,8 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling
 from layoutc.runtime.random_bits import seed_of
-from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import without_torch_function
+from layoutc.runtime.torch_private.fsdp2 import reductions
 
 NARROW = (torch.bfloat16, torch.float16)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
@@ -276,7 +276,7 @@ def exchange_gradients(
     if not modules:
         raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
     codes = None if recipe is None else Codes(recipe)
-    found = {module: registry.reductions(module) for module in modules}
+    found = {module: reductions(module) for module in modules}
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
             f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
@@ -348,7 +348,7 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
     """
     found = []
     for name, module in model.named_modules():
-        for one in registry.reductions(module):
+        for one in reductions(module):
             ranks = one.over.size()
             if ranks == 1 or not one.numel:
                 continue

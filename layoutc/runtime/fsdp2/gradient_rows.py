@@ -2,8 +2,8 @@
 
 FSDP2's own copy makes a table on the host, and sends it to the card, for each group in each step. Here what does not
 change from step to step stays on the card. What is reduced are the same bytes. `exchange` has the same copy for
-gradients that travel in their own dtype. `steady_reduction` copies without a buffer of a class; that is for FSDP2's
-own steps, which are taken where a reduction is not plain.
+gradients that travel in their own dtype. `torch_private.reductions` copies without a buffer of a class; that is for
+FSDP2's own steps, which are taken where a reduction is not plain.
 """
 
 from __future__ import annotations

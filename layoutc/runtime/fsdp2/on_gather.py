@@ -19,7 +19,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
-from layoutc.runtime.torch_private import reset_version
+from layoutc.runtime.torch_private import reset_version, version_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # 
 
 def check_unwritten(shard: Any, values: Tensor | None) -> None:
     """Raises LayoutError if somebody has written into the values that the last gather left: this one loses that."""
-    if values is not None and values._version:  # gathers keep it at 0
+    if values is not None and version_of(values):  # gathers keep it at 0
         reset_version(values)
         raise LayoutError(
             f"{shard.label()} was written while it was gathered, and each gather undoes that; write into the sharded "

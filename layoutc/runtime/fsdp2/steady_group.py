@@ -29,16 +29,16 @@ from layoutc.runtime import product_mode, streams
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2 import codes, steady_reduction
+from layoutc.runtime.fsdp2 import codes
 from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import Pack
 from layoutc.runtime.fsdp2.runs import Part, Run, plain, runs_of
-from layoutc.runtime.fsdp2.steady_reduction import Reduction
 from layoutc.runtime.kernels.copies import WORD
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.torch_private import changed, profiling, say_changed, transform, without_torch_function
+from layoutc.runtime.torch_private import changed, profiling, reductions, say_changed, transform, without_torch_function
+from layoutc.runtime.torch_private.reductions import Reduction
 
 FORWARD: PassName = "forward"  # whose values packs leave
 MOST_FAILURES = 4  # gathers of a pass after which FSDP2 is left to it
@@ -169,19 +169,19 @@ class SteadyGroup(FSDPParamGroup):
             super().post_backward(*unused)
             return
         with self._labelled("FSDP::post_backward_reduce"):
-            steady_reduction.take(self)
-            steady_reduction.reduce(self, self._reduction, grads)
+            reductions.take(self)
+            reductions.reduce(self, self._reduction, grads)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are reduced in few steps; none of what is left to FSDP2, which frees them as it goes."""
         if self._reduces is None:
-            names = steady_reduction.unknown(self)
+            names = reductions.unknown(self)
             self._reduces = not names
             if names:
                 say_changed(names, "reductions")
-        grads = steady_reduction.gradients_of(self) if self._reduces and self._is_eager() else None
+        grads = reductions.gradients_of(self) if self._reduces and self._is_eager() else None
         if grads and (self._reduction is None or not self._reduction.is_of(self, grads)):
-            self._reduction = steady_reduction.reduction_of(self, grads)
+            self._reduction = reductions.reduction_of(self, grads)
             self._reduces = self._reduction is not None
         return grads if grads is not None and self._reduces else []
 

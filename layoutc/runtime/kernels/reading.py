@@ -14,6 +14,7 @@ from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.parts import Parts
+from layoutc.runtime.torch_private import storage_key
 from layoutc.runtime.triton.kernels import dequantize_kernel
 
 Planes = Mapping[str, Tensor]
@@ -110,8 +111,8 @@ class Launch(NamedTuple):
     def letting_go(self, storage: Tensor) -> Launch | None:
         """The same without a reference to the memory of a tensor, into which others must have been written at the same
         address before it is called; None if it needs one."""
-        memory = storage.untyped_storage()._cdata
-        tensors = tuple([_stand_in(one) if one.untyped_storage()._cdata == memory else one for one in self.tensors])
+        memory = storage_key(storage)
+        tensors = tuple([_stand_in(one) if storage_key(one) == memory else one for one in self.tensors])
         return self._replace(tensors=tensors) if self.is_of_table else None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.streams import stream_of
-from layoutc.runtime.torch_private import traced
+from layoutc.runtime.torch_private import traced, version_of
 
 
 class _Entry(NamedTuple):
@@ -29,14 +29,14 @@ def of(x: Tensor) -> dict[object, Any]:
     if not _can_share(x):
         return {}
     entry, stream = _last, stream_of(x.device)
-    if entry is None or entry.x() is not x or entry.version != x._version or entry.stream != stream:
-        entry = _last = _Entry(weakref.ref(x, _forget), x._version, stream, {})
+    if entry is None or entry.x() is not x or entry.version != version_of(x) or entry.stream != stream:
+        entry = _last = _Entry(weakref.ref(x, _forget), version_of(x), stream, {})
     return entry.quantized
 
 
 def version(x: Tensor) -> int:
     """A number that writes into x change; tensors of inference mode have none."""
-    return -1 if x.is_inference() else x._version
+    return -1 if x.is_inference() else version_of(x)
 
 
 def _can_share(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from layoutc.runtime.operands import scaled_mm
-from layoutc.runtime.torch_private import traced
+from layoutc.runtime.torch_private import storage_key, traced
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -40,8 +40,8 @@ def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -
     is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
     if not is_stored or not isinstance(planes, dict) or traced(side.codes):
         return
-    own = {plane.untyped_storage()._cdata for plane in planes.values()}
-    if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
+    own = {storage_key(plane) for plane in planes.values()}
+    if all(storage_key(one) in own for one in (side.codes, *side.scales)):
         weight.readings[orientation, "operand"] = _KeptSide(dict(planes), side)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import installed
 from layoutc.runtime.optim.states import FORMS, MOMENTS
+from layoutc.runtime.torch_private import spec_of
 from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -67,7 +68,7 @@ def _of_torchao(value: Any) -> Coded | None:
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
     """A shard's moment, as a DTensor where it came as one."""
-    return DTensor(local, value._spec, requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
+    return DTensor(local, spec_of(value), requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
 
 
 def _read(held: Coded) -> Tensor:

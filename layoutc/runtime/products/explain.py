@@ -17,6 +17,7 @@ from layoutc.runtime.products.parallel import multiplied, multiplies_parts
 from layoutc.runtime.products.per_weight_mode import own_mode_holder
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
+from layoutc.runtime.torch_private import local_tensor
 
 _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
@@ -82,7 +83,7 @@ def explain_products(
     gathered_as_values = gathered.weights_of_values()
     for name, held in model.named_parameters():
         param = gathered_as_values.get(id(held), held)
-        cls: Recipe | None = getattr(getattr(param, "_local_tensor", param), "QUANTIZED", None)
+        cls: Recipe | None = getattr(local_tensor(param), "QUANTIZED", None)
         if cls is not None:
             where = torch.device(device) if device is not None else param.device
             forms = id(held) in by_columns, id(held) in by_parts

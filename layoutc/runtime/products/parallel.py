@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import local_tensor
 
 
 class Placed(NamedTuple):
@@ -83,7 +84,7 @@ def multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
     """The shape of what a rank multiplies with, and whether that is the part of a DTensor, with FSDP2 or without."""
     if not isinstance(param, DTensor):
         return tuple(param.shape), False
-    local: Any = param._local_tensor
+    local: Any = local_tensor(param)
     sharding = registry.find(local)
     return (tuple(local.shape), True) if sharding is None else (sharding.shape, sharding.is_part)
 
@@ -96,7 +97,7 @@ def linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None and not _lies(bias, placed.bias, weight):
         return F.linear(x, weight, bias)
     local: Any = weight
-    if mode.of(local._local_tensor) == "dequantize":
+    if mode.of(cast(Any, local_tensor(weight))) == "dequantize":
         return F.linear(x, weight, bias)
     given, added = cast(Any, x), cast(Any, bias)
     mesh = local.device_mesh
@@ -115,7 +116,7 @@ def _placed(weight: Any, dims: int) -> Placed | None:
     """What torch's styles do with a weight that is cut over one mesh dim, and with an input of so many dims."""
     if not isinstance(weight, DTensor) or len(weight.placements) != 1:
         return None
-    if not hasattr(weight._local_tensor, "LAYOUT") or weight.dim() != 2 or dims < 2:
+    if not hasattr(local_tensor(weight), "LAYOUT") or weight.dim() != 2 or dims < 2:
         return None
     last = Shard(dims - 1)
     if weight.placements[0] == Shard(0):

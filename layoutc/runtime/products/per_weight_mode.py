@@ -12,6 +12,7 @@ from layoutc.runtime.product_mode import Mode, OldMode, Settings, Where, checked
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.torch_private import local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -120,7 +121,7 @@ def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
 
 def own_mode_holder(param: Tensor) -> Any:
     """The quantized weight, or the one that is cast on gather, that a parameter is or holds a part of; else None."""
-    local = getattr(param, "_local_tensor", param)
+    local = local_tensor(param)
     return local if getattr(local, "QUANTIZED", None) is not None else None
 
 

@@ -15,12 +15,7 @@ from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.torch_private import process_group
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from layoutc.runtime.torch_private import process_group, spec_of
 
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
@@ -28,7 +23,7 @@ def with_local(tensor: Any, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, spec_of(tensor), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def cuts(tensor: Tensor) -> list[tuple[int, int]]:

@@ -1,106 +1,26 @@
-"""The registry of shards that FSDP2 holds.
-
-Only `gathered`, and `steady_group` and `steady_reduction`, read FSDP2's private names too.
-
-FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
-for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
-that holds the shard, which is found once through FSDP2's own registry of modules, and remembered.
-
-Every name is checked when it is read, so that a name that torch has changed is not mistaken for a weight that FSDP2
-does not hold. The checks depend on torch's code alone, so either all ranks raise or none does.
-"""
+"""The registry of shards that FSDP2 holds: each is found once, in FSDP2's own registry of modules, and remembered."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from itertools import compress
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import Shard as Placement
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from layoutc.runtime.errors import LayoutError, UnsupportedTorch
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Settings
-
-RUNS_WITH = "2.11 to 2.14"
-FIX = "pip install 'torch>=2.11,<2.15'"
-
-_OF_GROUP = ("fsdp_params", "_training_state", "_all_gather_result", "_reshard_after_forward", "_use_post_forward_mesh")
-_OF_PARAM = (
-    *("sharded_param", "sharded_state", "fsdp_placement", "mesh_info"),
-    *("_orig_size", "padded_sharded_param_size", "all_gather_outputs", "offload_to_cpu"),
-)
+from layoutc.runtime.torch_private.fsdp2 import Sharding as Sharding
+from layoutc.runtime.torch_private.fsdp2 import gathered_parameter, shard_of, whole_shape
+from layoutc.runtime.torch_private.fsdp2 import parameters as parameters
+from layoutc.runtime.torch_private.fsdp2 import refuse as refuse
 
 
-def parameters() -> Iterator[tuple[Any, Any]]:
-    """Every FSDPParam with the FSDPParamGroup that it is in.
-
-    Raises UnsupportedTorch if one of them, or FSDP2's registry, lacks a name that is read here.
-    """
-    states, state_class, mesh_class = _registry()
-    for reference in list(states.values()):
-        state = reference()
-        if not isinstance(state, state_class):  # FSDP1's and DDP's states are there too
-            continue
-        for group in _groups(state):
-            _check(group, _OF_GROUP)
-            _check(group._training_state.__class__, ("PRE_BACKWARD", "FORWARD"))
-            for param in group.fsdp_params:
-                _check(param, _OF_PARAM)
-                if isinstance(param.mesh_info, mesh_class):
-                    _check(param.mesh_info, ("shard_process_group",))
-                yield param, group
-
-
-def _registry() -> tuple[Mapping[Any, Any], type, type]:
-    """Weak references to the states of modules, by module; FSDP2's class of states; its class of meshes that shard."""
-    try:
-        from torch.distributed._composable_state import _module_state_mapping
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    except ImportError as error:
-        refuse(str(error), error)
-    if "_unsharded_param" not in FSDPParam.__annotations__:  # objects have it only after a gather
-        refuse("FSDPParam has no _unsharded_param")
-    return _module_state_mapping, FSDPState, FSDPMeshInfo
-
-
-def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    if not hasattr(state, "_fsdp_param_group"):
-        refuse(f"{state.__class__.__name__} has no _fsdp_param_groups")
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: one at most
-
-
-def _check(owner: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not hasattr(owner, name):
-            kinds = (owner if isinstance(owner, type) else owner.__class__).__mro__
-            of_torch = next((kind for kind in kinds if kind.__module__.startswith("torch.")), kinds[0])
-            refuse(f"{of_torch.__name__} has no {name}")
-
-
-def refuse(what: str, error: ImportError | None = None) -> NoReturn:
-    """Raises UnsupportedTorch. what: how this torch differs from the releases that layoutc has run with."""
-    raise UnsupportedTorch(
-        f"torch {torch.__version__} keeps FSDP2's shards differently from what layoutc reads: {what}. "
-        f"layoutc runs with torch {RUNS_WITH}: {FIX}"
-    ) from error
-
-
-# ------------------------------------------------------------------------------------------- where FSDP2 keeps a shard
 class Shard(Protocol):
     """A wrapper of ours that FSDP2 may hold as a shard, quantized or cast on gather."""
 
@@ -125,134 +45,6 @@ class Shard(Protocol):
         """Its name in messages."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup.
-
-    known: what others have worked out from that, by name, for as long as the shard lives.
-    """
-
-    local: weakref.ref[Any]
-    param: weakref.ref[Any]
-    group: weakref.ref[Any]
-    known: dict[str, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def is_gone(self) -> bool:
-        """True once the model that the shard belonged to is gone."""
-        return self.param() is None
-
-    def is_of(self, shard: Shard) -> bool:
-        """True if FSDP2 still holds this very tensor as the shard."""
-        param: Any = self.param()
-        return param is not None and getattr(param.sharded_param, "_local_tensor", None) is shard
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The sharded parameter, a DTensor."""
-        parameter: nn.Parameter = self.param().sharded_param  # type: ignore[union-attr]
-        return parameter
-
-    @property
-    def name(self) -> str | None:
-        """The parameter's fully qualified name, if FSDP2 knows it."""
-        return getattr(self.param(), "_param_fqn", None)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole weight."""
-        return tuple(self.param()._orig_size)  # type: ignore[union-attr]
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the longest shard, which FSDP2 pads all of them to."""
-        return tuple(self.param().padded_sharded_param_size)  # type: ignore[union-attr]
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group that the weight is sharded over; None if it is only replicated."""
-        return getattr(self.param().mesh_info, "shard_process_group", None)  # type: ignore[union-attr]
-
-    @property
-    def dim(self) -> int:
-        """The dim that is sharded."""
-        return int(self.param().fsdp_placement.dim)  # type: ignore[union-attr]
-
-    @property
-    def mesh_dims(self) -> int:
-        """Of how many dims of the parameter's mesh FSDP2 makes use, which come first."""
-        return int(self.param().mesh_info.mesh.ndim)  # type: ignore[union-attr]
-
-    @property
-    def is_part(self) -> bool:
-        """True if the weight was a DTensor before: each rank gathers its part of it, as tensor parallelism cuts it."""
-        return bool(getattr(self.param(), "is_dtensor", False))
-
-    @property
-    def frees_after_forward(self) -> bool:
-        """False for a weight that stays gathered until backward is done."""
-        return bool(self.group()._reshard_after_forward)  # type: ignore[union-attr]
-
-    @property
-    def reshards_to_fewer_ranks(self) -> bool:
-        """True if reshard_after_forward is a number of ranks."""
-        return bool(getattr(self.group(), "_use_post_forward_mesh", False))
-
-    def params_of_group(self) -> list[Any]:
-        """The FSDPParams that are gathered with this one, in the order of their hooks."""
-        return self.group().fsdp_params  # type: ignore[no-any-return, union-attr]
-
-    def locals_of_group(self) -> list[Any]:
-        """The local tensors of all parameters that are gathered with this one, in the order of their gathers."""
-        return [param.sharded_param._local_tensor for param in self.params_of_group()]
-
-    @property
-    def gathers_for_backward(self) -> bool:
-        """True while the group gathers for backward."""
-        state = self.group()._training_state  # type: ignore[union-attr]
-        return state is type(state).PRE_BACKWARD  # its name takes three times as long
-
-    @property
-    def frees_after_pass(self) -> bool:
-        """True if what is gathered now is freed before a step: not kept, and not gathered by `unshard()`."""
-        group: Any = self.group()
-        if group._training_state is type(group._training_state).FORWARD:
-            return self.frees_after_forward
-        return self.gathers_for_backward and bool(getattr(group, "reshard_after_backward", False))
-
-    def gather_as_rows(self) -> None:
-        """Makes FSDP2 leave the gathered bytes in rank order when a dim other than 0 is sharded.
-
-        Raises LayoutError if this torch lacks the function that has to be told.
-        """
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-        param: Any = self.param()
-        if not hasattr(_fsdp_collectives, _COPY_OUT):
-            raise LayoutError(
-                f"{self.name}: torch {torch.__version__} has no {_COPY_OUT}, with which shards of dim {self.dim} are "
-                "gathered; shard dim 0"
-            )
-        if not isinstance(param.fsdp_placement, _CutAsRows):
-            param.fsdp_placement = _CutAsRows(self.dim)
-
-
-_COPY_OUT = "foreach_all_gather_copy_out"  # the function of torch.distributed.fsdp that reads the dim of each placement
-
-
-class _CutAsRows(Placement):
-    """Shard(dim) that FSDP2 reads as Shard(0) when it copies gather outputs out, and as it is everywhere else.
-
-    For dims other than 0 FSDP2 would rearrange the outputs itself, as if each had the shard's shape and one byte for an
-    element. As Shard(0) they stay in rank order, and the post-hook rearranges them.
-    """
-
-    @property
-    def dim(self) -> int:  # type: ignore[override]
-        """The dim that is sharded, or 0 for the caller that copies out."""
-        return 0 if sys._getframe(1).f_code.co_name == _COPY_OUT else super().dim
-
-
 _shardings: dict[int, Sharding] = {}  # by the id of the shard's planes, until the shard is gone
 _copies: Any = WeakTensorKeyDictionary()
 
@@ -275,7 +67,7 @@ def _look_up(shard: Shard) -> Sharding | None:
 
 def _scan() -> None:
     for param, group in parameters():
-        local: Any = getattr(param.sharded_param, "_local_tensor", None)
+        local: Any = shard_of(param)
         if getattr(local, "store", None) is not None and _look_up(local) is None:
             number = id(local.store)
             forget = partial(_forget, number)
@@ -316,8 +108,8 @@ def holds(parameter: Tensor) -> bool:
 def trains_instead(name: str, shape: tuple[int, ...]) -> bool:
     """True if fully_shard made a parameter from a weight of this name and shape, and that parameter has a gradient."""
     return any(
-        getattr(getattr(param.sharded_param, "_local_tensor", None), "weight_name", None) == name
-        and tuple(param._orig_size) == shape
+        getattr(shard_of(param), "weight_name", None) == name
+        and whole_shape(param) == shape
         and param.sharded_param.grad is not None
         for param, _ in parameters()
     )
@@ -327,42 +119,9 @@ def sharded_parameters() -> dict[int, Tensor]:
     """The id of each parameter that is gathered now -> the sharded parameter that it was gathered from."""
     sharded = {}
     for param, _ in parameters():
-        if (gathered := getattr(param, "_unsharded_param", None)) is not None:
+        if (gathered := gathered_parameter(param)) is not None:
             sharded[id(gathered)] = param.sharded_param
     return sharded
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """How FSDP2 reduces gradients of parameters that it gathers together.
-
-    over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
-    same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter.
-    """
-
-    over: dist.ProcessGroup
-    dtypes: frozenset[torch.dtype]
-    into: torch.dtype | None
-    numel: int
-    by: Any
-
-
-def reductions(module: nn.Module) -> list[Reduced]:
-    """Those of each FSDPParamGroup of a module that fully_shard was called with. Raises as `parameters`."""
-    states, state_class, mesh_class = _registry()
-    state = states[module]() if module in states else None
-    found = []
-    for group in _groups(state) if isinstance(state, state_class) else []:
-        _check(group, ("fsdp_params", "mp_policy", "_reduce_scatter_comm"))
-        trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
-        numel = sum(param.padded_sharded_param_size.numel() for param in trained)
-        meshes: list[Any] = [param.mesh_info for param in group.fsdp_params[:1]]
-        given = {param.sharded_param.dtype for param in group.fsdp_params}
-        dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
-        for mesh in compress(meshes, [isinstance(mesh, mesh_class) for mesh in meshes]):
-            sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm
-            found.append(Reduced(mesh.shard_process_group, dtypes, *sums))
-    return found
 
 
 #: Of every pre-all-gather hook.

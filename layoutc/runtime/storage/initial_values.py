@@ -23,7 +23,7 @@ from layoutc.runtime import callers
 from layoutc.runtime.storage.pending_writes import covers_of
 from layoutc.runtime.storage.planes import ScatteredPlanes
 from layoutc.runtime.storage.store import InitialValues, PlaneStore, Seal
-from layoutc.runtime.torch_private import traced
+from layoutc.runtime.torch_private import traced, version_of
 
 
 # --------------------------------------------------------------------------------------------------- which bytes it has
@@ -41,7 +41,7 @@ def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Version counters: they also count writes from outside of this package, which don't call `rewritten`."""
     if getattr(planes, "handle", None) is not None:
         return ()
-    return tuple(0 if plane.is_inference() else plane._version for plane in planes.values())
+    return tuple(0 if plane.is_inference() else version_of(plane) for plane in planes.values())
 
 
 # --------------------------------------------------------------------------------------------------- what it was before

@@ -24,7 +24,7 @@ from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import cards, meshes, registry, shards
-from layoutc.runtime.torch_private import current_card
+from layoutc.runtime.torch_private import current_card, local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 SHOWN = 8  # disagreements that a message spells out
@@ -90,13 +90,13 @@ def _check_cards(model: nn.Module) -> None:
         cards.check_together(world, torch.device("cuda", current_card()))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            cards.warn_if_elsewhere(name, parameter._local_tensor.device)
+            cards.warn_if_elsewhere(name, local_tensor(parameter).device)
 
 
 # --------------------------------------------------------------------------------------------------- what a rank claims
 def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
     """(kind, claim) pairs: claims of the same kind about the same parameter are compared."""
-    local, ranks = param._local_tensor, _ranks(param)
+    local, ranks = local_tensor(param), _ranks(param)
     facts = {
         "shape": str(tuple(param.shape)),
         "dtype": str(param.dtype),

@@ -25,6 +25,7 @@ from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.weights import FLOATS, as_matrix, quantize
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.storage import initial_values
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, uses
 from layoutc.runtime.weight import operators
@@ -202,7 +203,7 @@ def _amaxes(cls: type[QuantizedTensor], groups: dict[Use, Group]) -> dict[Group,
     """The amax of each group, over all shards. Collective if tensor parallelism has sharded weights."""
     found = dict[Group, Tensor]()
     for use, group in groups.items():
-        local = meshes.local_of(use.param.detach())
+        local = local_tensor(use.param.detach())
         if local.is_meta:
             continue
         matrix = as_matrix(local, cls.LAYOUT.check_shape(tuple(local.shape), use.name))
@@ -223,7 +224,7 @@ def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller
 
 
 def _is_ours(param: Tensor) -> bool:
-    return isinstance(meshes.local_of(param.data), QuantizedTensor | CastOnGather)
+    return isinstance(local_tensor(param.data), QuantizedTensor | CastOnGather)
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
@@ -295,7 +296,7 @@ def _quantized(
     cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str, group: Group | None, amax: Tensor | None
 ) -> Tensor:
     """Quantizes a weight; of a DTensor, this rank's shard, to the bytes that the whole weight would have there."""
-    local = meshes.local_of(weight.detach())
+    local = local_tensor(weight.detach())
     groups = meshes.amax_groups(cls.LAYOUT, weight, name)
     if local.is_meta:
         facts = cls.LAYOUT.planes(*cls.LAYOUT.check_shape(tuple(local.shape), name))

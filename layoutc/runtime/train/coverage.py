@@ -15,6 +15,7 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train.choosing import DIMS, Use, uses
 from layoutc.runtime.train.convert import recipe_class
 
@@ -114,7 +115,7 @@ def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
 
 
 def _layout_of(param: Tensor) -> Layout | None:
-    local: Any = getattr(param, "_local_tensor", param)
+    local: Any = local_tensor(param)
     cls = getattr(local, "QUANTIZED", None)
     return None if cls is None else cls.LAYOUT
 

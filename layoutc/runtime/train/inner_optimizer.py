@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime.torch_private import local_tensor, spec_of, version_of
+
 # Optimizers that step each element by itself, so that a shard is stepped as the whole is. Not their subclasses, which
 # may add a norm or a rank.
 ELEMENTWISE = frozenset(
@@ -58,7 +60,7 @@ def value_for(master: Tensor, one: Tensor, name: str, value: Any) -> Any:
         return value
     if isinstance(master, DTensor) and (value.device_mesh, value.placements) != (master.device_mesh, master.placements):
         value = value.redistribute(master.device_mesh, master.placements)
-    return value._local_tensor
+    return local_tensor(value)
 
 
 def shown_state(master: Tensor, one: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def as_of(master: Tensor, local: Tensor) -> Tensor:
     """A tensor for each element of a master's shard: a DTensor that is cut as the master, if that is one."""
     if not isinstance(master, DTensor):
         return local
-    spec = master._spec
+    spec = spec_of(master)
     if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:  # moments of bf16 masters
         spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -112,7 +114,7 @@ def pull_options(
 
 
 def _mark(value: Any) -> Any:
-    return (value, value._version) if isinstance(value, Tensor) else (value, None)
+    return (value, version_of(value)) if isinstance(value, Tensor) else (value, None)
 
 
 def _differs(mark: Any, value: Any) -> bool:

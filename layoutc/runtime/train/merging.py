@@ -11,6 +11,7 @@ from layoutc.runtime.dispatch import merges
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import gathered, meshes
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -45,7 +46,7 @@ def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
         delta = delta.redistribute(weight.device_mesh, weight.placements)
         groups = [weight.device_mesh.get_group(mesh_dim) for mesh_dim, _ in meshes.cuts(weight)]
     values = local.initial_values(torch.float32)
-    total = (local.dequantize(torch.float32) if values is None else values) + meshes.local_of(delta).to(local.device)
+    total = (local.dequantize(torch.float32) if values is None else values) + local_tensor(delta).to(local.device)
     base = merges.keep(local) if keep_base else None
     weights.requantize_(local, total)
     if base is not None:
@@ -87,7 +88,7 @@ def _local(weight: Tensor, does: str, instead: str) -> QuantizedTensor:
     """This rank's part of a quantized weight. Raises TypeError; LayoutError for one that is gathered as values."""
     if id(weight) in gathered.weights_of_values():
         raise LayoutError(f"the weight of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
-    local = meshes.local_of(weight.data)
+    local = local_tensor(weight.data)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"{does} quantized weights; this is {type(local).__name__}: write {instead}")
     return local

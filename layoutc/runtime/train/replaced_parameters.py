@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def follow(optimizer: MasterWeights) -> None:
                     continue
                 _hand_gradient_over(param, now)
                 outer["params"][position] = param = now
-            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is _local(m))
+            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is local_of(m))
             if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(stepped):
                 raise LayoutError(
                     f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place of "
@@ -110,7 +111,7 @@ def check(optimizer: MasterWeights) -> None:
     """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
     made."""
     for param, (name, recipe) in optimizer._recipes.items():
-        if not isinstance(_local(param), QuantizedTensor):
+        if not isinstance(local_of(param), QuantizedTensor):
             raise LayoutError(
                 f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
                 f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
@@ -143,21 +144,17 @@ def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool
     values = [
         _cut(one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one, param) for one in (old, master)
     ]
-    local = _local(param)
+    local = local_of(param)
     now = local.dequantize(torch.float32) if isinstance(local, QuantizedTensor) else local
     if not torch.equal(now.to(torch.float32), values[0].to(torch.float32)):
         return False
-    _local(made).copy_(values[1])
+    local_of(made).copy_(values[1])
     return True
 
 
 def _cut(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor if it is cut as `like` is, without communication."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
-        return _local(whole)
+        return local_of(whole)
     cut: Any = distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    return _local(cut).to(_local(like).device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_of(cut).to(local_of(like).device)

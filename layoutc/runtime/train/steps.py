@@ -23,7 +23,7 @@ from layoutc.runtime.quantize.prepared import Requantization
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.storage import initial_values
-from layoutc.runtime.torch_private import foreach_copy_
+from layoutc.runtime.torch_private import foreach_copy_, local_tensor, spec_of, version_of
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -32,7 +32,7 @@ _CHUNK = 1 << 24  # elements of gradients that are allocated together
 
 def local_of(tensor: Tensor) -> Tensor:
     """A parameter's shard, or all of it, below autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Entry:
@@ -57,14 +57,14 @@ class Entry:
     def stepped(self) -> Tensor:
         """What the inner optimizer steps: the master, or its shard."""
         master: Any = self.master
-        return master._local_tensor if self.steps_shard else master  # type: ignore[no-any-return]
+        return local_tensor(master) if self.steps_shard else master
 
     @property
     def local(self) -> Tensor:
         """The parameter's shard."""
         param = self.param
         if isinstance(param, DTensor):
-            return param._local_tensor
+            return local_tensor(param)
         if not isinstance(param, QuantizedTensor):
             return param.detach()
         alias: Any = self._local
@@ -98,13 +98,13 @@ class Entry:
 
 def stamp(param: Tensor) -> Any:
     """A value that changes whenever the parameter is written or gets other bytes."""
-    local = param._local_tensor if isinstance(param, DTensor) else param
+    local = local_tensor(param)
     if isinstance(local, QuantizedTensor):
         planes = local.store.planes
         if type(planes) is not dict or any(map(Tensor.is_inference, planes.values())):
             return initial_values.mark(local.store)
-        return local.store.writes.content, tuple([plane._version for plane in planes.values()])
-    return id(local), local._version, param._version
+        return local.store.writes.content, tuple([version_of(plane) for plane in planes.values()])
+    return id(local), version_of(local), version_of(param)
 
 
 def is_moved(before: Any, now: Any) -> bool:
@@ -137,10 +137,10 @@ class Gradients:
             elif not _is_cut_as_master(grad, entry):
                 stepped.grad = _cut_as_master(grad, entry)
             elif grad.dtype == torch.float32 or not entry.trains:
-                stepped.grad = _shard_of(grad) if entry.steps_shard else grad
+                stepped.grad = local_tensor(grad) if entry.steps_shard else grad
             else:
                 narrow.append(entry)
-                values.append(_shard_of(grad))
+                values.append(local_tensor(grad))
         if not narrow:
             return
         if len(narrow) != len(self._entries) or not all(map(is_, narrow, self._entries)):
@@ -184,7 +184,7 @@ class Gradients:
 def gradient_of(entry: Entry) -> Tensor:
     """The gradient of a parameter that has one, or its shard: cut as the master; in its own dtype where it was."""
     grad: Any = entry.param.grad
-    return _shard_of(grad if _is_cut_as_master(grad, entry) else _cut_as_master(grad, entry))
+    return local_tensor(grad if _is_cut_as_master(grad, entry) else _cut_as_master(grad, entry))
 
 
 def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
@@ -192,15 +192,15 @@ def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
     master: Any = entry.master
     if isinstance(grad, DTensor) != isinstance(master, DTensor):
         return False
-    if isinstance(grad, DTensor) and grad._spec is not entry.spec:
-        ours = master._spec
+    if isinstance(grad, DTensor) and spec_of(grad) is not entry.spec:
+        ours = spec_of(master)
         # Equal, not identical: DTensor's cached sharding rules give a master the mesh of the first such weight of the
         # process, which may be another model's.
-        if grad._spec.placements != ours.placements or grad._spec.mesh != ours.mesh:
+        if spec_of(grad).placements != ours.placements or spec_of(grad).mesh != ours.mesh:
             return False
-        entry.spec = grad._spec
-    local = _shard_of(grad)
-    return type(local) is Tensor and local.is_contiguous() and local.shape == _shard_of(master).shape
+        entry.spec = spec_of(grad)
+    local = local_tensor(grad)
+    return type(local) is Tensor and local.is_contiguous() and local.shape == local_tensor(master).shape
 
 
 def _cut_as_master(grad: Any, entry: Entry) -> Tensor:
@@ -209,11 +209,6 @@ def _cut_as_master(grad: Any, entry: Entry) -> Tensor:
     if entry.steps_shard:
         grad = grad.redistribute(master.device_mesh, master.placements)._local_tensor
     return grad.to(torch.float32) if entry.trains else grad  # type: ignore[no-any-return]
-
-
-def _shard_of(tensor: Tensor) -> Tensor:
-    """As `local_of`, of a tensor whose history nobody asks for: itself, where it is whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 # ---------------------------------------------------------------------------------------------------------- write back

@@ -1,8 +1,8 @@
-"""Private names of torch that layoutc needs, other than FSDP2's: each appears here once, with what is relied on.
+"""Private names of torch that layoutc needs: each appears in this folder once, with what is relied on.
 
 tests/runtime/test_torch_private.py has a test for each; if a release of torch fails one, that says what has changed.
-FSDP2's private names are read in `sharding` and in `fsdp2.steady_group` and `steady_reduction`, and call stacks in
-`callers`.
+Those of FSDP2 are in `fsdp2` and `reductions`; the groups that gather in few steps, a class of FSDP2's with other
+methods, are in `layoutc.runtime.fsdp2.steady_group`. Call stacks are read in `callers`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
+from torch.distributed.tensor import DTensor, _collective_utils  # noqa: F401  defines shard_dim_alltoall
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.fx import traceback as _traceback
 from torch.utils import _pytree
@@ -93,6 +94,27 @@ AsyncCollectiveTensor: Any = functional.AsyncCollectiveTensor
 
 #: The function by which DistributedDataParallel sends the first rank's weights when it is constructed.
 ddp_sends_weights: Callable[..., Any] = _sync_params_and_buffers
+
+
+#: How often a tensor was written into, as autograd counts it. Raises RuntimeError for one that inference mode made.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+#: What an operator is called, takes and writes.
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+
+#: How a DTensor is cut, over which mesh.
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, below autograd; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells a tensor's memory apart while that lives, also from other memory at the same address."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def changed(known: Mapping[str, bool]) -> str:
