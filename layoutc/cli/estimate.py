@@ -47,7 +47,7 @@ def estimate(recipes: tuple[str, ...], model: str, cast: bool, as_json: bool, **
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
     layoutc estimate nvfp4 --gradients grad_fp8 --world 2,8   gradients exchanged as codes of a recipe
-    layoutc estimate nvfp4 --by-layers --world 2,8            dequantized by layers, not by gathers
+    layoutc estimate nvfp4 --by-layers --world 2,8            dequantized in the layers, not by gathers
     layoutc estimate nvfp4 --sequence 512 --world 8 --bf16-step 8:310     on a host whose bf16 takes 310 ms
     layoutc estimate nvfp4 --sequence 512 --world 8 --together 10     ten steps in a row, the host works ahead
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --layers 24

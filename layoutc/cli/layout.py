@@ -67,7 +67,7 @@ def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
 @click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
 @click.option("--products", is_flag=True, help="Only the products of linear layers: which kernel multiplies what.")
-@click.option("--files", "files", is_flag=True, help="Only the bindings: how files of other programs hold the recipe.")
+@click.option("--files", "files", is_flag=True, help="Only the bindings: how other checkpoint formats hold the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",

@@ -13,7 +13,7 @@ from layoutc.spec.notation import AS_STORED
 def file_tables(layout: Layout) -> list[Table]:
     """A table of tensors for each binding, and what else it says; a sentence for a recipe without any."""
     if not layout.files and not layout.containers:
-        return [Table(f"{layout.name}: its spec states no files of other programs", (), ())]
+        return [Table(f"{layout.name}: its spec states no other checkpoint formats", (), ())]
     return [
         *(table for binding in layout.files for table in _tables(layout, binding)),
         *(_container(layout, binding) for binding in layout.containers),

@@ -285,7 +285,7 @@ class Spec(_Model):
     orientations: Orientations
     gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
     files: dict[str, FileBinding] = Field(
-        default={}, description="how files of other programs hold the recipe, by name"
+        default={}, description="how other checkpoint formats hold the recipe, by name"
     )
 
 

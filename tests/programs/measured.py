@@ -133,8 +133,8 @@ def _section(title: str, said: str, where: dict[str, Any], commands: list[str], 
     ran = f"On {where['machine']}; {', '.join(versions)}{'; ' if versions else ''}{where['date']}."
     title, _, unit = title.partition(", ")
     unit = f" In {unit}." if unit else ""
-    lines = "; ".join(f"`{command}`" for command in commands)
-    return f"## {title}\n\n{said} {ran}{unit} {lines}\n\n{table}"
+    lines = "\n".join(commands)
+    return f"## {title}\n\n{said} {ran}{unit}\n```text\n{lines}\n```\n\n{table}"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:

@@ -83,7 +83,7 @@ def test_a_tensor_of_sizes_is_a_row_of_its_own() -> None:
 
 def test_a_recipe_without_files_of_others_says_so() -> None:
     result = run("nvfp4", "--files")
-    assert (result.exit_code, result.stdout) == (0, "nvfp4: its spec states no files of other programs\n")
+    assert (result.exit_code, result.stdout) == (0, "nvfp4: its spec states no other checkpoint formats\n")
 
 
 def test_kernels_and_products_are_shown_one_at_a_time() -> None:

@@ -54,7 +54,7 @@ const partText = (part) => {
   const [kind, name] = part.split(":");
   const words = {
     shape: "the shapes that it takes", cuts: "where cuts cost nothing", swizzle: "the swizzle",
-    products: "products in low precision", files: "how files of other programs hold it",
+    products: "products in low precision", files: "how other checkpoint formats hold it",
   };
   return words[kind] || (kind === "block" ? `${name} blocks` : `${kind} ${name}`);
 };

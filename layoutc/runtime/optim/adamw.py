@@ -54,8 +54,6 @@ class AdamW(MasterWeights):
     What else holds for MasterWeights holds here: gradients, replaced parameters, checkpoints, and errors of a
     step. Raises ValueError for a form of state or masters that is none.
 
-    params: parameters or groups of them, of any shape; lr, betas, eps and weight_decay as of torch.optim.AdamW.
-
     Example:
 
         >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))

@@ -45,7 +45,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each plane of the rowwise orientation has a tensor, and nothing else has one."""
     planes = _planes(spec)
     if spec.files and spec.scale.history is not None:
-        why = "files of other programs have no history of amaxes, so a weight would not be whole"
+        why = "other checkpoint formats have no history of amaxes, so a weight would not be whole"
         label = source.key(("files",))
         yield source.find(
             "LC361", "a recipe with a history has no files of others", label, why=why, help="delete `files`"

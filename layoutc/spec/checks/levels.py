@@ -183,7 +183,7 @@ def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Histories, and files of other programs, have scales as they are."""
+    """Histories, and other checkpoint formats, have scales as they are."""
     for name, orientation in orientations(spec):
         _, scale = quantized_as(spec, orientation)
         own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
@@ -196,7 +196,7 @@ def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC325", message, at, label, help="delete `history`, or `super`")
         if name == "rowwise" and any(binding.record is None for binding in spec.files.values()):
             at = source.key(("files",))
-            message = "files of other programs are bound to planes of data, scales and zero points alone"
+            message = "other checkpoint formats are bound to planes of data, scales and zero points alone"
             yield source.find("LC347", message, at, label, help="delete `files`")
 
 
