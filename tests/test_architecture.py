@@ -54,7 +54,7 @@ RUNTIME = {
     "runtime.kernels": ("ints runtime runtime.triton", "torch triton"),
     "runtime.weight": ("ints runtime runtime.sharding runtime.storage runtime.kernels", "torch"),
     "runtime.quantize": ("runtime runtime.sharding runtime.storage runtime.kernels runtime.weight", "torch"),
-    "runtime.operands": ("ints runtime runtime.triton runtime.kernels runtime.weight", "torch"),
+    "runtime.operands": ("ints runtime runtime.triton runtime.kernels runtime.weight", "torch triton"),
     "runtime.products": ("runtime runtime.sharding runtime.weight runtime.quantize runtime.operands", "torch"),
     "runtime.fsdp2": (
         "ints runtime runtime.sharding runtime.storage runtime.kernels runtime.weight runtime.quantize",

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from layoutc.integrations.packages import needs
-from layoutc.runtime.products.experts import routed_experts
+from layoutc.runtime.products.experts import gated, routed_experts
 
 with needs("transformers"):
-    from transformers.integrations import moe
+    from transformers.activations import ACT2FN
+    from transformers.integrations.moe import (
+        ALL_EXPERTS_FUNCTIONS,
+        _default_apply_gate,
+        _grouped_linear,
+        grouped_mm_experts_forward,
+    )
+
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -24,16 +32,18 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Experts without a gate, or with biases or a norm of their own, are computed by transformers' "grouped_mm".
     """
     if self.has_bias or not self.has_gate or getattr(self, "has_post_expert_norm", False):
-        made: Tensor = moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        made: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return made
 
+    is_silu = type(self)._apply_gate is _default_apply_gate and isinstance(self.act_fn, SILU)
+
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
-        both = moe._grouped_linear(rows, self.gate_up_proj, ends, is_transposed=self.is_transposed)
-        gated: Tensor = self._apply_gate(both)
-        out: Tensor = moe._grouped_linear(gated, self.down_proj, ends, is_transposed=self.is_transposed)
+        both = _grouped_linear(rows, self.gate_up_proj, ends, is_transposed=self.is_transposed)
+        made: Tensor = gated(both) if is_silu else self._apply_gate(both)
+        out: Tensor = _grouped_linear(made, self.down_proj, ends, is_transposed=self.is_transposed)
         return out
 
     return routed_experts(hidden_states, top_k_index, top_k_weights, self.num_experts, compute)
 
 
-moe.ALL_EXPERTS_FUNCTIONS.register("layoutc", experts_forward)
+ALL_EXPERTS_FUNCTIONS.register("layoutc", experts_forward)

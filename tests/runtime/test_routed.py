@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kernels_on_cpu import use_kernels
 from torch import Tensor
 
+from layoutc.runtime.operands.gated import gated as gated_silu
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
 from layoutc.runtime.products.experts import routed_experts
@@ -107,3 +108,29 @@ def test_experts_and_all_gradients(compiled: bool) -> None:
     assert len(found) == len(expected) == 5
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((5, 192), BF16), ((3, 10000), FP32), ((2, 3, 64), torch.float16)])
+def test_gates_are_one_launch_each_way(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once from fp32: within half a unit in the last place, and what fp32 leaves; nothing but the input is
+    kept."""
+    generator = torch.Generator().manual_seed(0)
+    both = (torch.randn(shape, generator=generator) * 3).to(dtype).requires_grad_()
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
+    double = both.detach().double().requires_grad_()
+    expected = gated_silu(double)
+    expected.backward(grad.double())
+    use_kernels(monkeypatch)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        found = gated_silu(both)
+    found.backward(grad)
+    assert [one.data_ptr() for one in kept] == [both.data_ptr()]
+    assert both.grad is not None
+    assert double.grad is not None
+    assert (found.dtype, both.grad.dtype) == (dtype, dtype)
+    half = torch.finfo(dtype).eps / 2
+    for one, other in ((found.detach(), expected.detach()), (both.grad, double.grad)):
+        assert ((one.double() - other).abs() <= other.abs() * (half + 2**-20) + 4e-6).all()

@@ -28,7 +28,7 @@ def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tenso
             total += values if weights is None else values * weights[:, i, None]
         return total.to(y.dtype)
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton.reductions import sum_of_experts_kernel
+    from layoutc.runtime.operands.kernels import sum_of_experts_kernel
 
     out = y.new_empty((tokens, columns))
     constants = direct.Constants((chosen, weights is not None, TILE, launch.hardware(y.device)))
@@ -47,7 +47,7 @@ def _of_experts(grad: Tensor, y: Tensor, rows: Tensor, weights: Tensor, ends: Te
         of_y[rows] = (given * weights[..., None]).to(y.dtype)
         return of_y, (given.float() * theirs.float()).sum(-1).to(weights.dtype)
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton.reductions import of_experts_kernel
+    from layoutc.runtime.operands.kernels import of_experts_kernel
 
     tile = 1 << (columns - 1).bit_length()
     constants = direct.Constants((chosen, tile, launch.hardware(y.device)))

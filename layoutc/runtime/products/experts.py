@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
+from layoutc.runtime.operands.gated import gated as gated
 from layoutc.runtime.operands.routes import FromExperts, ToExperts, routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped

@@ -1,5 +1,5 @@
 """What reduces more than a tile: kernels for the amaxes of a matrix, and of blocks of columns; functions for amaxes and
-ranges of blocks of whole rows; sums over ranks, and over the experts of a token.
+ranges of blocks of whole rows; sums over ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from layoutc.runtime.triton.blocks import block_amax, block_highest, block_lowest, to_blocks, to_float
 from layoutc.runtime.triton.codes import bits_of, float_of, maximum, minimum, power_above
-from layoutc.runtime.triton.tiles import load, load_runs, tile_of, to_dtype
+from layoutc.runtime.triton.tiles import load, load_runs, tile_of
 from layoutc.runtime.triton.units import largest_of_units, smallest_of_units
 
 
@@ -102,53 +102,3 @@ def rank_sum_kernel(parts, out, numel, ranks, number, DIVIDE: tl.constexpr, TILE
         total += tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.div_rn(total, tl.full((TILE,), 0.0, tl.float32) + number) if DIVIDE else total * number
     tl.store(out + at, total, mask=inside)
-
-
-@triton.jit
-def sum_of_experts_kernel(
-    y, rows, weights, ends, out, columns, experts,
-    CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """out[t] = the sum over i of y[rows[t, i]] (times weights[t, i], rounded if both have one dtype), in fp32 and in
-    that order; rows behind the last end are left out."""
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    last = tl.load(ends + experts - 1)
-    tiles = tl.cdiv(columns, TILE)
-    token = (tl.program_id(0) // tiles).to(tl.int64)
-    at = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
-    inside = at < columns
-    total = tl.zeros((TILE,), tl.float32)
-    for i in tl.static_range(CHOSEN):
-        row = tl.load(rows + token * CHOSEN + i).to(tl.int64)
-        value = to_float(tl.load(y + row * columns + at, mask=inside & (row < last), other=0.0))
-        if WEIGHTED:
-            weight = tl.load(weights + token * CHOSEN + i)
-            value = value * to_float(weight)
-            if weight.dtype == DTYPE:
-                value = to_float(to_dtype(value, DTYPE, HARDWARE))
-        total += value
-    tl.store(out + token * columns + at, to_dtype(total, DTYPE, HARDWARE), mask=inside)
-
-
-@triton.jit
-def of_experts_kernel(
-    grad, y, rows, weights, ends, of_y, of_weights, columns, experts,
-    CHOSEN: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """What the gradient of a token gives those of its experts' rows and of their weights: of_y[rows[t, i]] = grad[t]
-    times weights[t, i], and of_weights[t, i] = the sum of grad[t] times y[rows[t, i]], in fp32; 0 behind the last end.
-    TILE: at least `columns`."""
-    last = tl.load(ends + experts - 1)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, TILE)
-    inside = at < columns
-    given = to_float(tl.load(grad + token * columns + at, mask=inside, other=0.0))
-    for i in tl.static_range(CHOSEN):
-        place = token * CHOSEN + i
-        row = tl.load(rows + place).to(tl.int64)
-        read = inside & (row < last)
-        value = tl.where(row < last, given * to_float(tl.load(weights + place)), 0.0)
-        tl.store(of_y + row * columns + at, to_dtype(value, of_y.dtype.element_ty, HARDWARE), mask=inside)
-        total = tl.sum(given * to_float(tl.load(y + row * columns + at, mask=read, other=0.0)), 0)
-        total = tl.where(row < last, total, 0.0)
-        tl.store(of_weights + place, to_dtype(total, of_weights.dtype.element_ty, HARDWARE))
