@@ -90,6 +90,7 @@ def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> No
     two.run(steps_as_one_process, recipe, FORMS[form])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "form"), [("fp8_block", "fp32"), ("nvfp4", "bf16 masters, fp8")])
 def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
     four.run(steps_as_one_process, recipe, FORMS[form])
@@ -120,6 +121,7 @@ def resume(folder: str, form: dict[str, Any]) -> None:
     assert_same(steps(model, optimizer, 3, 6), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["bf16 masters", "8bit"])
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])

@@ -63,7 +63,7 @@ def agrees(recipe: str, meshed: str | None) -> None:
         assert layoutc.check_ranks(model) == 5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trained_models_agree(two: Ranks, four: Ranks, recipe: str) -> None:
     """Over two ranks, and over four or in two copies over two: mxfp8, whose blocks are then cut, over four."""

@@ -82,7 +82,7 @@ def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: b
             assert kinds == {recipe_module(recipe).Tensor if name.endswith("weight") else torch.Tensor}, name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["default", "reused", "reused_shared", "blocking", "blocking_cached"])
 def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, tmp_path: Path) -> None:
     """It saves bytes, of the class, whichever stager copies them."""

@@ -219,6 +219,7 @@ def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, pr
     two.run(trains, recipe, "adamw" if keeps else "fused", keeps, None, None, precomputed, None, steps)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", SHARED)
 @pytest.mark.parametrize(("keeps", "precomputed"), [(False, True), (True, False)])
 def test_amaxes_are_reduced_at_gathers_or_ahead_of_them(
@@ -228,7 +229,7 @@ def test_amaxes_are_reduced_at_gathers_or_ahead_of_them(
     two.run(trains, recipe, "fused", keeps, None, None, precomputed)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
 @pytest.mark.parametrize("optimizer", ["foreach", "single", "fused", "sgd"])
 def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimizer: str) -> None:
@@ -244,6 +245,7 @@ def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str |
     four.run(trains, recipe, "fused", False, meshed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", ["one", "trivial"])
 def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
@@ -252,7 +254,7 @@ def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, mesh
 
 
 # Every pair of recipe, sizes and precomputed.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes", "precomputed"),
     [
@@ -272,7 +274,7 @@ def test_uneven_rows_train_as_one_process(
         ranks.run(trains, recipe, "adamw", False, None, sizes, precomputed)  # fused: rounds short rows differently
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("feature", ["offload", "policy", "checkpoint"])
 def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, feature: str) -> None:
@@ -327,7 +329,7 @@ def checkpoints(recipe: str, folder: str) -> None:
         assert torch.equal(back(x), expected(x)), way
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpoints_hold_plain_values(two: Ranks, recipe: str) -> None:
     """Saved sharded, loaded into ordinary models, and back in each way that torch has; scales follow what is loaded."""
@@ -355,7 +357,7 @@ def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> 
 
 
 # Every pair of recipe, sizes and precomputed.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes", "precomputed"),
     [
@@ -373,7 +375,7 @@ def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
         ranks.run(loads_in_between, recipe, sizes, precomputed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4_4over6"])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
     """Each gather tells the ranks on both sides of a cut what decides a block's scale."""
@@ -447,7 +449,7 @@ def counts_flops(recipe: str) -> None:
     assert curves[0] == curves[1]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", SHARED)
 def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
     """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""

@@ -125,6 +125,7 @@ def becomes(folder: str, recipe: str, other: str) -> None:
     assert_gathers_as(model, reference)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "other"), [("mxfp8", "nvfp4"), ("fp8_block", "mxfp8"), ("fp8_block", "fp8_current")]
 )

@@ -216,7 +216,7 @@ def handed_over(recipe: str, modes: tuple[str, ...]) -> None:
         assert train(recipe, partial(make, True), mode)[0] == expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
@@ -255,6 +255,7 @@ def reads_and_refuses(recipe: str) -> None:
         read(weight)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", OWN_CODES)
 def test_what_a_graph_reads_of_a_gathered_weight(two: Ranks, recipe: str) -> None:
     """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""

@@ -239,7 +239,7 @@ def test_queries_see_the_keys_of_all_ranks(two: Ranks, how: str) -> None:
 
 
 # Every pair of a way and a use; of fp8_block cuts lie inside of blocks.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "use", "how"),
     [

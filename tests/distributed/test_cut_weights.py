@@ -147,7 +147,7 @@ def at_all_cuts(recipe: str, worlds: tuple[int, ...]) -> None:
         dist.barrier()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
     """Of two, three and four ranks two for recipes that differ in their cuts, one for those that have the cuts of one
@@ -280,7 +280,7 @@ def is_initialized(recipe: str) -> None:
         assert torch.equal(found["cast"], found["plain"])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_current"])
 def test_shards_that_cut_blocks_are_initialized_as_plain_ones(four: Ranks, recipe: str) -> None:
     four.run(is_initialized, recipe)

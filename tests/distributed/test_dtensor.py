@@ -81,7 +81,7 @@ def redistributes(recipe: str) -> None:
                 assert_same(moved.detach().to("cpu").clone().full_tensor(), whole)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(redistributes, recipe)
@@ -501,7 +501,7 @@ def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     assert_equal_on_all_ranks(shared_bytes(model))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(trains_as_simple_fsdp, recipe, False)

@@ -70,7 +70,7 @@ def cast(recipe: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", KINDS)
 def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
     four.run(cast, recipe)
@@ -86,7 +86,7 @@ def train(recipe: str) -> None:
     trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", KINDS)
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> None:
     two.run(train, recipe)

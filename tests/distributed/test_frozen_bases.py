@@ -193,7 +193,7 @@ def trains_as_one_process(recipe: str, folder: str) -> float:
     return expected[-1]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", FROZEN)
 def test_adapters_on_four_bits_train_as_in_one_process_and_ranks_hold_what_is_planned(
     recipe: str, two: Ranks, tmp_path: Path

@@ -149,7 +149,7 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
                     layer.weight.mul_(1.5)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", BATCHED)
 @pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
 def test_a_group_is_quantized_in_one_launch(two: Ranks, recipe: str, precomputed: bool, keeps: bool) -> None:
@@ -407,6 +407,7 @@ def mixed_group(with_kernels: bool) -> None:
                 group.fsdp_params = [one for one in group.fsdp_params if one is not sharding.param()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_weights_of_several_recipes_in_one_group(two: Ranks, with_kernels: bool) -> None:
     """One launch for each recipe and dtype; quantized and plain weights among them, and a tied one."""

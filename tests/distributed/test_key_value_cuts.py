@@ -45,6 +45,7 @@ def are_whole_in_and_out(recipe: str, rows: int) -> None:
         assert_gathers(model, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "rows"), ROWS.items())
 def test_parts_of_blocks_on_four_ranks_are_whole(four: Ranks, recipe: str, rows: int) -> None:
     four.run(are_whole_in_and_out, recipe, rows)

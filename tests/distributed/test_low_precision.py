@@ -29,7 +29,7 @@ def trains(recipe: str, keeps: bool, mode: Mode) -> None:
         trains_as_one_process(recipe, keeps, True, None, None)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "mode"),
     [
@@ -70,7 +70,7 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
             assert losses[0] == losses[1], f"step {step}: {losses}"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
     [("fp8_current", True), ("fp8_block", False), ("mxfp8", False), ("mxfp8", True), ("nvfp4", False)],
@@ -119,6 +119,7 @@ def draws_as_one_process(compiled: bool) -> None:
     assert all("CPUs have no kernel" in name for name in counted)  # none was dequantized for its number of tokens
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_rounded_on_ranks_as_in_one_process(two: Ranks, compiled: bool) -> None:
     two.run(draws_as_one_process, compiled)

@@ -61,7 +61,7 @@ def frees_what_it_gathers(recipe: str, form: str, width: int) -> None:
     assert bool(joined) == (form == "columns" or cuts_blocks), joined
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("form", "recipe"), [*(("quantized", recipe) for recipe in RECIPES), ("cast", "fp8_delayed"), ("cast", "mxfp8")]
 )
@@ -70,6 +70,7 @@ def test_gathered_planes_are_freed(two: Ranks, recipe: str, form: str) -> None:
     two.run(frees_what_it_gathers, recipe, form, width_for(recipe, 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "recipe"), [("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "mxfp8")])
 def test_planes_that_cuts_double_are_freed(two: Ranks, recipe: str, form: str) -> None:
     """Blocks that cuts go through are put together in tensors that FSDP2 does not know as outputs."""

@@ -148,7 +148,7 @@ def trains_as_others(kind: str) -> None:
     assert_alike(run)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["recipes", "nvfp4 quantized", "nvfp4 cast", "fp8_block quantized"])
 def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None:
     four.run(trains_as_others, kind)
@@ -262,6 +262,7 @@ def gathers_replaced_shards(recipe: str, use: str) -> None:
     assert_alike(run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "cast")])
 def test_shards_in_place_of_others_are_gathered_as_those(two: Ranks, recipe: str, use: str) -> None:
     two.run(gathers_replaced_shards, recipe, use)
@@ -318,6 +319,7 @@ def leaves_nothing(use: str) -> None:
     assert live_bytes(before) <= before + 4096
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 def test_a_deleted_model_leaves_nothing(two: Ranks, use: str) -> None:
     two.run(leaves_nothing, use)

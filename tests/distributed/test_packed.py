@@ -70,7 +70,7 @@ def leaves_values(recipe: str, cast: bool) -> None:
     assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, False)
@@ -101,6 +101,7 @@ def launches_again(recipe: str) -> None:
     assert all(len(launches) == 1 for launches in pack.launches.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_2d"])
 def test_a_pack_is_dequantized_in_one_launch(two: Ranks, recipe: str) -> None:
     two.run(launches_again, recipe)
@@ -152,7 +153,7 @@ def switches(recipe: str) -> None:
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
 def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
     two.run(switches, recipe)

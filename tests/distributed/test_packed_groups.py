@@ -151,7 +151,7 @@ def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool, width: int 
         assert bool(taken) is (dist.get_rank() == 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", False), ("fp8_block", True), ("fp8_current", False)])
 def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mixed: bool) -> None:
@@ -159,7 +159,7 @@ def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mix
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "cast", "width"), [("fp8_block", False, 256), ("nvfp4", True, 128)])
+@pytest.mark.parametrize(("recipe", "cast", "width"), [("nvfp4", True, 64), ("fp8_block", False, 256)])
 def test_by_kernels(two: Ranks, recipe: str, cast: bool, width: int) -> None:
     two.run(is_the_same, recipe, cast, True, True, width)
 
@@ -178,7 +178,7 @@ def quantizing(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[bool
         yield taken
 
 
-def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: int, able: bool) -> None:
+def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: int) -> None:
     """As weights whose hooks quantize, by the reference; and where some ranks ask hooks."""
 
     def steps() -> list[Tensor]:
@@ -191,31 +191,29 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
     with kernels_on_cpu():
         with quantizing() as taken:
             assert same(steps(), expected)
-        assert taken == [able] * 4  # all but the first gather
-        if able:
-            with quantizing(lambda: dist.get_rank() == 1) as taken:
-                assert same(steps(), expected)
-            assert any(taken) is (dist.get_rank() == 1)
+        assert taken == [True] * 4  # all but the first gather
+        with quantizing(lambda: dist.get_rank() == 1) as taken:
+            assert same(steps(), expected)
+        assert any(taken) is (dist.get_rank() == 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("recipe", "mixed", "precomputed", "width", "able"),
+    ("recipe", "mixed", "precomputed", "width"),
     [
-        ("nvfp4", True, True, 128, True),
-        ("nvfp4", False, False, 128, True),
-        ("fp8_block", True, False, 256, True),
-        ("fp8_current", True, True, 128, True),
-        ("fp8_delayed", True, False, 128, True),
-        ("mxfp8", True, False, 128, True),
-        ("fp8_rowwise", True, False, 128, True),
-        ("fp8_channel_bf16", True, False, 256, True),  # each orientation takes a launch of its own
+        ("nvfp4", True, True, 64),
+        ("fp8_delayed", False, False, 64),
+        ("nvfp4", False, False, 64),
+        ("fp8_block", True, False, 256),
+        ("fp8_current", True, True, 64),
+        ("mxfp8", True, False, 64),
+        ("fp8_channel_bf16", True, False, 256),  # each orientation takes a launch of its own
     ],
 )
 def test_cast_weights_are_quantized_where_they_are_sent_from(
-    two: Ranks, recipe: str, mixed: bool, precomputed: bool, width: int, able: bool
+    two: Ranks, recipe: str, mixed: bool, precomputed: bool, width: int
 ) -> None:
-    two.run(is_quantized_in_place, recipe, mixed, precomputed, width, able)
+    two.run(is_quantized_in_place, recipe, mixed, precomputed, width)
 
 
 def values_that_move() -> None:
@@ -293,18 +291,15 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
         ("nvfp4", {}),
-        ("nvfp4", {"reshard_after_forward": False}),
-        ("mxfp8", {}),
         ("mxfp8", {"reshard_after_forward": False}),
         ("fp8_current", {"reshard_after_forward": False}),
         ("fp8_delayed", {}),
         ("fp8_rowwise", {}),  # backward has fewer planes
-        ("fp8_rowwise", {"reshard_after_forward": False}),
         ("fp8_block_1d", {}),  # other planes, of the same sizes
         ("hybrid_fp8", {}),  # backward's scales are fewer, and filled up
         ("hybrid_fp8", {"reshard_after_forward": False}),
@@ -316,17 +311,15 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
     two.run(codes_are_the_same, recipe, False, False, 256, options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "cast", "width", "options"),
     [
-        ("mxfp8", False, 128, {}),
-        ("nvfp4", True, 128, {}),
-        ("mxfp8", True, 128, {}),
-        ("fp8_current", True, 128, {"reshard_after_forward": False}),
+        ("mxfp8", False, 64, {}),
+        ("nvfp4", True, 64, {}),
+        ("fp8_current", True, 64, {"reshard_after_forward": False}),
         ("fp8_block", True, 256, {}),
-        ("fp8_rowwise", False, 128, {}),
-        ("fp8_rowwise", True, 128, {}),
+        ("fp8_rowwise", False, 64, {}),
         ("fp8_block_1d", True, 256, {}),
     ],
 )
@@ -341,7 +334,7 @@ def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool
     two.run(codes_are_the_same, recipe, cast, True, 256, {}, partial(Narrow, 256))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "rows", "kernels", "options"),
     [
@@ -363,7 +356,7 @@ def test_scales_of_blocks_that_cuts_split(
     two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "rows", "kernels", "options"),
     [
@@ -379,7 +372,7 @@ def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool
     two.run(codes_are_the_same, recipe, False, kernels, 512, options, partial(Narrow, rows))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "rows"), [("fp8_rowwise", 14), ("fp8_current", 2), ("fp8_block", 130), ("mxfp8", 32)]
 )
@@ -407,9 +400,9 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
 @pytest.mark.parametrize(
     ("recipe", "cast", "mixed", "rows", "width"),
     [
+        ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
         ("hybrid_fp8", True, True, 256, 128),  # a scale of four bytes on each rank
         ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
-        ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
         ("int8_rowwise", False, False, 65, 16),
         ("fp8_rowwise", True, False, 66, 16),
     ],

@@ -225,6 +225,7 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / name).exists(), (page.name, name)
 
 
+@pytest.mark.thorough
 def test_the_site_builds(tmp_path: Path) -> None:
     """Without a warning."""
     pytest.importorskip("material", reason="needs mkdocs-material: pip install 'layoutc[docs]'")

@@ -19,10 +19,16 @@ import pytest
 COLLECTED = pytest.StashKey[set[str]]()  # of this run, before tests were left out: node ids without parameters
 
 
+RANKS = {"one", "two", "three", "four"}  # fixtures of groups of processes
+
+
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Gives the mark `thorough` to cases that a test's mark `sample(count)` leaves out of the first tier."""
+    """Gives the mark `thorough` to cases that a test's mark `sample(count)` leaves out of the first tier, and to what
+    other packages train on ranks."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
+        if item.path.parent.name == "integrations" and not RANKS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("thorough")
         if item.get_closest_marker("sample") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():

@@ -94,6 +94,7 @@ def linear(*_: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
 
+@pytest.mark.thorough
 def test_accelerate_runs_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
     monkeypatch.chdir(tmp_path)
@@ -107,6 +108,7 @@ def test_accelerate_runs_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_the_program_for_accelerate_trains_and_exports(tmp_path: Path) -> None:
     """On two ranks, as the page starts it."""
     if find_spec("accelerate") is None:
@@ -147,6 +149,7 @@ def test_lightning_takes_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(names["trainer"].callbacks[0], ours.LayoutcCallback)
 
 
+@pytest.mark.thorough
 def test_transformers_runs_the_block(tmp_path: Path) -> None:
     for package in ("transformers", "accelerate"):
         if find_spec(package) is None:

@@ -218,6 +218,7 @@ def test_a_trainer_saves_resumes_and_exports(two: Ranks, tmp_path: Path, recipe:
     assert len(curves[1]) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_rowwise"])
 def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, recipe: str) -> None:
     """From a checkpoint of plain values, and of masters."""
@@ -233,6 +234,7 @@ def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, re
     assert len(curves[0]) == 4
 
 
+@pytest.mark.thorough
 def test_the_optimizer_may_be_set_after_construction(tmp_path: Path) -> None:
     """As for trainers derived from this one whose constructors do not take it, such as trl's."""
     from layoutc.integrations.transformers import masters
