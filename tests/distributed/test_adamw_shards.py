@@ -85,6 +85,7 @@ def steps_as_one_process(recipe: str, form: dict[str, Any]) -> None:
         assert_same(steps(other, of_torch, 0, 3), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "fp32"), ("fp8_current", "8bit")])
 def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> None:
     two.run(steps_as_one_process, recipe, FORMS[form])

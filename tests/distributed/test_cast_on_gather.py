@@ -390,6 +390,7 @@ def test_shards_in_fp64_train_as_one_process(two: Ranks, recipe: str) -> None:
     two.run(trains, recipe, "fused", False, None, None, False, "double")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 def test_columns_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
     """Shard(1) of matrices."""
@@ -479,6 +480,7 @@ def gathers_what_was_loaded(recipe: str) -> None:
         model.reshard()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
 def test_short_shards_are_gathered_after_a_load(four: Ranks, recipe: str) -> None:
     four.run(gathers_what_was_loaded, recipe)

@@ -216,6 +216,7 @@ def test_a_group_trains_as_one_process(
     two.run(trains_in_one_group, recipe, keeps, False, sizes, precomputed, accumulates, with_kernels)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_copies_of_a_group_train_as_one_process(four: Ranks, recipe: str) -> None:
     """HSDP."""
@@ -280,7 +281,7 @@ def written_between_hooks(recipe: str, write: str, at: int) -> None:
             layoutc.precompute_amaxes(model)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_weight_that_is_written_between_hooks_sends_its_new_values(two: Ranks, recipe: str, write: str) -> None:
@@ -302,7 +303,7 @@ def written_between_gathers(recipe: str, write: str) -> None:
         assert_gathers(model, recipe)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_that_are_written_between_gathers_send_new_values(two: Ranks, recipe: str, write: str) -> None:
@@ -348,6 +349,7 @@ def out_of_turn(recipe: str) -> None:
     assert not group.parts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", SOME)
 def test_hooks_out_of_turn_send_the_same(two: Ranks, recipe: str) -> None:
     two.run(out_of_turn, recipe)
@@ -469,6 +471,7 @@ def moves(recipe: str) -> None:
         assert_gathers(model, recipe)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 def test_a_group_follows_weights_that_move(two: Ranks, recipe: str) -> None:
     two.run(moves, recipe)

@@ -167,21 +167,6 @@ def is_that_of_fsdp2(use: str, loop: Callable[[Any], Any], **options: Any) -> No
     assert not sent["reduce-scatters"]
 
 
-def all_ways() -> None:
-    """FSDP2's loops; dtypes of sums; columns; CPU offload; frozen weights."""
-    for name in ("gradients_later", "summed", "left_out", "hooked", "clipped", "backward_twice"):
-        is_that_of_fsdp2("quantized" if name == "clipped" else "plain", LOOPS[name])
-    for policy in (
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(torch.bfloat16),
-        MixedPrecisionPolicy(torch.float16, torch.float16),
-    ):
-        is_that_of_fsdp2("plain", two_steps, mp_policy=policy)
-    is_that_of_fsdp2("cast", two_steps, shard_placement_fn=by_columns)
-    is_that_of_fsdp2("plain", two_steps, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    is_that_of_fsdp2("plain", frozen)
-
-
 class Experts(nn.Module):
     """A matrix for each of four, one of which no token goes to."""
 
@@ -233,6 +218,7 @@ def trained() -> None:
     assert all(0.8 * gains[0] < gain < 1.2 * gains[0] for gain in gains), gains
 
 
+@pytest.mark.thorough
 def test_masters_and_clipping_take_sums_of_codes(two: Ranks) -> None:
     two.run(trained)
 
@@ -243,8 +229,31 @@ def frozen(model: Any) -> Any:
     return two_steps(model)
 
 
-def test_all_that_fsdp2_reduces_travels_as_codes(two: Ranks) -> None:
-    two.run(all_ways)
+# FSDP2's loops; dtypes of sums; columns; CPU offload; frozen weights.
+WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "clipped": ("quantized", LOOPS["clipped"], {}),
+    "by columns": ("cast", two_steps, {"shard_placement_fn": by_columns}),
+    **{
+        name: ("plain", LOOPS[name], {})
+        for name in ("gradients_later", "summed", "left_out", "hooked", "backward_twice")
+    },
+    "sums in fp32": ("plain", two_steps, {"mp_policy": MixedPrecisionPolicy()}),
+    "sums in bf16": ("plain", two_steps, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+    "sums in fp16": ("plain", two_steps, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),
+    "offloaded": ("plain", two_steps, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "frozen": ("plain", frozen, {}),
+}
+
+
+def in_a_way(name: str) -> None:
+    use, loop, options = WAYS[name]
+    is_that_of_fsdp2(use, loop, **options)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", WAYS)
+def test_all_that_fsdp2_reduces_travels_as_codes(two: Ranks, name: str) -> None:
+    two.run(in_a_way, name)
 
 
 def replicas() -> None:

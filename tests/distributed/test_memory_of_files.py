@@ -57,7 +57,7 @@ def loads_and_writes(recipe: str, folder: str, out: str) -> tuple[list[int], int
     return found, shards, weight
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*are rounded to codes:UserWarning")
 @pytest.mark.parametrize("recipe", FILES)
 def test_ranks_hold_their_shard_and_some_weights(recipe: str, two: Ranks, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_gathers_of_four_ranks(four: Ranks, recipe: str) -> None:
     four.run(leaves_values, recipe, False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "fp8_current"])
 def test_gathers_of_cast_weights(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, True)
@@ -123,6 +124,7 @@ def some_alone(recipe: str) -> None:
         assert numbers(model) == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
 def test_weights_with_blocks_that_are_cut_travel_alone(two: Ranks, recipe: str) -> None:
     two.run(some_alone, recipe)

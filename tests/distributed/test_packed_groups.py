@@ -641,6 +641,7 @@ def scales_that_are_written(recipe: str, inference: bool) -> None:
     assert same(*found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
 def test_scales_of_weights_that_stay_gathered(two: Ranks, recipe: str, inference: bool) -> None:

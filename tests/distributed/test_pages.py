@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
 from harness import Ranks
-from pages import PAGES, Block, blocks, lines, missing
+from pages import PAGES, Block, blocks, lines, missing, programs
 from places import ROOT
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -34,6 +34,7 @@ from layoutc.cli.app import main
 pytestmark = pytest.mark.checkout
 # What other tests run: CI README's two commands; tests/integrations the trainers; a card the graphs (tests/gpu).
 ELSEWHERE = {"trainers.md": "python sh", "graphs.md": "python"}
+LOSS = r": loss \d\.\d+"
 GGUF = find_spec("gguf") is not None
 
 
@@ -166,9 +167,15 @@ def runs_program(file: Path, arguments: list[str]) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "sh")], ids=lambda page: page.name)
+def trainers(page: Path) -> Any:
+    """A page, of the second tier where its programs need another package's models."""
+    words = re.search(r"^(?:from|import) transformers", "".join(programs(page).values()), re.M)
+    return pytest.param(page, id=page.name, marks=[pytest.mark.thorough] if words else [])
+
+
+@pytest.mark.parametrize("page", [trainers(page) for page in PAGES if of_page(page, "sh")])
 def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """layoutc's own, and those that start a program of the page: torchrun itself once, with its last arguments."""
+    """layoutc's own, and those that start a program of the page, in ranks that are there already."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # whose files pages name
     needs_gguf(page)
@@ -179,10 +186,8 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
         model = Transformer()
         layoutc.quantize_(model, "fp8_block")
         checkpoint.export_safetensors(model, "DeepSeek-V3", files="deepseek")
-    for block in of_page(page, "python"):
-        if block.title is not None:
-            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-    last = [line for line in lines(page) if line[0] == "torchrun"][-1:]
+    for name, text in programs(page).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     for line in lines(page):
         word, *arguments = line
         if word == "layoutc":
@@ -194,15 +199,22 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
             continue
         assert word == "torchrun", line
         assert arguments[:2] == ["--nproc-per-node", "2"], line
-        if [line] == last:
-            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
-            command += ["--rdzv-endpoint=localhost:0", *arguments]
-            ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-            assert ran.returncode == 0, (line, ran.stderr[-3000:])
-            printed = ran.stdout
-        else:
-            printed = two.run(runs_program, tmp_path / arguments[2], arguments[3:])[0]
-        assert re.search(r": loss \d\.\d+", printed), (line, printed)
+        printed = two.run(runs_program, tmp_path / arguments[2], arguments[3:])[0]
+        assert re.search(LOSS, printed), (line, printed)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_the_program_of_the_first_page(tmp_path: Path) -> None:
+    (page,) = (page for page in PAGES if page.name == "index.md")
+    for name, text in programs(page).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    arguments = [line for line in lines(page) if line[0] == "torchrun"][-1][1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(LOSS, done.stdout), done.stdout
 
 
 def test_what_runs_elsewhere_is_python() -> None:

@@ -99,6 +99,7 @@ def test_multiply_and_add_is_rounded_once() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "form", "dtype"),
     [
@@ -219,6 +220,7 @@ def test_added_groups_are_stepped() -> None:
     assert_same(*(trained(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernels", [False, True])
 def test_scaled_gradients_step_as_others_do(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """GradScaler leaves the scale to the launch; a step with an infinite gradient changes nothing."""
