@@ -61,6 +61,7 @@ def steps(plane: Tensor) -> Tensor:
     return flat.view(torch.int32 if flat.element_size() == 4 else torch.uint8).long()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in NONE])
 def test_plain_versions_quantize_as_recipes_do(name: str, dtype: torch.dtype) -> None:

@@ -940,6 +940,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

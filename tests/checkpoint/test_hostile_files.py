@@ -29,7 +29,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", hostile.HOSTILE)
 def test_a_hostile_checkpoint_is_refused(name: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "checkpoint"))

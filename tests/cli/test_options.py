@@ -147,6 +147,7 @@ def test_specs_are_looked_up_without_a_command_line(tmp_path: Path) -> None:
         lookup.find("nvfp5", tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("terminal", "links"), [("xterm-256color", True), ("dumb", False), (None, False)])
 def test_written_files_are_links_in_terminals_that_have_them(tmp_path: Path, terminal: str | None, links: bool) -> None:
     """None: the output is piped. The text is the same; a terminal shows nothing of what stands around it."""

@@ -85,6 +85,7 @@ def test_lines_of_weights() -> None:
     assert words[6:] == [f"{sent:,}"] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "args",
     [
@@ -366,6 +367,7 @@ def test_a_b200_says_that_it_is_extrapolated() -> None:
     assert any("nvfp4 low" in line for line in lines)
 
 
+@pytest.mark.thorough
 def test_many_layers_of_one_shape_are_quick() -> None:
     began = time.process_time()
     assert run("--shapes", "a*9999=1x1").exit_code == 0
@@ -390,6 +392,7 @@ def test_help_has_groups() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_plan_of_seven_worlds_in_four_recipes_is_quick() -> None:
     began = time.process_time()
     recipes = ("--recipe", "mxfp8,nvfp4,fp8_block,fp8_current", "--use", "both")

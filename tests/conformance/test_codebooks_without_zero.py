@@ -37,7 +37,7 @@ orientations:
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "scale",
     [

@@ -25,7 +25,7 @@ CHECKS = {check.name: check for check in all_checks()}
 torch.set_num_threads(1)
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_caught(name: str) -> None:
     recipe, file, pattern, replacement, catching = MUTANTS[name]

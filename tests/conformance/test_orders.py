@@ -73,7 +73,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ORDERS)
 def test_errors_of_a_block_are_added_up_in_the_stated_order(name: str, tmp_path: Path) -> None:
     """In blocks that can hardly choose, another order keeps another scale; the suite's model takes the stated one."""

@@ -17,8 +17,11 @@ from layoutc.spec.formats import BUILTIN
 def test_codes_by_definition_agree_with_the_compiler(name: str) -> None:
     """Two definitions of each built-in format, written apart."""
     fmt = BUILTIN[name]
-    for code, value in enumerate(codes_of(fmt).values):
-        assert np.array_equal(float(value), fmt.value(code), equal_nan=True)
+    values = codes_of(fmt).values
+    top = len(values) // 2  # around it and at the ends lie the values that are no numbers
+    some = {*range(0, len(values), 1 if fmt.bits <= 8 else 61), *range(max(top - 300, 0), min(top + 300, len(values)))}
+    for code in {*some, len(values) - 1}:
+        assert np.array_equal(float(values[code]), fmt.value(code), equal_nan=True)
 
 
 @pytest.mark.parametrize("bits", range(1, 8))

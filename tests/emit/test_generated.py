@@ -92,6 +92,7 @@ def test_generated_code_is_clean_under_ruff() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_path: Path) -> None:
     """The same bits under other names give the same code: nothing is decided by a name."""
@@ -139,6 +140,7 @@ def statements(code: str) -> str:
     return ast.dump(tree)
 
 
+@pytest.mark.thorough
 def test_a_package_built_elsewhere_works_where_it_stands(tmp_path: Path) -> None:
     specs = tmp_path / "mine"
     specs.mkdir()

@@ -21,7 +21,7 @@ from layoutc.report.describe import describe
 SIX = [SPECS / f"{name}.yaml" for name in ("nvfp4", "mxfp8", "fp8_block", "int4_group32", "mxfp6_e2m3", "hybrid_fp8")]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_figures_are_those_of_the_plan(path: Path) -> None:
     plan = plan_of(path)

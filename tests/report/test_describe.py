@@ -176,6 +176,7 @@ def placed_otherwise() -> dict[str, tuple[Plan, int, int, list[str]]]:
 PLACED = placed_otherwise()
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("case", PLACED)
 def test_index_maps_are_the_chains_the_other_way_round(case: str) -> None:
     """Every value stands in just the bytes that the chain puts its bits in; the rest is the padding that is stated."""

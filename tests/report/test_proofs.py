@@ -29,6 +29,7 @@ from layoutc.spec.checks.read import read_spec
 SPECS = ROOT / "specs"
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_holds_for_shipped_recipes(name: str) -> None:
     found = prove(recipe(name))

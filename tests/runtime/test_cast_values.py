@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("kind", "name", "function"), CASES, ids=[f"{kind}-{name}" for kind, name, _ in CASES])
 def test_what_an_operator_sees(recipe: str, kind: str, name: str, function: Callable[[Tensor], Tensor]) -> None:
@@ -220,6 +221,7 @@ def test_a_functional_call_multiplies_with_the_quantized_weight() -> None:
         assert torch.equal(torch.func.functional_call(model, params, x), model(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_graphs_see_what_eager_calls_see(recipe: str) -> None:
     """A parameter, its views and its detached aliases, made in the graph and outside of it."""

@@ -52,6 +52,7 @@ class Shards:
         return self.world
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", ["forward", "backward", "both"])
 def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which: Any) -> None:

@@ -81,6 +81,7 @@ def check_cut(q: QuantizedTensor, cut: Cut) -> None:
     assert piece.buffers().keys() == q.buffers().keys()
 
 
+@pytest.mark.sample(40)
 @each_recipe
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:

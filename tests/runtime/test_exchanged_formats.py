@@ -62,6 +62,7 @@ def test_deepseek_v3(shape: tuple[int, int]) -> None:
             assert np.array_equal(made["rowwise_data"][i : i + 128, j : j + 128], codes.view(np.uint8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_per_channel_of_compressed_tensors(shape: tuple[int, int]) -> None:
     """Dynamic or static, a scale for each row; the scale of a row of zeros is fp32's epsilon."""

@@ -90,6 +90,7 @@ def test_shapes_and_dtypes_without_values(recipe: str, window: list[int]) -> Non
         assert facts(torch.empty(1, dtype=torch.uint8)) == expected
 
 
+@pytest.mark.sample(2)
 def test_a_weight_that_is_gone(recipe: str) -> None:
     """Its handle, saved by a graph, stands for nothing; nor does a copy of it."""
     whole = gather(weight(recipe), "forward", [])

@@ -149,7 +149,7 @@ def test_random_blocks(text: str, shape: tuple[int, int], dtype: torch.dtype, se
         compare(name, x, asked)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_quantize_and_dequantize_equal_the_reference(name: str) -> None:
     """At shapes of less than a block, of several tiles, and of whole tiles, which need no masks but those of idle

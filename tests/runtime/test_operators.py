@@ -111,6 +111,7 @@ def test_inductor_gives_the_bytes_of_eager_calls(name: str) -> None:
     check_compiled(name, "inductor", None)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_traced_by_make_fx(name: str) -> None:
     """The graph holds operators in place of arithmetic, and run again it gives the same bytes, at other sizes too."""
@@ -146,7 +147,7 @@ def test_shapes_and_dtypes_without_values(name: str) -> None:
         assert q.dequantize().device.type == "cuda"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_operators_keep_their_contracts(name: str) -> None:
     """torch.library's own checks: schema, aliases, fake against real, autograd registration, tracing."""

@@ -155,7 +155,7 @@ def test_weights_whose_passes_gather_other_planes() -> None:
     assert all(map(same_bits, found, gradients))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("recipe", "needs_input", "trains"),
@@ -201,6 +201,7 @@ def test_weights_that_share_an_input_quantize_it_once(monkeypatch: pytest.Monkey
     assert not torch.equal(first[..., :64], second)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ SCALES = [
 ]
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", TINY)
 def test_the_smallest_formats(name: str, scale: str) -> None:
