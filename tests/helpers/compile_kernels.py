@@ -37,6 +37,8 @@ from triton.compiler import ASTSource
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, launch, rank_chunks, rank_sums
 from layoutc.runtime.kernels.choices import Tile
+from layoutc.runtime.operands import kernels as of_rows
+from layoutc.runtime.operands import of_experts
 from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import (
     dequantize_kernel,
@@ -139,6 +141,12 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
     yield "rank_chunks bf16", batch.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
+    tile = Tile(1, of_experts.TILE, of_experts.WARPS)
+    constants = {"CHOSEN": 8, "WEIGHTED": True, "TILE": tile.columns}
+    yield "sum_of_experts bf16", of_rows.sum_of_experts_kernel, constants, tile, "bf16"
+    yield "of_experts bf16", of_rows.of_experts_kernel, {"CHOSEN": 8, "TILE": 2048}, tile, "bf16"
+    yield "gated bf16", of_rows.gated_kernel, {"TILE": 1024}, tile, "bf16"
+    yield "gated_backward bf16", of_rows.gated_backward_kernel, {"TILE": 1024}, tile, "bf16"
     for source in (tl.float32, tl.bfloat16, tl.int64):
         dtype = tl.int64 if source == tl.int64 else tl.bfloat16
         constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
@@ -187,6 +195,8 @@ def compiled(
         "ranges": "*fp32",
         "seed": "*i64",
     }
+    pointers |= dict.fromkeys(("y", "weights", "grad", "of_y", "of_weights", "both", "of_both"), f"*{dtype}")
+    pointers |= {"rows": "*i64", "ends": "*i32"}
     pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
     pointers |= {f"moving{index + 1}": "*i64" for index in range(copies.MOVING)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
@@ -209,6 +219,8 @@ def compiled(
             "row",
             "part_rows",
             "part_bytes",
+            "columns",
+            "experts",
         )
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
         if name not in ("input_max", "number", "ranks"):
