@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 import layoutc
+from layoutc.runtime.operands.gated import gated
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
 from layoutc.runtime.product_mode import Mode
@@ -282,3 +283,20 @@ def test_rows_of_routed_tokens_on_card(dtype: torch.dtype) -> None:
     order, *_ = routes_of(chosen, experts)
     assert torch.equal(order, routes_of(chosen.cuda(), experts)[0].cpu())
     assert all(map(torch.equal, found("cuda"), found("cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates_on_card(dtype: torch.dtype) -> None:
+    """Both ways within half a unit in the last place of fp64, and what fp32 leaves."""
+    both = (torch.randn(4000, 2 * 768, device="cuda") * 3).to(dtype).requires_grad_()
+    grad = torch.randn(4000, 768, device="cuda").to(dtype)
+    double = both.detach().double().requires_grad_()
+    expected = gated(double)  # no kernel takes fp64
+    expected.backward(grad.double())
+    found = gated(both)
+    found.backward(grad)
+    assert both.grad is not None
+    assert double.grad is not None
+    within = torch.finfo(dtype).eps / 2 + 2**-20
+    for one, other in ((found.detach(), expected.detach()), (both.grad, double.grad)):
+        assert ((one.double() - other).abs() <= other.abs() * within + 4e-6).all()
