@@ -137,7 +137,6 @@ EXCEPTIONS: set[tuple[str, str]] = set()
 # Modules of one room that import one another.
 CYCLES = [
     {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "into_pack", "shared_amax", "tensor")},
-    {"layoutc.runtime.train.master_weights", "layoutc.runtime.train.replaced_parameters"},
 ]
 
 
@@ -256,7 +255,7 @@ def test_generated_code_needs_torch_and_the_runtime_alone() -> None:
 
 
 # How many there are today: these numbers only fall.
-MOST_FOREIGN_READS = 250
+MOST_FOREIGN_READS = 149
 OF_NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
 
@@ -282,8 +281,9 @@ def foreign_reads(path: Path) -> Iterator[str]:
         methods |= set(ast.walk(of_class))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own | OF_NAMEDTUPLES:
-            is_inherited = node in methods and ast.unparse(node.value) in ("self", "cls")
-            if not is_inherited:
+            owner = ast.unparse(node.value)
+            is_inherited = node in methods and owner in ("self", "cls")
+            if not is_inherited and owner not in ("aten", "torch.ops.aten", "os", "sys"):  # no classes
                 yield node.attr
 
 

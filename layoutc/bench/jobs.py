@@ -64,7 +64,7 @@ def kernel_jobs(
     kernels, layout, label = part(cls, "kernels").KERNELS, cls.LAYOUT, str(dtype)[6:]
     m, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) * 0.02
-    amax = cls._shared_amax(x) if layout.shares_amax else None
+    amax = cls.shared_amax(x) if layout.shares_amax else None
     for orientations in sorted({layout.orientations, *((one,) for one in layout.orientations)}, key=len):
 
         def quantize(orientations: tuple[str, ...] = orientations) -> Work:

@@ -39,7 +39,7 @@ def compiled_jobs(name: str, cls: type[QuantizedTensor], shape: Shape, device: t
         say(f"  {name}: no plain version: {why}")
         return
     x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
-    amax = cls._shared_amax(x) if layout.shares_amax else None
+    amax = cls.shared_amax(x) if layout.shares_amax else None
     planes: Planes = kernels.quantize(x, amax, layout.orientations)
     expected = planes | turned(planes, version)
     for label, function in (*_plain_forms(cls, version), *_torchao_forms(name, version, say)):

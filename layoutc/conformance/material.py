@@ -94,7 +94,7 @@ def shared_amax(subject: Subject, x: Tensor) -> dict[str, Tensor]:
     """The `amax` argument that all shards of a weight share; {} if they share none."""
     if not subject.facts.shares_amax:
         return {}
-    return {"amax": subject.tensor._shared_amax(x.detach().reshape(-1, x.shape[-1]))}
+    return {"amax": subject.tensor.shared_amax(x.detach().reshape(-1, x.shape[-1]))}
 
 
 def array(tensor: Tensor) -> Array:

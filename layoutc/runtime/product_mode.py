@@ -54,13 +54,13 @@ class Weight(Protocol):
     """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    _products: Settings | None  # its own, as `layoutc.set_products_` sets them; None: what is set for all
+    own_products: Settings | None  # its own, as `layoutc.set_products_` sets them; None: what is set for all
 
 
 def of(weight: Weight) -> Mode:
     """The mode that products of a weight follow now: its own, else what is set for all. A weight of a recipe without
     products is always dequantized."""
-    return "dequantize" if weight.LAYOUT.products is None else _mode(weight._products)
+    return "dequantize" if weight.LAYOUT.products is None else _mode(weight.own_products)
 
 
 def _mode(own: Settings | None) -> Mode:
@@ -90,7 +90,7 @@ def read_as(weight: Weight, orientation: str) -> str:
 
 
 def _always_gathers_values(weight: Weight) -> bool:
-    return weight._products is not None and gathers_values(weight._products) is True
+    return weight.own_products is not None and gathers_values(weight.own_products) is True
 
 
 def setting(weight: Weight) -> str:

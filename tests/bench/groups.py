@@ -100,7 +100,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def shared(cls: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
     """The amax of each, where the recipe shares one."""
-    return [cls._shared_amax(x) for x in xs] if cls.LAYOUT.shares_amax else None
+    return [cls.shared_amax(x) for x in xs] if cls.LAYOUT.shares_amax else None
 
 
 def quantize_batch(name: str, dtype: torch.dtype, orientations: tuple[str, ...], rows: list[Figures]) -> None:
@@ -167,7 +167,7 @@ def requantize(names: Sequence[str], rows: list[Figures]) -> None:
         sharing = [(t, x) for t, x in zip(others, values, strict=True) if t.LAYOUT.shares_amax]
         found: dict[int, Tensor] = {}
         if sharing:
-            packed = torch.cat([type(t)._shared_amax(x).reshape(-1) for t, x in sharing])
+            packed = torch.cat([type(t).shared_amax(x).reshape(-1) for t, x in sharing])
             found = {id(t): piece for (t, _), piece in zip(sharing, torch.split(packed, 1), strict=True)}
         for target, x in zip(others, values, strict=True):
             weights.quantize(type(target), x, out=target, amax=found.get(id(target)))

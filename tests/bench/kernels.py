@@ -89,8 +89,8 @@ def check(chosen: list[str]) -> int:
                     card = given.cuda()
                     amax = None
                     if layout.shares_amax:
-                        amax = cls._shared_amax(given)
-                        if not same(amax, cls._shared_amax(card).cpu()):
+                        amax = cls.shared_amax(given)
+                        if not same(amax, cls.shared_amax(card).cpu()):
                             bad += 1
                             print("DIFFERS", name, shape, kind, dtype, "amax")
                     for orientations in {layout.orientations, *((o,) for o in layout.orientations)}:

@@ -80,7 +80,7 @@ def show_recipe(name: str, x: torch.Tensor) -> None:
     recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), module(name, "kernels").KERNELS
     layout = recipe.LAYOUT
     every, (m, k) = layout.orientations, SHAPE
-    amax = recipe.Tensor._shared_amax(x) if layout.shares_amax else None
+    amax = recipe.Tensor.shared_amax(x) if layout.shares_amax else None
     out = kernels.quantize(x, amax, every)
     again = {plane: torch.zeros_like(stored) for plane, stored in out.items()}
     assert same(out, kernels.quantize(x, amax, every, again)), name  # the first was ordinary, the second direct

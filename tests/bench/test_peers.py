@@ -50,7 +50,7 @@ def made(name: str, dtype: torch.dtype) -> tuple[Plain, Tensor, Tensor | None, d
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.02
     x[:128, :128] = 0
     x = x.to(dtype)
-    amax = cls._shared_amax(x) if cls.LAYOUT.shares_amax else None
+    amax = cls.shared_amax(x) if cls.LAYOUT.shares_amax else None
     planes = reference(name).quantize_reference(x, amax=amax)
     return plain(cls.LAYOUT, reference(name), SHAPE), x, amax, planes
 

@@ -182,8 +182,8 @@ def quantize(x, *, seed=None, **options):
         r"\g<0>"
         + """
     @classmethod
-    def _matrix_values(cls, planes, m, k, orientation, dtype):
-        return super()._matrix_values(planes, m, k, "rowwise", dtype)
+    def matrix_values(cls, planes, m, k, orientation, dtype):
+        return super().matrix_values(planes, m, k, "rowwise", dtype)
 """,
         ("products", "layer"),
     ),
@@ -208,8 +208,8 @@ def quantize(x, *, seed=None, **options):
         r"\g<0>"
         + """
     @classmethod
-    def _shared_amax(cls, x):
-        return super()._shared_amax(x) * 2
+    def shared_amax(cls, x):
+        return super().shared_amax(x) * 2
 """,
         ("quantize",),
     ),
@@ -317,8 +317,8 @@ def quantize(x, *, seed=None, **options):
         r"\g<0>"
         + """
     @classmethod
-    def _quantize_matrix(cls, x, amax, orientations, out=None, seed=None):
-        return super()._quantize_matrix(x, amax, LAYOUT.orientations, out, seed)
+    def quantize_matrix(cls, x, amax, orientations, out=None, seed=None):
+        return super().quantize_matrix(x, amax, LAYOUT.orientations, out, seed)
 """,
         ("one-orientation",),
     ),

@@ -556,10 +556,10 @@ def follows_a_choice(recipe: str) -> None:
     model = in_one_group(recipe, count=2)
     with kernels_on_cpu():
         for mode in (None, None, None, "reference", "reference", "dequantize", None):
-            if mode != product_modes.named(local(model[0])._products):
+            if mode != product_modes.named(local(model[0]).own_products):
                 product_modes.set_products_(model, mode)
             model.unshard()
-            assert [product_modes.named(layer.weight._products) for layer in model] == [mode] * 2
+            assert [product_modes.named(layer.weight.own_products) for layer in model] == [mode] * 2
             model.reshard()
 
 

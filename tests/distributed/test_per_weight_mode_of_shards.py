@@ -143,7 +143,7 @@ def keeps_choices(use: str) -> None:
 
     def of(one: Model) -> list[Any]:
         found: list[Any] = [layer.weight for layer in (*one.layers, one.head)]
-        return [product_modes.named(getattr(weight, "_local_tensor", weight)._products) for weight in found]
+        return [product_modes.named(getattr(weight, "_local_tensor", weight).own_products) for weight in found]
 
     assert of(model) == expected
     model.to_empty(device="cpu")
@@ -161,7 +161,7 @@ def keeps_choices(use: str) -> None:
     assert of(model) == expected
     assert isinstance(model.head.weight, DTensor)
     if use == "quantize_":
-        assert product_modes.named(model.head.weight.full_tensor()._products) == "dequantize"
+        assert product_modes.named(model.head.weight.full_tensor().own_products) == "dequantize"
 
 
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])

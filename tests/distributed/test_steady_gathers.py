@@ -131,7 +131,7 @@ def follows_its_own_choice(recipe: str, cast: bool) -> None:
         product_modes.set_products_(model, mode)
         model.unshard()
         gathered: Any = model[0].weight
-        assert product_modes.named(gathered._products) == mode
+        assert product_modes.named(gathered.own_products) == mode
         model.reshard()
 
 

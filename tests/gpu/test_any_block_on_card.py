@@ -53,7 +53,7 @@ def test_kernels_equal_the_reference(name: str, dtype: torch.dtype) -> None:
         for x in weights(m, k):
             given = x.to(dtype)
             card = given.cuda()
-            amax = recipe.Tensor._shared_amax(given) if layout.shares_amax else None
+            amax = recipe.Tensor.shared_amax(given) if layout.shares_amax else None
             shared = None if amax is None else amax.cuda()
             for asked in dict.fromkeys((layout.orientations, *((one,) for one in layout.orientations))):
                 expected = reference.quantize_reference(given, amax=amax, orientations=asked)

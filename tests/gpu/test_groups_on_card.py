@@ -155,7 +155,7 @@ def batch_of(names: list[str], count: int) -> tuple[list[Any], list[Any]]:
 
 def one_by_one(target: Any, values: Tensor) -> None:
     layout = target.LAYOUT
-    amax = type(target)._shared_amax(values) if layout.shares_amax else None
+    amax = type(target).shared_amax(values) if layout.shares_amax else None
     recipe(layout.name).quantize(values, amax=amax, out=target)
 
 

@@ -79,7 +79,7 @@ def test_quantizing_into_a_tensor_writes_its_planes(name: str) -> None:
     seed = torch.ones(1, dtype=torch.int64)
     recipe.quantize(second, out=made, **({"seed": seed} if recipe.LAYOUT.stochastic else {}))
     assert {plane: tensor.data_ptr() for plane, tensor in made.planes().items()} == addresses
-    amax = None if not recipe.LAYOUT.shares_amax else recipe.Tensor._shared_amax(second.cpu())
+    amax = None if not recipe.LAYOUT.shares_amax else recipe.Tensor.shared_amax(second.cpu())
     if before is not None:
         amax = before[:1].cpu()  # the scale follows the step before
     expected = recipe.quantize_reference(
@@ -98,7 +98,7 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
     x = torch.randn(64, 1 << 15, device="cuda", dtype=torch.bfloat16).repeat((1 << 16) // 64 + 1, 1)[: (1 << 16) + 32]
     made = recipe.quantize(x)
     tail = x[-64:].contiguous()
-    amax = recipe.Tensor._shared_amax(x) if recipe.LAYOUT.shares_amax else None
+    amax = recipe.Tensor.shared_amax(x) if recipe.LAYOUT.shares_amax else None
     expected = recipe.quantize_reference(tail, amax=amax)
     for plane, stored in expected.items():
         found = made.planes()[plane]

@@ -144,7 +144,7 @@ def test_a_shard_among_its_halo_has_the_codes_and_scales_of_the_whole(
     heard = torch.stack(
         [_edges(layout, shard, row_sharding) for shard, row_sharding in zip(shards, row_shardings, strict=True)]
     )
-    amax = of.Tensor._shared_amax(x) if layout.shares_amax else None
+    amax = of.Tensor.shared_amax(x) if layout.shares_amax else None
     whole = of.quantize(x, amax=amax)
     for row_sharding, shard in zip(row_shardings, shards, strict=True):
         if not len(shard):

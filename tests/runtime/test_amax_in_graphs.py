@@ -52,13 +52,13 @@ class GatedLayer(nn.Module):
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     """Each operand that is quantized, with the amax that it is quantized by."""
     seen: list[tuple[Tensor, Tensor]] = []
-    original: Any = RecipeMethods._quantize_matrix.__func__  # type: ignore[attr-defined]
+    original: Any = RecipeMethods.quantize_matrix.__func__  # type: ignore[attr-defined]
 
     def watched(cls: Any, x: Tensor, amax: Tensor, *args: Any, **options: Any) -> Any:
         seen.append((x.clone(), amax.clone()))
         return original(cls, x, amax, *args, **options)
 
-    monkeypatch.setattr(RecipeMethods, "_quantize_matrix", classmethod(watched))
+    monkeypatch.setattr(RecipeMethods, "quantize_matrix", classmethod(watched))
     return seen
 
 

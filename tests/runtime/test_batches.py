@@ -64,7 +64,7 @@ def poisoned(name: str, x: Tensor, orientations: Sequence[str]) -> dict[str, Ten
 def compare(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
     """Of a batch, into poisoned planes, and of the reference."""
     layout = recipe(name).LAYOUT
-    amaxes = [recipe(name).Tensor._shared_amax(x) for x in xs] if layout.shares_amax else None
+    amaxes = [recipe(name).Tensor.shared_amax(x) for x in xs] if layout.shares_amax else None
     outs = [poisoned(name, x, orientations) for x in xs]
     kernels(name).quantize_batch(xs, amaxes, orientations, outs)
     for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
@@ -211,7 +211,7 @@ def one_by_one(batch: list[tuple[QuantizedTensor, Tensor]]) -> None:
     for target, values in batch:
         layout = target.LAYOUT
         with off_card():
-            amax = type(target)._shared_amax(values.reshape(target.store.matrix)) if layout.shares_amax else None
+            amax = type(target).shared_amax(values.reshape(target.store.matrix)) if layout.shares_amax else None
             recipe(layout.name).quantize(values, amax=amax, out=target)
 
 

@@ -33,7 +33,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], list[Tensor]
 
     def run(operator: Callable[[], list[Tensor]]) -> list[Tensor]:
         with monkeypatch.context() as patch:
-            for name in ("_quantize_buffers", "_quantize_matrix", "_lay_out"):
+            for name in ("quantize_buffers", "quantize_matrix", "lay_out"):
                 patch.setattr(RecipeMethods, name, None)
             return operator()
 

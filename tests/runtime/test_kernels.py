@@ -65,7 +65,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     layout, (m, k) = recipe(name).LAYOUT, tuple(x.shape)
-    amax: Any = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    amax: Any = recipe(name).Tensor.shared_amax(x) if layout.shares_amax else None
     seed = {"seed": torch.tensor([0x243F6A8885A308D3])} if layout.stochastic else {}
     expected = reference(name).quantize_reference(x, amax=amax, orientations=orientations, **seed)
     made = kernels(name).quantize(x, amax, orientations, **seed)
@@ -131,7 +131,7 @@ def test_a_transposed_weight_and_given_planes(name: str) -> None:
     """Strides are followed; planes to write into are filled whole, whatever they held, and must be contiguous."""
     layout, (m, k) = recipe(name).LAYOUT, shapes(name)[0]
     x = weight(k, m, 3).t()
-    amax = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    amax = recipe(name).Tensor.shared_amax(x) if layout.shares_amax else None
     seed = {"seed": torch.tensor([1])} if layout.stochastic else {}
     expected = reference(name).quantize_reference(x, amax=amax, **seed)
     out = {plane: torch.full(stored.shape, 0x5A, dtype=stored.dtype) for plane, stored in expected.items()}
@@ -149,7 +149,7 @@ def test_a_transposed_weight_and_given_planes(name: str) -> None:
 def test_values_that_lie_apart(name: str) -> None:
     """Neither rows nor columns are runs of values: every other one, and one value for all, as a sum's gradient is."""
     for x in (torch.randn(64, 512)[:, ::2], torch.ones(()).expand(64, 256), torch.ones(1, 256).expand(64, 256)):
-        amax = recipe(name).Tensor._shared_amax(x) if recipe(name).LAYOUT.shares_amax else None
+        amax = recipe(name).Tensor.shared_amax(x) if recipe(name).LAYOUT.shares_amax else None
         expected = reference(name).quantize_reference(x, amax=amax)
         made = kernels(name).quantize(x, amax, recipe(name).LAYOUT.orientations)
         assert all(torch.equal(bits(stored), bits(made[plane])) for plane, stored in expected.items())

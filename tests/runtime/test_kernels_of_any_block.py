@@ -173,7 +173,7 @@ def test_planes_to_write_into_and_strides(name: str) -> None:
     unshipped.add_all()
     layout, (m, k) = recipe(name).LAYOUT, (72, 120)
     x = weight(k, m, 3).t()
-    amax = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    amax = recipe(name).Tensor.shared_amax(x) if layout.shares_amax else None
     expected = reference(name).quantize_reference(x, amax=amax)
     spaces = {plane: torch.full((stored.numel() + 64,), 0x5A, dtype=stored.dtype) for plane, stored in expected.items()}
     out = {plane: spaces[plane][32:-32].view(stored.shape) for plane, stored in expected.items()}
@@ -190,7 +190,7 @@ def test_batches(name: str) -> None:
     assert kernels(name).batched
     layout = recipe(name).LAYOUT
     xs = [weight(m, k, seed).to(torch.bfloat16) for seed, (m, k) in enumerate([(24, 240), (8, 8), (104, 56), (48, 96)])]
-    shared = [recipe(name).Tensor._shared_amax(x) for x in xs] if layout.shares_amax else None
+    shared = [recipe(name).Tensor.shared_amax(x) for x in xs] if layout.shares_amax else None
     packed = None if shared is None else torch.cat([amax.reshape(-1) for amax in shared])
     amaxes_ = None if packed is None else list(packed.split([amax.numel() for amax in shared or ()]))
     expected = [

@@ -551,10 +551,10 @@ def test_spellings_of_before_work_and_say_what_to_write(old: Any, line: str, set
     assert mode.current() == ("dequantize", "gather")
     with pytest.warns(DeprecationWarning, match=r"write layoutc.set_products_\(model, .*\)"):
         layoutc.set_products_(layer, old)
-    own = layer.weight._products
+    own = layer.weight.own_products
     assert (own.products, own.dequantize or "layer") == settings
     layoutc.set_products_(layer)
-    assert layer.weight._products is None
+    assert layer.weight.own_products is None
     with pytest.warns(DeprecationWarning, match="write layoutc.explain_products"):
         ways = {row.way for row in layoutc.explain_products(layer, device="cpu", mode=old)}
     assert ways == {"reference"} if old == "low" else {"dequantize"}

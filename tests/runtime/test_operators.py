@@ -154,7 +154,7 @@ def test_operators_keep_their_contracts(name: str) -> None:
     layout, cls = recipe(name).LAYOUT, recipe(name).Tensor
     x = weight(name, 2, 3)
     (m, k), every = x.shape, list(layout.orientations)
-    amax = cls._shared_amax(x) if layout.shares_amax else None
+    amax = cls.shared_amax(x) if layout.shares_amax else None
     planes = recipe(name).quantize(x).planes()
     named = [planes[plane] for plane in planes if any(plane in layout.sources[o] for o in every)]
     check = torch.library.opcheck

@@ -47,7 +47,9 @@ def build(recipe: str = "mxfp8", use: str = "quantize_", blocks: int = 3) -> nn.
 
 def of(model: nn.Module) -> list[Any]:
     """The choice of each weight."""
-    return [product_modes.named(module.weight._products) for module in model.modules() if isinstance(module, nn.Linear)]
+    return [
+        product_modes.named(module.weight.own_products) for module in model.modules() if isinstance(module, nn.Linear)
+    ]
 
 
 def mix(model: nn.Module) -> list[str]:
@@ -147,7 +149,7 @@ def test_compiled_graphs_on_disk_know_the_choice() -> None:
         for around in ("dequantize", "reference"):
             with product_modes.products(around):  # type: ignore[arg-type]
                 for own in (None, "reference", "dequantize"):
-                    held._products = None if own is None else product_modes.OWN[own]
+                    held.own_products = None if own is None else product_modes.OWN[own]
                     keys.append(held._stable_hash_for_caching())
         assert (keys[1:3], len(set(keys))) == (keys[4:], 4)
 
@@ -170,13 +172,13 @@ def test_what_keeps_a_choice(use: str) -> None:
         held.to("cpu"),
     )
     made = (*views, torch.empty_like(held), called(held, "new_zeros", (WIDTH, WIDTH)), nn.Parameter(held))
-    assert {product_modes.named(one._products) for one in made} == {"reference"}
+    assert {product_modes.named(one.own_products) for one in made} == {"reference"}
     if use == "cast_on_gather_":
-        assert held.quantize()._products == product_modes.OWN["reference"]
+        assert held.quantize().own_products == product_modes.OWN["reference"]
     names, context = held.__tensor_flatten__()
     inner = {name: getattr(held, name) for name in names}
     assert (
-        type(held).__tensor_unflatten__(inner, context, held.shape, held.stride())._products
+        type(held).__tensor_unflatten__(inner, context, held.shape, held.stride()).own_products
         == product_modes.OWN["reference"]
     )
     assert of(copy.deepcopy(model)) == expected
@@ -229,9 +231,9 @@ def test_matrix_products_and_groups_of_tokens_follow_the_choice() -> None:
     dequantized = made()
     with product_modes.products("reference"):
         low = made()
-        held._products = experts._products = product_modes.OWN["dequantize"]
+        held.own_products = experts.own_products = product_modes.OWN["dequantize"]
         assert all(map(same_bits, made(), dequantized))
-    held._products = experts._products = product_modes.OWN["reference"]
+    held.own_products = experts.own_products = product_modes.OWN["reference"]
     assert all(map(same_bits, made(), low))
     assert not any(map(same_bits, low, dequantized))
 

@@ -71,7 +71,7 @@ def _compare(
     subject: Subject, kernels: Any, x: Tensor, device: str, orientations: tuple[str, ...], **details: Any
 ) -> None:
     (m, k), layout = x.shape, subject.layout
-    amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
+    amax = subject.tensor.shared_amax(x) if subject.facts.shares_amax else None
     moved = None if amax is None else amax.to(device)
     expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations, **subject.seeded)
     seed = {name: one.to(device) for name, one in subject.seeded.items()}

@@ -33,8 +33,8 @@ class CopiedView:
             view = first.alias()
             view._views, view.transposed = views, transposed
         self.store = weakref.ref(view.store)
-        self.products = view._products
-        self._rest = view._views, view.transposed, view.weight_name, view._agreed, view._products
+        self.products = view.own_products
+        self._rest = view._views, view.transposed, view.weight_name, view._agreed, view.own_products
         self._written = view._agreed.count(view), copy._agreed.count(copy)
 
     def view(self, copy: Cast) -> Cast | None:
@@ -43,7 +43,7 @@ class CopiedView:
         if (planes := self.store()) is None:
             return None
         view = copy._wrap(planes, planes["values"])
-        view._views, view.transposed, view.weight_name, view._agreed, view._products = self._rest
+        view._views, view.transposed, view.weight_name, view._agreed, view.own_products = self._rest
         if self._written != (view._agreed.count(view), copy._agreed.count(copy)):
             if not view._views:
                 return None

@@ -165,7 +165,7 @@ def quantized(tensors: Sequence[CastOnGather]) -> list[QuantizedTensor]:
         xs, amaxes = [whole[at] for at in members], [decided[at][0] for at in members]
         made = [_new_planes(cls.LAYOUT.written(x.shape[0], x.shape[1], asked), x) for x in xs]
         shared = [amax for amax in amaxes if amax is not None] or None
-        if traced(xs[0]) or not cls._quantize_batch(xs, shared, asked, made):
+        if traced(xs[0]) or not cls.quantize_batch(xs, shared, asked, made):
             made = [operators.quantize(cls, x, amax, asked) for x, amax in zip(xs, amaxes, strict=True)]
         for at, one in zip(members, made, strict=True):
             planes[at] = one | decided[at][1]

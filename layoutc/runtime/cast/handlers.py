@@ -41,7 +41,7 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     keeps = callers.keeps_the_weight()
     alias._detached = alias._detached or not keeps
     if keeps and alias._copied is not None:  # a parameter is no copy
-        alias._products = alias._copied.products
+        alias.own_products = alias._copied.products
     return alias
 
 
@@ -126,7 +126,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         _refuse_gathers_of_values(tensor)
     if (converts or _is_view(tensor)) and _is_in_a_model(tensor):
         moved._copied = CopiedView(tensor, moved)
-        moved._products = Settings("dequantize", "layer") if converts else moved._products
+        moved.own_products = Settings("dequantize", "layer") if converts else moved.own_products
         return moved
     if made.dtype == tensor.dtype and made.numel() == tensor.store["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)

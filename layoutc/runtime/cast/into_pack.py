@@ -61,7 +61,7 @@ class Source:
     def is_able(self) -> bool:
         """True if a kernel reads the values and writes what is sent; of a short shard less, which nobody reads."""
         slots, recipe = self.member.slots, self.member.recipe
-        return recipe._quantizing(self.matrix) is not None and all(
+        return recipe.quantizing_kernels(self.matrix) is not None and all(
             slot.name in self.facts and self.facts[slot.name].shape[0] <= slot.leg.sent for slot in slots
         )
 
@@ -189,7 +189,7 @@ class IntoPack:
             ones = [self.sources[at] for at in members]
             amaxes = [one.amax for one in ones if one.amax is not None] or None
             xs, outs = [one.matrix for one in ones], [one.places_in(sent) for one in ones]
-            launches = recipe._launches_into(xs, amaxes, orientations, outs)
+            launches = recipe.launches_into(xs, amaxes, orientations, outs)
             if launches is None:
                 return None
             kinds.append(Kind(tuple(members), launches))

@@ -73,7 +73,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     weight_name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
-    _products: Settings | None  # as of a QuantizedTensor
+    own_products: Settings | None  # as of a QuantizedTensor
     _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _copied: CopiedView | None  # of a copy of a view of a weight
@@ -88,7 +88,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         cls.QUANTIZED.LAYOUT.check_weights()
         plain = values._plain if others and isinstance(values, CastOnGather) else values
         made = cls._wrap(Values(values=plain), plain, requires_grad=requires_grad)
-        made.weight_name, made._products = others.get("weight_name"), others.get("_products")
+        made.weight_name, made.own_products = others.get("weight_name"), others.get("own_products")
         if others.get("_is_param"):  # which makes it an nn.Parameter
             made._is_param = True
         return made
@@ -106,7 +106,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         )
         self.store, self._plain = planes, values
         self._views, self.transposed, self._detached, self.weight_name = (), False, False, None
-        self._agreed, self._source, self._products, self._copied = Agreed(), None, None, None
+        self._agreed, self._source, self.own_products, self._copied = Agreed(), None, None, None
         self._packed = None
         return self
 
@@ -116,13 +116,13 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         other._views = self._views if view is None else (*self._views, view)
         other.transposed, other._detached = self.transposed != transposed, self.is_detached
         other.weight_name, other._agreed, other._source = self.weight_name, self._agreed, self._source
-        other._products, other._copied = self._products, self._copied
+        other.own_products, other._copied = self.own_products, self._copied
         return other
 
     def _fresh(self, values: Tensor) -> Self:
         """Other values with the same metadata."""
         other = type(self)(values)
-        other.weight_name, other._detached, other._products = self.weight_name, self.is_detached, self._products
+        other.weight_name, other._detached, other.own_products = self.weight_name, self.is_detached, self.own_products
         other._agreed.fused = self._agreed.fused
         return other
 
@@ -158,7 +158,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
                 return self._quantized(self._plain, chosen)
             if (copied := self._copied_view()) is not None:
                 whole = copied.quantize(chosen).alias(dtype=self.dtype)
-                whole._products = self._products
+                whole.own_products = self.own_products
                 return self._viewed(whole)  # type: ignore[return-value]
             return self._viewed(self._quantized(self.store["values"], chosen))  # type: ignore[return-value]
 
@@ -226,7 +226,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
         m, k = matrix.shape
         made = self.QUANTIZED(planes, values.shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
-        made.weight_name, made._products = self.weight_name, self._products
+        made.weight_name, made.own_products = self.weight_name, self.own_products
         return made
 
     def as_matrix(self) -> Tensor:
@@ -283,7 +283,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
-        products = self._products, product_mode.setting(self)  # see flattening.Context
+        products = self.own_products, product_mode.setting(self)  # see flattening.Context
         return ["_whole"], (self._views, self.transposed, self.is_detached, self.weight_name, *products)
 
     @property
@@ -301,7 +301,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             values = func(values, *args) if index is None else func(values, *args)[index]
         self = cls._wrap(Values(values=inner["_whole"]), values)
         self._views, self.transposed, self._detached, self.weight_name = views, transposed, detached, name
-        self._products = products
+        self.own_products = products
         return self
 
     def _stable_hash_for_caching(self) -> str:

@@ -209,10 +209,10 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
         _take(state, key, weight, like, assigns)
         found = state.get(key)
         held = local_tensor(found) if assigns and isinstance(found, Tensor) else None
-        if isinstance(found, Tensor) and isinstance(held, QuantizedTensor) and held._products != like._products:
+        if isinstance(found, Tensor) and isinstance(held, QuantizedTensor) and held.own_products != like.own_products:
             with torch.no_grad():
                 chosen = held.alias()
-                chosen._products = like._products
+                chosen.own_products = like.own_products
                 state[key] = with_local(found, chosen)
 
 

@@ -313,7 +313,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         planes, size, dtype, matrix=matrix, orientations=tensor.store.declared, halo=halo
     )
     new.weight_name, new.padding = tensor.weight_name, NEW
-    new.store.writes.trains, new._products, new.fused = tensor.store.writes.trains, tensor._products, tensor.fused
+    new.store.writes.trains, new.own_products, new.fused = tensor.store.writes.trains, tensor.own_products, tensor.fused
     return new
 
 

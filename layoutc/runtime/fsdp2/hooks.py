@@ -131,7 +131,7 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
         (*padded, k), world = sharding.padded_shape, 1  # of `replicate`
         if (group := sharding.process_group) is not None:
             cards.warn_if_elsewhere(parameter_name(shard) or "a weight", shard.device)
-            cards.check_together(group, shard.device, str(product_mode.in_effect(shard._products)))
+            cards.check_together(group, shard.device, str(product_mode.in_effect(shard.own_products)))
             world = group.size()
         sizes = world, sharding.shape, prod(padded), k, sharding.dim
         routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])
@@ -203,7 +203,7 @@ def finish(
         if shard.LAYOUT.passes_differ and route.which != "both":
             planes = GatheredPlanes(planes, home, route.matrix)
         tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
-        tensor.weight_name, tensor.store.home, tensor._products = shard.weight_name, home, shard._products
+        tensor.weight_name, tensor.store.home, tensor.own_products = shard.weight_name, home, shard.own_products
         both: tuple[PassName, ...] = ("forward", "backward")
         passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)
@@ -236,7 +236,7 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
     if isinstance(target, QuantizedTensor):
         target.store.planes.clear()
         target.store.planes.update(planes)
-        target._products = shard._products  # may have been set since
+        target.own_products = shard.own_products  # may have been set since
         return
     sharding = find(shard)
     assert sharding is not None

@@ -99,6 +99,6 @@ def dequantize_all(arrivals: Sequence[Arrival]) -> list[Launch] | None:
     launches: list[Launch] | None = []
     for (recipe, *_), members in kinds.items():
         planes, values, parts = [list(one) for one in list(zip(*members, strict=True))[1:]]
-        made = recipe._dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)
+        made = recipe.dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)
         launches = None if launches is None or made is None else launches + made
     return launches

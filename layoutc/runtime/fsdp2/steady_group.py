@@ -204,7 +204,7 @@ class SteadyGroup(FSDPParamGroup):
 
     def _check_values(self) -> None:
         """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
-        settings = product_mode.in_effect(gathered.shard_of(self._leader)._products)
+        settings = product_mode.in_effect(gathered.shard_of(self._leader).own_products)
         held = self._pack is not None and self._sharded_state is not ShardedState.SHARDED
         if held and settings.products != "dequantize":
             raise LayoutError(

@@ -41,7 +41,7 @@ def amax_of(recipe: type[QuantizedTensor], x: Tensor) -> Tensor | None:
 
 
 def _run(x: Tensor, recipe: str, by_rows: bool = False) -> Tensor:
-    return x.abs().amax(1) if by_rows else operators.recipe_of(recipe)._shared_amax(x).to(x.dtype)
+    return x.abs().amax(1) if by_rows else operators.recipe_of(recipe).shared_amax(x).to(x.dtype)
 
 
 def _lower(lowerings: Any, x: Any, recipe: str, by_rows: bool = False) -> Any:

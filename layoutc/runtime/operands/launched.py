@@ -79,13 +79,13 @@ class Quantizing:
     def _found(
         cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
     ) -> Self | None:
-        kernels, layout = recipe._quantizing(flat), recipe.LAYOUT
+        kernels, layout = recipe.quantizing_kernels(flat), recipe.LAYOUT
         takes_amax = layout.takes_amax(orientations)
         if kernels is None or layout.stochastic or (takes_amax and layout.amax_columns is not None):
             return None
         swizzled = bool(layout.swizzled)
-        amax = recipe._shared_amax(flat) if takes_amax else None
-        recipe._quantize_buffers(flat, amax, orientations, swizzled, None, True)
+        amax = recipe.shared_amax(flat) if takes_amax else None
+        recipe.quantize_buffers(flat, amax, orientations, swizzled, None, True)
         again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
         return None if again is None else cls(again, None if amax is None else amaxes.measuring(flat, None))
 
@@ -119,10 +119,10 @@ class LayingOut(NamedTuple):
         made = [name for name in names if name not in layout.as_stored]
         given = [name for name in names if name in layout.as_stored]
         place = Place.of(layout, orientation, (*made, *given), free, False)
-        kernels = type(weight)._kernels(next(iter(planes.values())))
+        kernels = type(weight).usable_kernels(next(iter(planes.values())))
         if kernels is None or place is None:
             return None
-        type(weight)._lay_out(planes, *weight.store.matrix, chosen, False)
+        type(weight).lay_out(planes, *weight.store.matrix, chosen, False)
         moved = tuple([name for name in kernels.moved if name in planes])
         device = next(iter(planes.values())).device
         again = kernels.again(launch.laid_out_like(*weight.store.matrix, device, chosen, False, len(moved)), made, True)

@@ -249,4 +249,4 @@ def _runs(member: Member, grad: Tensor) -> bool:
 def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:
     if not launch.usable(master) or not master.is_contiguous():
         return False
-    return all(type(one)._quantizing(master) for one in moments if isinstance(one, QuantizedTensor))
+    return all(type(one).quantizing_kernels(master) for one in moments if isinstance(one, QuantizedTensor))

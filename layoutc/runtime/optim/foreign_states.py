@@ -102,7 +102,7 @@ def _is_layout(cls: type[QuantizedTensor], held: Coded) -> bool:
     facts = cls.LAYOUT.planes(m, block)
     data, scale = facts
     planes = {data: every.view(facts[data].dtype).view(facts[data].shape), scale: ones}
-    ours = cls._matrix_values(planes, m, block, cls.LAYOUT.orientations[0], torch.float32)
+    ours = cls.matrix_values(planes, m, block, cls.LAYOUT.orientations[0], torch.float32)
     theirs = _values(Coded(every.view(held.codes.dtype), ones.flatten(), block, held.table, torch.Size((m, block))))
     return torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

@@ -290,7 +290,7 @@ def _kinds(target: Any) -> int:
 
 def _kernels(cls: type[QuantizedTensor], x: Tensor) -> Any:
     """A recipe's kernels, where they run on x; else None."""
-    return cls._quantizing(x)
+    return cls.quantizing_kernels(x)
 
 
 class Codec(NamedTuple):

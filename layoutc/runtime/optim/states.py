@@ -108,7 +108,7 @@ def read(state: Tensor) -> Tensor:
     """fp32 values of a state, as a matrix; of fp32 that is the state itself."""
     if not isinstance(state, QuantizedTensor):
         return as_matrix(state)
-    return type(state)._matrix_values(
+    return type(state).matrix_values(
         state.store.planes, *state.store.matrix, state.LAYOUT.orientations[0], torch.float32
     )
 
@@ -119,7 +119,7 @@ def write(state: Tensor, values: Tensor) -> None:
         if state.data_ptr() != values.data_ptr():
             as_matrix(state).copy_(values)
         return
-    made = type(state)._quantize_matrix(values, None, state.LAYOUT.orientations, state.store.planes)
+    made = type(state).quantize_matrix(values, None, state.LAYOUT.orientations, state.store.planes)
     for name, plane in made.items():
         if plane is not state.store.planes[name]:
             state.store.planes[name].copy_(plane)

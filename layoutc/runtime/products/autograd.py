@@ -135,7 +135,7 @@ def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> 
     if reading is not None and reading.shape == matrix and (values := reading(planes)) is not None:
         return values  # type: ignore[no-any-return]
     found: Tensor = weight.values_of(orientation, dtype)
-    weight.readings[orientation, dtype] = weight._reading(planes, matrix, orientation, dtype)
+    weight.readings[orientation, dtype] = weight.reading(planes, matrix, orientation, dtype)
     return found
 
 

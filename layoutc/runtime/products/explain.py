@@ -107,7 +107,7 @@ def _explained(
     by_parts: bool,
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), multiplied(param)
-    own: Settings | None = own_mode_holder(param)._products
+    own: Settings | None = own_mode_holder(param).own_products
     wanted = wanted if own is None or own.products is None else own.products
     on_gather = wanted == "dequantize" and own is not None and own.dequantize == "gather"
     rows = []

@@ -99,7 +99,7 @@ def set_products_(
         multiply_parts_(modules)
     for _, param in chosen.values():
         for holder in _holders(param):
-            holder._products = own
+            holder.own_products = own
     return [name for name, _ in chosen.values()]
 
 
@@ -111,7 +111,7 @@ def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
     for sharding in groups.values():
         weights = values_or_codes.weights_of(sharding)
         shards: list[Any] = [gathered.shard_of(one) for one in weights]
-        settings = [own if id(shard) in chosen else shard._products for shard in shards]
+        settings = [own if id(shard) in chosen else shard.own_products for shard in shards]
         for param, shard, values in zip(weights, shards, values_or_codes.are_left(weights, settings), strict=True):
             decision, at = gathered.decision_of(param), registry.find(shard)
             if at is not None and decision is not None and decision.values != values:

@@ -73,7 +73,7 @@ def _lay_out(
     """The buffers of several weights of a recipe: together if there is a kernel for that, else one by one."""
     first = next(iter(weights[0].values()))
     if len(weights) > 1 and not traced(first):
-        buffers = cls._lay_out_batch(weights, shapes, orientations, swizzled)
+        buffers = cls.lay_out_batch(weights, shapes, orientations, swizzled)
         if buffers is not None:
             return buffers
     return [

@@ -106,7 +106,7 @@ class Requantization:
             targets = [pairs[at][0] for at in members]
             amaxes = [examples[at] for at in members] if cls.LAYOUT.shares_amax else None
             xs, outs = [matrices[at] for at in members], [target.store.planes for target in targets]
-            launches = cls._launches_into(xs, amaxes, targets[0].orientations, outs)
+            launches = cls.launches_into(xs, amaxes, targets[0].orientations, outs)
             if launches is None:
                 return False
             self._kinds.append(Kind(launches, sharing.index(members[0]) if amaxes else None))

@@ -205,7 +205,7 @@ def overwrite_(
     amaxes = [amax for amax in shared if amax is not None] or None
     targets = [out.store.planes for out in outs]
     results = extras
-    if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, targets):
+    if len(outs) == 1 or not cls.quantize_batch(matrices, amaxes, orientations, targets):
         results = [
             operators.quantize(cls, matrix, amax, orientations, planes, seed) | extra
             for matrix, amax, planes, extra in zip(matrices, shared, targets, extras, strict=True)

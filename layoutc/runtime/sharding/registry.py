@@ -27,7 +27,7 @@ class Shard(Protocol):
     LAYOUT: ClassVar[Layout]
     weight_name: str | None
     peers: tuple[str, ...] | None
-    _products: Settings | None
+    own_products: Settings | None
 
     @property
     def shape(self) -> torch.Size:

@@ -54,7 +54,7 @@ def are_left(weights: Sequence[Any], own: Sequence[Settings | None] | None = Non
     weights: FSDPParams, all those of the group that are quantized or cast on gather. own: their own settings; default:
     those that they have.
     """
-    chosen = [gathered.shard_of(one)._products for one in weights] if own is None else own
+    chosen = [gathered.shard_of(one).own_products for one in weights] if own is None else own
     return leaves_values(list(map(gathers_values, chosen)), map(_costs_nothing, weights))
 
 

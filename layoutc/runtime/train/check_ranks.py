@@ -125,8 +125,8 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
 
 
 def _products_of(local: QuantizedTensor | CastOnGather) -> str:
-    settings = str(product_mode.in_effect(local._products))
-    return settings if local._products is None else f"{settings}, by set_products_"
+    settings = str(product_mode.in_effect(local.own_products))
+    return settings if local.own_products is None else f"{settings}, by set_products_"
 
 
 def _stored(local: Tensor) -> dict[str, Tensor]:

@@ -18,12 +18,13 @@ from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.sharding import cards, meshes
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
-from layoutc.runtime.train import inner_optimizer, replaced_parameters
+from layoutc.runtime.train import inner_optimizer
+from layoutc.runtime.train.replaced_parameters import FollowsParameters, check_sharded, places
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(FollowsParameters):
     """Runs `optimizer_class` on fp32 masters of those of params that are not fp32, and writes the results back.
 
     Masters are those of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are requantized from
@@ -78,13 +79,10 @@ class MasterWeights(torch.optim.Optimizer):
             if members and isinstance(members[0], tuple):  # named_parameters()
                 group["param_names"], members = map(list, zip(*members, strict=True))
             group["params"] = members
-        self._masters: dict[Tensor, Tensor] = {}
-        self._recipes: dict[Tensor, tuple[str, str]] = {}
-        self._written: dict[Tensor, Any] = {}
-        self._coarse: dict[Tensor, None] = {}  # parameters whose masters were made from codes
+        self._masters, self._recipes, self._written, self._coarse = {}, {}, {}, {}
         self._loaded = False
         self._adopt([param for group in groups for param in group["params"]])
-        self._places = replaced_parameters.places(self._masters)
+        self._places = places(self._masters)
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
         inner_optimizer.own_options(self.inner.param_groups)
@@ -97,7 +95,7 @@ class MasterWeights(torch.optim.Optimizer):
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
             self._adopt(added["params"])
-            self._places |= replaced_parameters.places(added["params"])
+            self._places |= places(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
             inner_optimizer.own_options(self.inner.param_groups[-1:])
             self._step_masters()
@@ -115,9 +113,9 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        replaced_parameters.follow(self)
+        self._follow()
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        replaced_parameters.check(self)
+        self._check_kinds()
         self._refresh_masters()
         self._loaded = False
         self._advance(self._entries())
@@ -158,9 +156,9 @@ class MasterWeights(torch.optim.Optimizer):
     @left_by_compilers
     @torch.no_grad()
     def _switch(self, switch: Callable[[], None]) -> None:
-        replaced_parameters.follow(self)
+        self._follow()
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        replaced_parameters.check(self)
+        self._check_kinds()
         self._refresh_masters()
         marks = inner_optimizer.marks(self.inner.param_groups)
         switch()
@@ -174,8 +172,8 @@ class MasterWeights(torch.optim.Optimizer):
 
         Collective, as a step is, and raises as one. What was written into weights since the last step is lost.
         """
-        replaced_parameters.follow(self)
-        replaced_parameters.check(self)
+        self._follow()
+        self._check_kinds()
         self._rewrite([entry for entry in self._entries() if entry.trains])
 
     def _rewrite(self, entries: list[Entry]) -> None:
@@ -186,7 +184,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As Optimizer.state_dict, of the parameters that the groups hold now."""
-        replaced_parameters.follow(self)
+        self._follow()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -195,7 +193,7 @@ class MasterWeights(torch.optim.Optimizer):
         Parameters are not touched: they belong to the model's state. Raises ValueError, before anything is changed, if
         groups or parameters do not match.
         """
-        replaced_parameters.follow(self)
+        self._follow()
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
@@ -258,7 +256,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters. Raises LayoutError for gathered ones."""
         params = list(params)
-        replaced_parameters.check_sharded(params)
+        check_sharded(params)
         for param in params:
             local = local_of(param)
             if isinstance(local, QuantizedTensor):

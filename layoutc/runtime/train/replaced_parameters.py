@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,10 +19,6 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from layoutc.runtime.train.master_weights import MasterWeights
-
 
 Places = dict[Tensor, tuple[dict[str, Any], str]]
 _converted: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id: a module's own == may be anything
@@ -75,57 +71,6 @@ def _sharded_since(found: Places, param: Tensor) -> Tensor | None:
     return now if is_shard else None
 
 
-@torch.no_grad()
-def follow(optimizer: MasterWeights) -> None:
-    """Makes `optimizer` train the parameters that its groups hold now, and those that fully_shard made of its own.
-
-    Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
-    belongs to the old shards.
-    """
-    masters = optimizer._masters
-    for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
-        for position, (param, stepped) in enumerate(zip(outer["params"], inner["params"], strict=True)):
-            if param in masters:
-                if (now := _sharded_since(optimizer._places, param)) is None:
-                    continue
-                _hand_gradient_over(param, now)
-                outer["params"][position] = param = now
-            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is local_of(m))
-            if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(stepped):
-                raise LayoutError(
-                    f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place of "
-                    f"one of shape {tuple(old.shape)}"
-                    + (", after a step" if optimizer.inner.state.get(stepped) else "")
-                    + "; create a new optimizer with the parameters that it is to train"
-                )
-            was_coarse = old in optimizer._coarse
-            for record in (masters, optimizer._written, optimizer._recipes, optimizer._coarse, optimizer.state):
-                record.pop(old, None)
-            optimizer._adopt([param])
-            made = inner["params"][position] = masters[param]
-            if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
-                optimizer._coarse.pop(param, None)
-
-
-def check(optimizer: MasterWeights) -> None:
-    """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
-    made."""
-    for param, (name, recipe) in optimizer._recipes.items():
-        if not isinstance(local_of(param), QuantizedTensor):
-            raise LayoutError(
-                f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
-                "model.to(dtype), which does not"
-            )
-    if all(param.grad is None for param in optimizer._masters):
-        for param, (name, _) in optimizer._recipes.items():
-            if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
-                raise LayoutError(
-                    f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
-                    "new parameters: create it after fully_shard"
-                )
-
-
 def _hand_gradient_over(old: Tensor, new: Tensor) -> None:
     """Gives the new parameter the old one's gradient: to initialize a state, torch's checkpoints set gradients of what
     is in the groups, and step once."""
@@ -158,3 +103,66 @@ def _cut(whole: Tensor, like: Tensor) -> Tensor:
         return local_of(whole)
     cut: Any = distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
     return local_of(cut).to(local_of(like).device)
+
+
+class FollowsParameters(torch.optim.Optimizer):
+    """An optimizer of masters whose parameters may be replaced."""
+
+    inner: torch.optim.Optimizer
+    _masters: dict[Tensor, Tensor]
+    _recipes: dict[Tensor, tuple[str, str]]  # of quantized parameters: their names, and those of recipes
+    _written: dict[Tensor, Any]
+    _coarse: dict[Tensor, None]  # parameters whose masters were made from codes
+    _places: Places
+
+    def _adopt(self, params: Iterable[Tensor]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Makes it train the parameters that its groups hold now, and those that fully_shard made of its own.
+
+        Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
+        belongs to the old shards.
+        """
+        masters = self._masters
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for position, (param, stepped) in enumerate(zip(outer["params"], inner["params"], strict=True)):
+                if param in masters:
+                    if (now := _sharded_since(self._places, param)) is None:
+                        continue
+                    _hand_gradient_over(param, now)
+                    outer["params"][position] = param = now
+                old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is local_of(m))
+                if tuple(param.shape) != tuple(old.shape) or self.inner.state.get(stepped):
+                    raise LayoutError(
+                        f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place "
+                        f"of one of shape {tuple(old.shape)}"
+                        + (", after a step" if self.inner.state.get(stepped) else "")
+                        + "; create a new optimizer with the parameters that it is to train"
+                    )
+                was_coarse = old in self._coarse
+                for record in (masters, self._written, self._recipes, self._coarse, self.state):
+                    record.pop(old, None)
+                self._adopt([param])
+                made = inner["params"][position] = masters[param]
+                if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
+                    self._coarse.pop(param, None)
+
+    def _check_kinds(self) -> None:
+        """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
+        made."""
+        for param, (name, recipe) in self._recipes.items():
+            if not isinstance(local_of(param), QuantizedTensor):
+                raise LayoutError(
+                    f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
+                    f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
+                    "model.to(dtype), which does not"
+                )
+        if all(param.grad is None for param in self._masters):
+            for param, (name, _) in self._recipes.items():
+                if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
+                    raise LayoutError(
+                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
+                        "new parameters: create it after fully_shard"
+                    )

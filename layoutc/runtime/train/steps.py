@@ -207,7 +207,7 @@ def _cut_as_master(grad: Any, entry: Entry) -> Tensor:
     """A gradient in fp32 that is laid out as what is stepped; of a parameter that is its own master, in its dtype."""
     master: Any = entry.master
     if entry.steps_shard:
-        grad = grad.redistribute(master.device_mesh, master.placements)._local_tensor
+        grad = local_tensor(grad.redistribute(master.device_mesh, master.placements))
     return grad.to(torch.float32) if entry.trains else grad  # type: ignore[no-any-return]
 
 

@@ -53,7 +53,7 @@ def flatten(tensor: PlaneTensor) -> tuple[list[str], Context]:
     with without_torch_function():
         dtype = tensor.dtype
     of = store.matrix, store.declared, tensor.transposed, dtype, store.halo
-    products = tensor._products, product_mode.setting(tensor)
+    products = tensor.own_products, product_mode.setting(tensor)
     facts = *planes, *of, *products
     if flat is None or flat.planes is not planes or flat.facts != facts:
         names, (whole, window) = tuple([f"plane_{name}" for name in planes]), (None, None)
@@ -86,7 +86,7 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor.store.home, tensor._products = home, context.own_products
+    tensor.store.home, tensor.own_products = home, context.own_products
     return tensor
 
 

@@ -83,7 +83,7 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
     if gathered.matrix == (m, k):
         planes = [whole[name] for name in cls.LAYOUT.sources[orientation]]
         return operators.run_dequantize(planes, m, k, recipe, orientation, dtype)
-    return library.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
+    return library.own(cls.matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
 
 
 def _run_lay_out(
@@ -93,7 +93,7 @@ def _run_lay_out(
     cls, (m, k), gathered = operators.recipe_of(recipe), _sizes(window), owner(handle)
     whole, form = _now(cls, gathered, handle.device, orientation), _form(cls.LAYOUT, m, k, orientation, swizzled)
     if gathered is None or gathered.matrix != (m, k):
-        buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
+        buffers = cls.lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
         return library.own_all([buffers[name] for name in form.names], *whole.values())
     made: dict[str, Tensor] = {}
     for name, plane, shape in form.stored:

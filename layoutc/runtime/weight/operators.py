@@ -75,13 +75,13 @@ def quantize(
     out: Mapping[str, Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """(m, k) values -> the planes of orientations, as `_quantize_matrix`. `out` is ignored while calls are traced.
+    """(m, k) values -> the planes of orientations, as `quantize_matrix`. `out` is ignored while calls are traced.
 
     seed: as from `seed_of`, which is asked for one if there is none.
     """
     seed = seed_of(cls, x) if seed is None else seed
     if not traced(x):
-        return cls._quantize_matrix(x, amax, orientations, out, seed)
+        return cls.quantize_matrix(x, amax, orientations, out, seed)
     names = cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)
     return dict(zip(names, _quantize(x, amax, cls.KEY, list(orientations), seed), strict=True))
 
@@ -120,7 +120,7 @@ def quantize_buffers(
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
     seed = seed_of(cls, x) if seed is None else seed
     if not traced(x):
-        fused = cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)
+        fused = cls.quantize_buffers(x, amax, chosen, swizzled, seed, typed)
         return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed) if fused is None else fused
     outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed, seed)
     made = dict(zip(distinct(layout, m, k, chosen, swizzled), outputs, strict=False))
@@ -144,7 +144,7 @@ def _known(amax: Tensor | None) -> Tensor | None:
 
 def shared_amax(cls: type[RecipeMethods], x: Tensor) -> Tensor:
     """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
-    return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
+    return _shared_amax(x, cls.KEY) if traced(x) else cls.shared_amax(x)
 
 
 def stored_amax(layout: Layout, amax: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def dequantize(
     """Planes -> the (m, k) values of an orientation, in `dtype`."""
     sources = cls.LAYOUT.sources[orientation]
     if not traced(planes[sources[0]]):
-        return cls._matrix_values(planes, m, k, orientation, dtype)
+        return cls.matrix_values(planes, m, k, orientation, dtype)
     return _dequantize([planes[name] for name in sources], m, k, cls.KEY, orientation, dtype)
 
 
@@ -178,7 +178,7 @@ def lay_out(
     """
     cls.LAYOUT.check_swizzled(swizzled)
     if not traced(next(iter(planes.values()))):
-        return cls._lay_out(planes, m, k, tuple(orientations), swizzled)
+        return cls.lay_out(planes, m, k, tuple(orientations), swizzled)
     names = cls.LAYOUT.laid_out(m, k, orientations, swizzled)
     made: dict[str, Tensor] = {}
     if names:
@@ -197,7 +197,7 @@ def _run_quantize(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
 ) -> list[Tensor]:
     cls, (m, k) = recipe_of(recipe), x.shape
-    planes = cls._quantize_matrix(x, amax, tuple(orientations), seed=seed)
+    planes = cls.quantize_matrix(x, amax, tuple(orientations), seed=seed)
     return [library.own(planes[name], amax) for name in cls.LAYOUT.written(m, k, orientations)]
 
 
@@ -213,11 +213,11 @@ def _quantize_buffers_by_planes(
         rows = amax.numel() > 1 and cls.LAYOUT.amax_columns is None
         amax = (amax.amax(0, keepdim=True) if rows else amax).to(torch.float32)
     elif cls.LAYOUT.takes_amax(orientations):
-        amax = cls._shared_amax(x)
-    planes = cls._quantize_matrix(x, amax, orientations, None, seed)
+        amax = cls.shared_amax(x)
+    planes = cls.quantize_matrix(x, amax, orientations, None, seed)
     if amax is not None and "amax" in cls.LAYOUT.stored:
         planes = planes | {"amax": cls.LAYOUT.stored_amax(amax)}
-    return cls._lay_out(planes, x.shape[0], x.shape[1], orientations, swizzled)
+    return cls.lay_out(planes, x.shape[0], x.shape[1], orientations, swizzled)
 
 
 def _run_quantize_buffers(
@@ -237,9 +237,9 @@ def _run_quantize_buffers(
     cls, (m, k) = recipe_of(recipe), x.shape
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
     found = amax is None and cls.LAYOUT.takes_amax(chosen)
-    amax = cls._shared_amax(x) if found else amax  # in memory of its own
-    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
-        kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls._quantizing(x)
+    amax = cls.shared_amax(x) if found else amax  # in memory of its own
+    if (fused := cls.quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
+        kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls.quantizing_kernels(x)
         if kernels is not None and (again := kernels.again(like, names, typed)) is not None:
             _quantizing[recipe, like] = again
         return _typed(cls.LAYOUT, names, [fused[name] for name in names], typed)  # new tensors, which a kernel wrote
@@ -255,7 +255,7 @@ def _typed(layout: Layout, names: Iterable[str], buffers: list[Tensor], typed: b
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return library.own(recipe_of(recipe)._shared_amax(x), x)
+    return library.own(recipe_of(recipe).shared_amax(x), x)
 
 
 def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
@@ -271,11 +271,11 @@ def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientatio
     reading = _readings.get(key)
     if reading is not None and (again := reading(named)) is not None:
         return again
-    values = cls._matrix_values(named, m, k, orientation, dtype)
-    if cls._kernels(planes[0], dtype) is None:
+    values = cls.matrix_values(named, m, k, orientation, dtype)
+    if cls.usable_kernels(planes[0], dtype) is None:
         return library.own(values, *planes)
     if reading is None:
-        _readings[key] = cls._reading(named, (m, k), orientation, dtype)
+        _readings[key] = cls.reading(named, (m, k), orientation, dtype)
     return values  # a kernel's are new
 
 
@@ -290,9 +290,9 @@ def run_lay_out(
     cls, chosen = recipe_of(recipe), tuple(orientations)
     names, needed = laid_out_names(cls.LAYOUT, chosen, swizzled)
     named = dict(zip(needed, planes, strict=True))
-    buffers = cls._lay_out(named, m, k, chosen, swizzled)
+    buffers = cls.lay_out(named, m, k, chosen, swizzled)
     made = [buffers[name] for name in names]
-    if (kernels := cls._kernels(planes[0])) is None:
+    if (kernels := cls.usable_kernels(planes[0])) is None:
         made = library.own_all(made, *planes)
     else:  # which writes new tensors
         moved = [name for name in kernels.moved if name in named]

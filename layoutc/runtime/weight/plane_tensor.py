@@ -44,7 +44,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     weight_name: str | None
     padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
     sent: Any  # the whole weight, if that was broadcast as values, and this is it or a part of it
-    _products: Settings | None  # how it is multiplied by its own choice; None: as is set for all weights
+    own_products: Settings | None  # how it is multiplied by its own choice; None: as is set for all weights
     fused: Group | None  # of a weight that is quantized under one amax with others
     peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
@@ -92,7 +92,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         )
         self.store, self.transposed, self.padding, self.readings = store, transposed, NOT_PADDED, {}
         self.weight_name = self.sent = self.fused = self.peers = self.flat = None
-        self._products = self._packed = self._steady = None
+        self.own_products = self._packed = self._steady = None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -116,7 +116,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
             self.padding,
             self.sent,
         )
-        other._products, other.fused = self._products, self.fused
+        other.own_products, other.fused = self.own_products, self.fused
         return other
 
     def with_planes(
@@ -141,7 +141,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         )
         other.weight_name, other.padding, other.sent = self.weight_name, self.padding.of_copy(), self.sent
         other.peers = () if own.common else self.peers  # a copy of a part shares its amax with unknown shards
-        other.store.writes.trains, other._products, other.fused = own.writes.trains, self._products, self.fused
+        other.store.writes.trains, other.own_products, other.fused = own.writes.trains, self.own_products, self.fused
         return other
 
     def map_planes(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -54,18 +54,18 @@ class RecipeMethods:
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     @classmethod
-    def _kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
+    def usable_kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
         """The kernels, where they can take the place of the reference for x, and write values of a dtype."""
         return _kernels_of(cls.KERNELS) if cls.KERNELS is not None and launch.usable(x, dtype) else None
 
     @classmethod
-    def _quantizing(cls, x: Tensor) -> Kernels | None:
+    def quantizing_kernels(cls, x: Tensor) -> Kernels | None:
         """The kernels, where they can quantize x."""
-        kernels = cls._kernels(x)
+        kernels = cls.usable_kernels(x)
         return None if kernels is None or kernels.quantize_tile is None else kernels
 
     @classmethod
-    def _quantize_matrix(
+    def quantize_matrix(
         cls,
         x: Tensor,
         amax: Tensor | None,
@@ -77,7 +77,7 @@ class RecipeMethods:
 
         seed: (1,) int64, for a recipe that rounds by random bits.
         """
-        if (kernels := cls._quantizing(x)) is not None:
+        if (kernels := cls.quantizing_kernels(x)) is not None:
             return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device), seed)
         seeded = {} if seed is None else {"seed": seed}
         planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(
@@ -86,23 +86,23 @@ class RecipeMethods:
         return planes
 
     @classmethod
-    def _quantize_batch(
+    def quantize_batch(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> bool:
-        """As _quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
-        kernels = cls._quantizing(xs[0])
+        """As quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
+        kernels = cls.quantizing_kernels(xs[0])
         if kernels is None or not kernels.batched:
             return False
         kernels.quantize_batch(xs, amaxes, tuple(orientations), outs)
         return True
 
     @classmethod
-    def _launches_into(
+    def launches_into(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> LaunchPlan | None:
-        """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None if some of
+        """Launches that do what quantize_batch does, for xs and outs that stay where they are; None if some of
         xs fit into no table, or if there are no such kernels."""
-        kernels = cls._quantizing(xs[0])
+        kernels = cls.quantizing_kernels(xs[0])
         if kernels is None or not kernels.batched:
             return None
         from layoutc.runtime.kernels.prepared_batch import launches_into
@@ -110,7 +110,7 @@ class RecipeMethods:
         return launches_into(kernels.bindings(xs, tuple(orientations)), xs, amaxes, outs)
 
     @classmethod
-    def _quantize_buffers(
+    def quantize_buffers(
         cls,
         x: Tensor,
         amax: Tensor | None,
@@ -122,13 +122,13 @@ class RecipeMethods:
         """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel.
 
         typed: in the dtypes of `Layout.operand_dtypes`, as far as one launch writes them."""
-        kernels = cls._quantizing(x)
+        kernels = cls.quantizing_kernels(x)
         if kernels is None or (kernels.buffer_sizes is None and buffers.are_made(cls.LAYOUT, orientations)):
             return None
         return kernels.quantize_buffers(x, amax, orientations, swizzled, seed, typed)
 
     @classmethod
-    def _shared_amax(cls, x: Tensor) -> Tensor:
+    def shared_amax(cls, x: Tensor) -> Tensor:
         """The amax that shards must agree on before they quantize, fp32: `Layout.amax_shape` says which shape.
 
         Only for recipes that share an amax.
@@ -137,25 +137,25 @@ class RecipeMethods:
         return measure(x, cls.LAYOUT.amax_columns)
 
     @classmethod
-    def _matrix_values(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
+    def matrix_values(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """The (m, k) values of an orientation, from planes: computed in fp32, rounded once to `dtype`."""
-        kernels = cls._kernels(planes[cls.LAYOUT.sources[orientation][0]], dtype)
+        kernels = cls.usable_kernels(planes[cls.LAYOUT.sources[orientation][0]], dtype)
         if kernels is not None:
             return kernels.dequantize(planes, m, k, orientation, dtype)
         values: Tensor = cls.REFERENCE.dequantize_reference(planes, m, k, orientation)
         return values.to(dtype)
 
     @classmethod
-    def _dequantize_into(
+    def dequantize_into(
         cls, weights: Sequence[Planes], orientation: str, outs: Tensors, parts: Sequence[Parts | None]
     ) -> list[Launch] | None:
-        """As _matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
+        """As matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
 
         parts: of weights whose planes are not whole: these are the planes of the first part. What it returns does the
         same again, while planes and outs stay where they are and no CUDA graph is captured; None: nothing does.
         """
         source = cls.LAYOUT.sources[orientation][0]
-        if (kernels := cls._kernels(weights[0][source], outs[0].dtype)) is not None:
+        if (kernels := cls.usable_kernels(weights[0][source], outs[0].dtype)) is not None:
             from layoutc.runtime.kernels import reading
 
             launches = reading.launches(kernels, weights, orientation, outs, parts)
@@ -170,8 +170,8 @@ class RecipeMethods:
         return None
 
     @classmethod
-    def _reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:
-        """What does `_matrix_values` again for the same planes, in less time; None where no kernel does.
+    def reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:
+        """What does `matrix_values` again for the same planes, in less time; None where no kernel does.
 
         Of rowwise, if the recipe does not have the orientation.
         """
@@ -179,7 +179,7 @@ class RecipeMethods:
         orientation = orientation if orientation in layout.orientations else layout.orientations[0]
         sources = layout.sources[orientation]
         held = all(name in planes for name in sources)  # else they were gathered for this one time
-        kernels = cls._kernels(planes[sources[0]], dtype) if held else None
+        kernels = cls.usable_kernels(planes[sources[0]], dtype) if held else None
         if kernels is None:
             return None
         from layoutc.runtime.kernels.reading import Reading
@@ -187,11 +187,11 @@ class RecipeMethods:
         return Reading.of(kernels, planes, shape, orientation, dtype)
 
     @classmethod
-    def _lay_out(
+    def lay_out(
         cls, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         """The buffers of orientations, from planes; what equals a plane is that plane."""
-        kernels = cls._kernels(next(iter(planes.values()))) if orientations else None
+        kernels = cls.usable_kernels(next(iter(planes.values()))) if orientations else None
         if kernels is not None and kernels.by_reference is None:
             return kernels.lay_out(planes, m, k, orientations, swizzled)
         buffers: dict[str, Tensor] = cls.REFERENCE.lay_out(planes, m, k, orientations)
@@ -202,11 +202,11 @@ class RecipeMethods:
         return buffers
 
     @classmethod
-    def _lay_out_batch(
+    def lay_out_batch(
         cls, weights: Sequence[Planes], shapes: Sequence[tuple[int, int]], orientations: tuple[str, ...], swizzled: bool
     ) -> list[dict[str, Tensor]] | None:
-        """As _lay_out for each of weights, in few launches; None: nothing is done, as there is no such kernel."""
-        kernels = cls._kernels(next(iter(weights[0].values())))
+        """As lay_out for each of weights, in few launches; None: nothing is done, as there is no such kernel."""
+        kernels = cls.usable_kernels(next(iter(weights[0].values())))
         if kernels is None or kernels.lay_out_tile is None:
             return None
         return kernels.lay_out_batch(weights, shapes, orientations, swizzled)
