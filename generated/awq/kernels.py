@@ -106,19 +106,16 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m, k // 128) float16
     rowwise_zero = planes[2]  # (m, k // 128) uint8
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
-        lowest = lt.block_lowest(blocks)
-        highest = lt.block_highest(blocks)
-        scale, zero, multiplier = scales(lowest, highest, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(
-            blocks * multiplier[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
-        )
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-        )
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
-        lt.store_blocks(rowwise_zero, zero, at, opts.EVEN, BLOCK=(1, 128))
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
+    lowest = lt.block_lowest(blocks)
+    highest = lt.block_highest(blocks)
+    scale, zero, multiplier = scales(lowest, highest, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None])
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
+    )
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
+    lt.store_blocks(rowwise_zero, zero, at, opts.EVEN, BLOCK=(1, 128))
 
 
 @triton.jit

@@ -45,7 +45,6 @@ LAYOUT = Layout(
     summary="AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales",
     spec_sha256="ab168ac1b946c9a2e5b17a0a2eaa1c1803aa8337c74d500c35b32e11ae08f0b3",
     layout_id="823b87347ba1",
-    language=1,
     shard_rows=8,
     shard_reason="8 rows share tiles of rowwise_data",
     column_multiple=128,
@@ -56,10 +55,7 @@ LAYOUT = Layout(
     stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 128), "rowwise_zero": Plane(1, 128)},
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_zero")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_zero"),
-    shares_amax=False,
     as_stored={},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm knows no zero points",
     },

@@ -41,17 +41,15 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00098 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (cdiv(m, 64), cdiv(k, 64)) float32
-    to_columnwise_data = buffers[0]  # (k, m) uint8
-    to_columnwise_scale = buffers[1]  # (cdiv(k, 64), cdiv(m, 64)) float32
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 64, 64)
-        block_amax = lt.block_amax(tile, 64, 64, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(64, 64))
-        # orientations.columnwise.scale: transposed
-        lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(64, 64), PER=(64, 64), DIMS="km")
+    to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
+    blocks = lt.to_blocks(lt.to_float(tile), 64, 64)
+    block_amax = lt.block_amax(tile, 64, 64, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(64, 64))
+    # orientations.columnwise.scale: transposed
+    lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(64, 64), PER=(64, 64), DIMS="km")
 
 
 @triton.jit

@@ -44,23 +44,18 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00024 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (cdiv(m, 128), cdiv(k, 128)) float32
-    to_rowwise_scale = buffers[0]  # (cdiv(m, 128), up(cdiv(k, 128), 4)) float32
-    to_columnwise_data = buffers[1]  # (k, m) uint8
-    to_columnwise_scale = buffers[2]  # (cdiv(k, 128), up(cdiv(m, 128), 4)) float32
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     input_max = shared[1]  # the largest value of x's dtype
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
-        block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, input_max, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
-        # orientations.rowwise.scale: zero-padded to multiples of 1 x 4
-        lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(1, 4))
-        # orientations.columnwise.scale: transposed, zero-padded to multiples of 1 x 4
-        lt.store_scales_expanded(
-            scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1), DIMS="km"
-        )
+    blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
+    block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, input_max, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
+    # orientations.rowwise.scale: zero-padded to multiples of 1 x 4
+    lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(1, 4))
+    # orientations.columnwise.scale: transposed, zero-padded to multiples of 1 x 4
+    lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1), DIMS="km")
 
 
 @triton.jit
@@ -110,7 +105,6 @@ KERNELS = Kernels(
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),
-        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
     },
     dequantize_sizes={
         "rowwise": Tile(rows=128, columns=128, warps=4),

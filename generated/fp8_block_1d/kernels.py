@@ -46,9 +46,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, cdiv(k, 128)) float32
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (cdiv(m, 128), k) float32
-    to_rowwise_scale = buffers[0]  # (cdiv(k, 128), up(m, 4)) float32
-    to_columnwise_data = buffers[1]  # (k, m) uint8
-    to_columnwise_scale = buffers[2]  # (cdiv(m, 128), up(k, 4)) float32
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     input_max = shared[1]  # the largest value of x's dtype
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 128)

@@ -47,12 +47,9 @@ LAYOUT = Layout(
     summary="E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM",
     spec_sha256="11633c840b328864a01a440062d99802e21c2ea1bd59a5e451c854f239419437",
     layout_id="f52fff5e711b",
-    language=1,
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",
     column_multiple=128,
-    multiple_m=1,
-    multiple_k=1,
     blocks={"rowwise": "1x128", "columnwise": "128x1"},
     bytes_per_element=1.03125,
     stored={
@@ -65,10 +62,7 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
     slots_differ=True,
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data"},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": Operand("BlockWise1x128", torch.float8_e4m3fn, torch.float32),
         "columnwise": Operand("BlockWise1x128", torch.float8_e4m3fn, torch.float32),

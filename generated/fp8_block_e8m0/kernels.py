@@ -64,17 +64,15 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00006 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (cdiv(m, 128), cdiv(k, 128)) uint8
-    to_columnwise_data = buffers[0]  # (k, m) uint8
-    to_columnwise_scale = buffers[1]  # (cdiv(k, 128), cdiv(m, 128)) uint8
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
-        block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
-        # orientations.columnwise.scale: transposed
-        lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), DIMS="km")
+    to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
+    blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
+    block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
+    # orientations.columnwise.scale: transposed
+    lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), DIMS="km")
 
 
 @triton.jit
@@ -119,7 +117,6 @@ KERNELS = Kernels(
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),
-        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
     },
     dequantize_sizes={
         "rowwise": Tile(rows=128, columns=128, warps=4),

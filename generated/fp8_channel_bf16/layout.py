@@ -48,12 +48,9 @@ LAYOUT = Layout(
     summary="E4M3 weights, divided by a BF16 scale of each row; columnwise of each 128 rows of a column",
     spec_sha256="bb8a08d867a420757a2c8c78fefc791b9057b31223750034a5232d04aed42b68",
     layout_id="5a306862083f",
-    language=1,
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",
     column_multiple=1,
-    multiple_m=1,
-    multiple_k=1,
     blocks={"rowwise": "1xall", "columnwise": "128x1"},
     bytes_per_element=1.0,
     stored={
@@ -66,10 +63,7 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
     slots_differ=True,
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm has no kind of scales with a bfloat16 scale for 1 by all float8_e4m3fn codes",
         "columnwise": "scaled_mm has no kind of scales with a bfloat16 scale for 1 by 128 float8_e4m3fn codes",

@@ -45,13 +45,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (1,) float32
-    to_columnwise_data = buffers[0]  # (k, m) uint8
+    to_columnwise_data = buffers[0]
     amax = shared[0]  # (1,) float32, or x's dtype; or its value
-    if opts.ROWWISE:
-        scale, multiplier = scales(lt.shared_amax(amax), opts.CVT_LEVEL)
-        scaled = lt.to_float(tile) * multiplier
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(0, 0))
+    scale, multiplier = scales(lt.shared_amax(amax), opts.CVT_LEVEL)
+    scaled = lt.to_float(tile) * multiplier
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(0, 0))
 
 
 @triton.jit

@@ -45,12 +45,8 @@ LAYOUT = Layout(
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
     spec_sha256="bd953f00b82b7f087cb40a389a2f4cd750944ea07850ff15f7ac9a6c6dd44934",
     layout_id="a93daaa57939",
-    language=1,
-    shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,
-    multiple_m=1,
-    multiple_k=1,
     blocks={"rowwise": "1xall", "columnwise": "allx1"},
     bytes_per_element=1.0,
     stored={
@@ -71,8 +67,6 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
         "columnwise_scale": "columnwise_scale",
     },
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": Operand("RowWise", torch.float8_e4m3fn, torch.float32),
         "columnwise": Operand("RowWise", torch.float8_e4m3fn, torch.float32),

@@ -42,18 +42,16 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m, k // 128) float32
     seed = tl.load(shared[2])  # (1,) int64
-    if opts.ROWWISE:
-        turned = lt.hadamard(lt.to_float(tile), AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
-        blocks = lt.to_blocks(turned, 1, 128)
-        block_amax = lt.block_amax(turned, 1, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=0)
-        lt.store_codes(
-            encode(scaled, bits, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4,
-            LOW_FIRST=True,
-        )  # fmt: skip
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
+    turned = lt.hadamard(lt.to_float(tile), AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
+    blocks = lt.to_blocks(turned, 1, 128)
+    block_amax = lt.block_amax(turned, 1, 128, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=0)
+    lt.store_codes(
+        encode(scaled, bits, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
+    )
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
 @triton.jit

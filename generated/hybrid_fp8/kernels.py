@@ -96,9 +96,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 32) uint8
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (cdiv(m, 128), cdiv(k, 128)) float32
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
-    to_columnwise_data = buffers[1]  # (k, m) uint8
-    to_columnwise_scale = buffers[2]  # (cdiv(k, 128), up(cdiv(m, 128), 4)) float32
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
@@ -190,7 +188,6 @@ KERNELS = Kernels(
         (2, "columnwise"): Tile(rows=128, columns=128, warps=4, registers=168),
         (4, "rowwise", "columnwise"): Tile(rows=128, columns=128, warps=8),
         (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
-        (4, "columnwise"): Tile(rows=128, columns=128, warps=4),
     },
     dequantize_sizes={
         "rowwise": Tile(rows=4, columns=512, warps=2),

@@ -47,7 +47,6 @@ LAYOUT = Layout(
     summary="E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward",
     spec_sha256="66c436c42a2a9c9016bbceb705dd3894e6fc132ab3af86e3cbc380bd729c0a84",
     layout_id="0b08b1a6e75c",
-    language=1,
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",
     column_multiple=128,
@@ -65,10 +64,7 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
     slots_differ=True,
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data"},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
         "columnwise": Operand("BlockWise128x128", torch.float8_e5m2, torch.float32),

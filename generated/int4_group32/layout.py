@@ -51,7 +51,6 @@ LAYOUT = Layout(
     summary="4-bit integers with a scale and a zero point for each group of 32 along the contraction",
     spec_sha256="d7608b22ac1bf6d63b6aa1cb09e4376ae216902bc2423b54d388e38bc2b1b7f0",
     layout_id="eed7e24efa04",
-    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,
@@ -73,10 +72,7 @@ LAYOUT = Layout(
     },
     forward=("rowwise_data", "rowwise_scale", "rowwise_zero"),
     backward=("columnwise_data", "columnwise_scale", "columnwise_zero"),
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_zero": "rowwise_zero"},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm knows no zero points",
         "columnwise": "scaled_mm knows no zero points",

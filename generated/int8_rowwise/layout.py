@@ -45,12 +45,8 @@ LAYOUT = Layout(
     summary="8-bit integers with one FP32 scale for each row, columnwise for each column",
     spec_sha256="b26da8fd3d5cf5cc76faace3f1526dbdacfab00db37eae56e5da43516000a60e",
     layout_id="92ee72710e09",
-    language=1,
-    shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,
-    multiple_m=1,
-    multiple_k=1,
     blocks={"rowwise": "1xall", "columnwise": "allx1"},
     bytes_per_element=1.0,
     stored={
@@ -71,8 +67,6 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
         "columnwise_scale": "columnwise_scale",
     },
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",

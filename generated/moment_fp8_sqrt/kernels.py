@@ -43,14 +43,13 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1.03125 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (m, cdiv(k, 128)) float32
-    if opts.ROWWISE:
-        roots = lt.root(lt.to_float(tile))
-        blocks = lt.to_blocks(roots, 1, 128)
-        block_amax = lt.block_amax(roots, 1, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
+    roots = lt.root(lt.to_float(tile))
+    blocks = lt.to_blocks(roots, 1, 128)
+    block_amax = lt.block_amax(roots, 1, 128, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
 @triton.jit

@@ -73,9 +73,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 32) uint8
     columnwise_data = planes[2]  # (m, k // 2) uint8
     columnwise_scale = planes[3]  # (m // 32, k) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
-    to_columnwise_data = buffers[1]  # (k, m // 2) uint8
-    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
@@ -174,9 +172,7 @@ KERNELS = Kernels(
         (4, "columnwise"): Tile(rows=32, columns=128, warps=2),  # one row of blocks, all rows of a block in a warp
     },
     buffer_sizes={
-        # codes are transposed: whole sectors of a column
-        (2, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=2),
-        (2, "rowwise"): Tile(rows=64, columns=64, warps=1),
+        (2, "rowwise"): Tile(rows=64, columns=64, warps=1),  # codes are transposed: whole sectors of a column
         (2, "columnwise"): Tile(rows=64, columns=64, warps=1),
         (4, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=2),
         (4, "rowwise"): Tile(rows=64, columns=64, warps=2),

@@ -49,7 +49,6 @@ LAYOUT = Layout(
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
     spec_sha256="138b06c1ce469e452852697ab4091600f3e95b37f71555b1f3086dd865c6321e",
     layout_id="7cebb33b721f",
-    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,
@@ -66,10 +65,8 @@ LAYOUT = Layout(
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
         "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",

@@ -60,15 +60,14 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.53125 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m // 32, k) uint8
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
-        block_amax = lt.block_amax(tile, 32, 1, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-        )
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(32, 1))
+    blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
+    block_amax = lt.block_amax(tile, 32, 1, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
+    )
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(32, 1))
 
 
 @triton.jit

@@ -45,7 +45,6 @@ LAYOUT = Layout(
     summary="E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds gpt-oss",
     spec_sha256="aa942e5ca5a5ae40f53cf687990a7bf1a9a62741fb0b1bdb7332b9a941d620f1",
     layout_id="a702be3d8523",
-    language=1,
     shard_rows=32,
     shard_reason="one rowwise scale covers 32 rows",
     column_multiple=2,
@@ -56,10 +55,7 @@ LAYOUT = Layout(
     stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(32, 1)},
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
-    shares_amax=False,
     as_stored={},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "its codes are packed along m, and the product contracts k",
         "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",

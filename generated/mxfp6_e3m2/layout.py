@@ -48,7 +48,6 @@ LAYOUT = Layout(
     summary="E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up",
     spec_sha256="04d322abd3d40aa4241d27c04ea706b08e556ad5d730e9b6ccf785544da416da",
     layout_id="d791500fa02f",
-    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,
@@ -65,10 +64,8 @@ LAYOUT = Layout(
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",

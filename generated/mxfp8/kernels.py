@@ -77,8 +77,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 32) uint8
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (m // 32, k) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
-    to_columnwise_scale = buffers[1]  # (up(m // 32, 4), up(k, 128)) uint8
+    to_rowwise_scale, to_columnwise_scale = buffers[0], buffers[1]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
@@ -159,10 +158,7 @@ KERNELS = Kernels(
         # as for planes, with whole entries of buffers
         (2, "rowwise", "columnwise"): Tile(rows=32, columns=256, warps=2, pieces=2),
         (2, "rowwise"): Tile(rows=32, columns=128, warps=4),
-        (2, "columnwise"): Tile(rows=32, columns=256, warps=2),
-        (4, "rowwise", "columnwise"): Tile(rows=32, columns=128, warps=1),
         (4, "rowwise"): Tile(rows=32, columns=128, warps=4),
-        (4, "columnwise"): Tile(rows=32, columns=128, warps=2),
     },
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=32, columns=128, warps=2)},
     lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows

@@ -75,24 +75,20 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00098 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (m // 32, k // 32) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
-    to_columnwise_scale = buffers[1]  # (up(m // 32, 4), up(k, 128)) uint8
+    to_rowwise_scale, to_columnwise_scale = buffers[0], buffers[1]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 32, 32)
-        block_amax = lt.block_amax(tile, 32, 32, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(32, 32))
-        # orientations.rowwise.scale: repeated 32x along m, zero-padded to multiples of 128 x 4
-        lt.store_scales_expanded(
-            scale, to_rowwise_scale, at, BLOCK=(32, 32), PER=(1, 32), PAD=(128, 4), SWIZZLE=SWIZZLE
-        )
-        # orientations.columnwise.scale: repeated 32x along k, zero-padded to multiples of 4 x 128
-        lt.store_scales_expanded(
-            scale, to_columnwise_scale, at, BLOCK=(32, 32), PER=(32, 1), PAD=(4, 128), FREE="k", SWIZZLE=SWIZZLE
-        )
+    blocks = lt.to_blocks(lt.to_float(tile), 32, 32)
+    block_amax = lt.block_amax(tile, 32, 32, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(32, 32))
+    # orientations.rowwise.scale: repeated 32x along m, zero-padded to multiples of 128 x 4
+    lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(32, 32), PER=(1, 32), PAD=(128, 4), SWIZZLE=SWIZZLE)
+    # orientations.columnwise.scale: repeated 32x along k, zero-padded to multiples of 4 x 128
+    lt.store_scales_expanded(
+        scale, to_columnwise_scale, at, BLOCK=(32, 32), PER=(32, 1), PAD=(4, 128), FREE="k", SWIZZLE=SWIZZLE
+    )
 
 
 @triton.jit
@@ -136,10 +132,7 @@ KERNELS = Kernels(
         (2, "rowwise"): Tile(rows=32, columns=256, warps=2),  # one row of blocks, all rows of a block in a warp
         (4, "rowwise"): Tile(rows=32, columns=64, warps=2),
     },
-    buffer_sizes={
-        (2, "rowwise"): Tile(rows=32, columns=256, warps=2),  # as for planes, with whole entries of buffers
-        (4, "rowwise"): Tile(rows=32, columns=64, warps=2),
-    },
+    buffer_sizes={},
     dequantize_sizes={
         "rowwise": Tile(rows=32, columns=128, warps=2),
         "columnwise": Tile(rows=32, columns=128, warps=2),

@@ -75,17 +75,16 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.03125 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (m, k // 32) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
+    to_rowwise_scale = buffers[0]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
-        block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 32))
-        # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
-        lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), SWIZZLE=SWIZZLE)
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
+    block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 32))
+    # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
+    lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), SWIZZLE=SWIZZLE)
 
 
 @triton.jit

@@ -60,9 +60,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 32) uint8
     columnwise_data = planes[2]  # (m, k) uint8
     columnwise_scale = planes[3]  # (m // 32, k) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
-    to_columnwise_data = buffers[1]  # (k, m) uint8
-    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)

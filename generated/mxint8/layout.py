@@ -47,7 +47,6 @@ LAYOUT = Layout(
     summary="8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents",
     spec_sha256="2faf70dcb7c7d8f626a2da367f4ac25271074e441a09a7970ff34ff749dba08d",
     layout_id="a56a04718815",
-    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,
@@ -64,10 +63,7 @@ LAYOUT = Layout(
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     backward=("columnwise_data", "columnwise_scale"),
-    shares_amax=False,
     as_stored={"rowwise_data": "rowwise_data"},
-    swizzled=(),
-    extremes=True,
     operands={
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",

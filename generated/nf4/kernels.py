@@ -98,18 +98,17 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 64) uint8
     rowwise_super = planes[2]  # (m, cdiv(k, 1024)) float32
     rowwise_offset = planes[3]  # (m, cdiv(k, 1024)) float32
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
-        block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
-        inside = lt.blocks_inside(at, tile.shape[0], tile.shape[1], BLOCK=(1, 64))
-        scale, multiplier = scales(block_amax, inside, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
-        )
-        lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 64))
-        lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 1024))
-        lt.store_blocks(rowwise_offset, scale[2], at, opts.EVEN, BLOCK=(1, 1024))
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
+    block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
+    inside = lt.blocks_inside(at, tile.shape[0], tile.shape[1], BLOCK=(1, 64))
+    scale, multiplier = scales(block_amax, inside, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
+    )
+    lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 64))
+    lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 1024))
+    lt.store_blocks(rowwise_offset, scale[2], at, opts.EVEN, BLOCK=(1, 1024))
 
 
 @triton.jit

@@ -72,31 +72,24 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 0.503906 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m // 16, k // 16) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 16, 4)) uint8
-    to_columnwise_data = buffers[1]  # (k, m // 2) uint8
-    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
-        block_amax = lt.block_amax(tile, 16, 16, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, tensor_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_fp4(
-            scaled, source, tile, block_amax, multiplier, rowwise_data, to_columnwise_data, at, opts.EVEN,
-            opts.CVT_LEVEL, ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True,
-            CARD_CONVERTS=True, BOUNDED=False,
-        )  # fmt: skip
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(16, 16))
-        # orientations.rowwise.scale: repeated 16x along m, zero-padded to multiples of 128 x 4
-        lt.store_scales_expanded(
-            scale, to_rowwise_scale, at, BLOCK=(16, 16), PER=(1, 16), PAD=(128, 4), SWIZZLE=SWIZZLE
-        )
-        # orientations.columnwise.scale: transposed, repeated 16x along k, zero-padded to multiples of 128 x 4
-        lt.store_scales_expanded(
-            scale, to_columnwise_scale, at, BLOCK=(16, 16), PER=(16, 1), PAD=(4, 128), DIMS="km", FREE="k",
-            SWIZZLE=SWIZZLE,
-        )  # fmt: skip
+    blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
+    block_amax = lt.block_amax(tile, 16, 16, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, tensor_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_fp4(
+        scaled, source, tile, block_amax, multiplier, rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL,
+        ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True, BOUNDED=False,
+    )  # fmt: skip
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(16, 16))
+    # orientations.rowwise.scale: repeated 16x along m, zero-padded to multiples of 128 x 4
+    lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(16, 16), PER=(1, 16), PAD=(128, 4), SWIZZLE=SWIZZLE)
+    # orientations.columnwise.scale: transposed, repeated 16x along k, zero-padded to multiples of 128 x 4
+    lt.store_scales_expanded(
+        scale, to_columnwise_scale, at, BLOCK=(16, 16), PER=(16, 1), PAD=(4, 128), DIMS="km", FREE="k", SWIZZLE=SWIZZLE
+    )
 
 
 @triton.jit

@@ -47,7 +47,6 @@ LAYOUT = Layout(
     summary="E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax",
     spec_sha256="aaa2778b09a254e5683b153b24af707d10d5cb94ffd583fc39b49326893e2d95",
     layout_id="7356aee3b36b",
-    language=1,
     shard_rows=16,
     shard_reason="one rowwise scale covers 16 rows",
     column_multiple=16,
@@ -64,7 +63,6 @@ LAYOUT = Layout(
     shares_amax=True,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     operands={
         "rowwise": Operand(
             "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297

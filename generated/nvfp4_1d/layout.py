@@ -50,7 +50,6 @@ LAYOUT = Layout(
     summary="E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax",
     spec_sha256="8181b7c2ca19bc71dd4dcd0d88b8dd3e39c2a9c4823e77c39a1cb95d5ae08c39",
     layout_id="d267bb47f560",
-    language=1,
     shard_rows=16,
     shard_reason="one columnwise scale covers 16 rows",
     column_multiple=16,
@@ -74,7 +73,6 @@ LAYOUT = Layout(
     shares_amax=True,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     operands={
         "rowwise": Operand(
             "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297

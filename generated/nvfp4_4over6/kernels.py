@@ -86,21 +86,19 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m // 16, k // 16) uint8
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
-        block_amax = lt.block_amax(tile, 16, 16, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, tensor_amax, 1.0, opts.CVT_LEVEL)
-        least = block_error(blocks, scale, multiplier, tensor_amax, True, opts.CVT_LEVEL)
-        other, factor = scales(block_amax, tensor_amax, ELEMENT_STEP, opts.CVT_LEVEL)
-        error = block_error(blocks, other, factor, tensor_amax, True, opts.CVT_LEVEL)
-        scale, multiplier = tl.where(error < least, other, scale), tl.where(error < least, factor, multiplier)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_fp4(
-            scaled, source, tile, block_amax, multiplier, rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL,
-            ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True,
-            BOUNDED=False,
-        )  # fmt: skip
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(16, 16))
+    blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
+    block_amax = lt.block_amax(tile, 16, 16, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, tensor_amax, 1.0, opts.CVT_LEVEL)
+    least = block_error(blocks, scale, multiplier, tensor_amax, True, opts.CVT_LEVEL)
+    other, factor = scales(block_amax, tensor_amax, ELEMENT_STEP, opts.CVT_LEVEL)
+    error = block_error(blocks, other, factor, tensor_amax, True, opts.CVT_LEVEL)
+    scale, multiplier = tl.where(error < least, other, scale), tl.where(error < least, factor, multiplier)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_fp4(
+        scaled, source, tile, block_amax, multiplier, rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, ENCODE=encode,
+        BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True, BOUNDED=False,
+    )  # fmt: skip
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(16, 16))
 
 
 @triton.jit

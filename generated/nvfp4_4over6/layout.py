@@ -48,7 +48,6 @@ LAYOUT = Layout(
     summary="nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept",
     spec_sha256="3a8b52d252d4b405a3dd7ffc57564887b195490fcc17274a5aad57207bf738ca",
     layout_id="0191528237e2",
-    language=1,
     shard_rows=16,
     shard_reason="one rowwise scale covers 16 rows",
     column_multiple=16,

@@ -52,7 +52,6 @@ LAYOUT = Layout(
     summary="E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for nvfp4_gradient",
     spec_sha256="a0912d78a9f0a0bb9e50303bd4796be8ab6c58bf21279b3d465ec37a1619fbf3",
     layout_id="c37c1157c9eb",
-    language=1,
     shard_rows=16,
     shard_reason="one columnwise scale covers 16 rows",
     column_multiple=16,
@@ -76,7 +75,6 @@ LAYOUT = Layout(
     shares_amax=True,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     not_weights="for activations and gradients, not for weights: "
     "it transforms values, which only another operand with the same transform undoes",
     operands={

@@ -77,21 +77,20 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 0.5625 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m, k // 16) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 16, 4)) uint8
+    to_rowwise_scale = buffers[0]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
-        block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
-        scale, divisor = scales(block_amax, tensor_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
-        lt.store_nibbles(
-            scaled, rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, ENCODE=encode, MANTISSA=1, BIAS=1, MAX=6.0,
-            LOW_FIRST=True, CARD_CONVERTS=True,
-        )  # fmt: skip
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 16))
-        # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
-        lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 16), PER=(1, 16), PAD=(128, 4), SWIZZLE=SWIZZLE)
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
+    block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
+    scale, divisor = scales(block_amax, tensor_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
+    lt.store_nibbles(
+        scaled, rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, ENCODE=encode, MANTISSA=1, BIAS=1, MAX=6.0,
+        LOW_FIRST=True, CARD_CONVERTS=True,
+    )  # fmt: skip
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 16))
+    # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
+    lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 16), PER=(1, 16), PAD=(128, 4), SWIZZLE=SWIZZLE)
 
 
 @triton.jit

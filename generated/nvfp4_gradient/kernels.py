@@ -74,9 +74,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 16) uint8
     columnwise_data = planes[2]  # (m, k // 2) uint8
     columnwise_scale = planes[3]  # (m // 16, k) uint8
-    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 16, 4)) uint8
-    to_columnwise_data = buffers[1]  # (k, m // 2) uint8
-    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
+    to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
     seed = tl.load(shared[2])  # (1,) int64

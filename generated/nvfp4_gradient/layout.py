@@ -52,7 +52,6 @@ LAYOUT = Layout(
     summary="E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise",
     spec_sha256="8f90feb0b0a679bb019f4a5ba12d71e1f262d934e1c0ebedcc6ccdde2c234c69",
     layout_id="0f6f7f1fb4e9",
-    language=1,
     shard_rows=16,
     shard_reason="one columnwise scale covers 16 rows",
     column_multiple=16,
@@ -76,7 +75,6 @@ LAYOUT = Layout(
     shares_amax=True,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
-    extremes=True,
     stochastic=True,
     not_weights="for activations and gradients, not for weights: "
     "it rounds elements by random bits, so that a weight would be another one each time it is quantized",

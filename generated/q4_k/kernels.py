@@ -100,21 +100,20 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_super = planes[2]  # (m, k // 256) float16
     rowwise_zero = planes[3]  # (m, k // 32) uint8
     rowwise_super_zero = planes[4]  # (m, k // 256) float16
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
-        lowest = lt.block_lowest(blocks)
-        highest = lt.block_highest(blocks)
-        scale, zero, divisor = scales(lowest, highest, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(
-            lt.divide(blocks + decode_scale(zero, opts.CVT_LEVEL)[:, None, :, None], divisor[:, None, :, None])
-        )
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-        )
-        lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 32))
-        lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 256))
-        lt.store_blocks(rowwise_zero, zero[0], at, opts.EVEN, BLOCK=(1, 32))
-        lt.store_blocks(rowwise_super_zero, zero[1], at, opts.EVEN, BLOCK=(1, 256))
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
+    lowest = lt.block_lowest(blocks)
+    highest = lt.block_highest(blocks)
+    scale, zero, divisor = scales(lowest, highest, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(
+        lt.divide(blocks + decode_scale(zero, opts.CVT_LEVEL)[:, None, :, None], divisor[:, None, :, None])
+    )
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
+    )
+    lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 32))
+    lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 256))
+    lt.store_blocks(rowwise_zero, zero[0], at, opts.EVEN, BLOCK=(1, 32))
+    lt.store_blocks(rowwise_super_zero, zero[1], at, opts.EVEN, BLOCK=(1, 256))
 
 
 @triton.jit

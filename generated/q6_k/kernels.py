@@ -94,16 +94,15 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data = planes[0]  # (m, k // 4 * 3) uint8
     rowwise_scale = planes[1]  # (m, k // 16) uint8
     rowwise_super = planes[2]  # (m, k // 256) float16
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
-        block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
-        scale, divisor = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=6, LOW_FIRST=True
-        )
-        lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 16))
-        lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 256))
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
+    block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
+    scale, divisor = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=6, LOW_FIRST=True
+    )
+    lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 16))
+    lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 256))
 
 
 @triton.jit

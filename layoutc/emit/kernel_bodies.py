@@ -10,10 +10,10 @@ from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.kernel_reading import (
     blocks_of,
-    buffer_lines,
     comment,
     dequantize_body,
     lay_out_body,
+    named,
     plane_lines,
     scale_move,
     transformed,
@@ -71,11 +71,12 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     layout, sizes = kernels.layout, Sizes(kernels.layout)
     lines = plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
     if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
-        lines += buffer_lines(kernels.lay_out.moves, sizes)
+        lines.append(named("buffers", (f"to_{move.buffer.name}" for move in kernels.lay_out.moves)))
         lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if layout.swizzle else []
     lines += _shared_lines(kernels)
     for source in kernels.sources:
-        lines += [f"if {source.flag}:", *indented(_quantize_source(source, kernels))]
+        made = _quantize_source(source, kernels)
+        lines += [f"if {source.flag}:", *indented(made)] if len(kernels.sources) > 1 else made
     return tuple(lines)
 
 

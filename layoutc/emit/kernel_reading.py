@@ -27,12 +27,6 @@ def plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
     ]
 
 
-def buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
-    """Lines that give each buffer its name."""
-    buffers = [move.buffer for move in moves]
-    return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
-
-
 def named(of: str, names: Iterable[str]) -> str:
     """A line that gives names to the first entries of a tuple, whose shapes quantize_tile and layout.py have."""
     names = tuple(names)

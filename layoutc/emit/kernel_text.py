@@ -126,7 +126,11 @@ def _quantize_facts(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     names = [source.source.name for source in kernels.sources]
     lines = ["# by the bytes of a value of x, and the sources that are written", "quantize_sizes={"]
     lines += [*_tiles(names, quantize.tiles), "},"]
-    return tuple([*lines, "buffer_sizes={", *_tiles(names, quantize.buffer_tiles), "},"] if quantize.fused else lines)
+    if not quantize.fused:
+        return tuple(lines)
+    same = {(size, flags, _tile(tile)) for size, flags, tile in quantize.tiles}
+    others = tuple(one for one in quantize.buffer_tiles if (*one[:2], _tile(one[2])) not in same)
+    return (*lines, "buffer_sizes={", *_tiles(names, others), "},") if others else (*lines, "buffer_sizes={},")
 
 
 def _tiles(names: list[str], tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]) -> Lines:

@@ -31,7 +31,6 @@ class PlaneText:
     per_m: int | None
     per_k: float | None
     cut: str
-    join: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class RecipeText:
     planes: list[PlaneText]
     attributes: list[PlaneText]
     cut_body: list[str]
-    join_body: list[str]
+    joined: str
     buffers: list[BufferText]
     as_stored: list[tuple[str, str]]
     has_amax: bool
@@ -152,8 +151,8 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         bytes_per_element=float(plan.forward.bytes_per_element),
         planes=planes,
         attributes=[plane for plane in planes if plane.name != "amax"],  # Tensor.amax is a method
-        cut_body=_each_plane(plan, {plane.name: plane.cut for plane in planes}, "planes", "views"),
-        join_body=_each_plane(plan, {plane.name: plane.join for plane in planes}, "pieces[0]", "joined"),
+        cut_body=_cuts(plan, {plane.name: plane.cut for plane in planes}),
+        joined=_joined(plan),
         buffers=[text for name in layout.orientations for text in _buffers(name, layout, sizes)] + _amax_buffer(plan),
         as_stored=_as_stored(layout),
         has_amax=_has_amax(layout),
@@ -243,9 +242,6 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
         per_m=plane.per_m,
         per_k=None if plane.per_k is None else (int(codes) if codes == int(codes) else codes),
         cut=f'planes["{plane.name}"]{_cut(plane, sizes)}',
-        join=f'pieces[0]["{plane.name}"]'
-        if plane.per_m is None
-        else f'torch.cat([piece["{plane.name}"] for piece in pieces])',
     )
 
 
@@ -292,20 +288,28 @@ def _cut(plane: Plane, sizes: Sizes) -> str:
     return f"[{rows}, {start_of('c0', plane.per_k)}:{sizes.count('k', plane.per_k, 'c1')}]"
 
 
-def _each_plane(plan: Plan, expressions: dict[str, str], mapping: str, result: str) -> list[str]:
-    """Lines that build a dict with an expression for each plane.
+def _cuts(plan: Plan, by_name: dict[str, str]) -> list[str]:
+    """Lines that build a dict with the cut of each plane.
 
     One literal; or a branch for each source if there are several, since a tensor may hold one without the others.
     """
-    by_name = dict(expressions)
     if len(plan.layout.sources) == 1:
         return ["return {", *(f'    "{name}": {value},' for name, value in by_name.items()), "}"]
     shared = "".join(f'"{name}": {by_name.pop(name)}' for name in ("amax",) if name in by_name)
-    lines = [f"{result} = {{{shared}}}"]
+    lines = [f"views = {{{shared}}}"]
     for source in plan.layout.sources:
-        lines.append(f'if "{source.data.name}" in {mapping}:')
-        lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
-    return [*lines, f"return {result}"]
+        lines.append(f'if "{source.data.name}" in planes:')
+        lines += [f'    views["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
+    return [*lines, "return views"]
+
+
+def _joined(plan: Plan) -> str:
+    """Arguments of join_rows: the planes that pieces have, in order, and those of them that all pieces share."""
+    planes = plan.layout.planes
+    if len(plan.layout.sources) > 1:  # the amax first, as it is among those of a cut
+        planes = (*(one for one in planes if one.name == "amax"), *(one for one in planes if one.name != "amax"))
+    shared = tuple(plane.name for plane in planes if plane.per_m is None)
+    return f"{tuple(plane.name for plane in planes)}{f', shared={shared}' if shared else ''}"
 
 
 def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[BufferText]:

@@ -130,12 +130,12 @@ class Layout:
     summary: str
     spec_sha256: str
     layout_id: str
-    language: int  # version of the spec language
-    shard_rows: int  # cuts between shards cost nothing at its multiples
+    language: int = 1  # version of the spec language
+    shard_rows: int = 1  # cuts between shards cost nothing at its multiples
     shard_reason: str
     column_multiple: int
-    multiple_m: int
-    multiple_k: int
+    multiple_m: int = 1
+    multiple_k: int = 1
     blocks: Mapping[str, str]
     bytes_per_element: float
     stored: Mapping[str, Plane]
@@ -143,17 +143,17 @@ class Layout:
     forward: tuple[str, ...]  # the planes that forward gathers
     backward: tuple[str, ...] = ()  # those that backward gathers, where they are others
     slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
-    shares_amax: bool
+    shares_amax: bool = False
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
     own_amax: tuple[str, ...] = ()  # orientations whose scales follow from their blocks alone, where others share one
     history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
     level: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes what is stored of the amax; None: the amax is
     pick: str = ""  # which amax of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
-    swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
+    swizzled: tuple[str, ...] = ()  # buffers that a GEMM reads in another order
     stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
     not_weights: str = ""  # what the recipe is for, and why weights can't have it; "": they can
-    extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
+    extremes: bool = True  # the scales of a block follow from the least and the greatest value of each of its columns
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized

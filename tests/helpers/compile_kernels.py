@@ -74,7 +74,7 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         if kernels.batched and size == 2 and (EVERY or layout.name in BATCHES):
             yield f"quantize_batch {label} {dtype}", quantize_kernel, asked, tile, dtype
         if kernels.buffer_sizes is not None:
-            tile = kernels.buffer_sizes[size, *written]
+            tile = kernels.buffer_sizes.get((size, *written), tile)
             yield f"quantize_buffers {label} {dtype}", quantize_kernel, asked, tile, dtype
             if layout.name in BY_ROWS:
                 yield f"quantize_buffers_by_rows {label} {dtype}", quantize_kernel, asked, tile, dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any
 
@@ -23,6 +23,15 @@ from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.storage.planes import CutPlanes, ScatteredPlanes, with_copies
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+def join_rows(
+    pieces: Sequence[Mapping[str, Tensor]], names: Sequence[str], shared: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Planes of adjacent pieces, joined along the rows; those that all pieces share come from the first. Names of
+    planes that the pieces don't have are left out."""
+    there = [name for name in names if name in pieces[0]]
+    return {n: pieces[0][n] if n in shared else torch.cat([piece[n] for piece in pieces]) for n in there}
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:

@@ -40,7 +40,7 @@ class Kernels:
     lay_out_tile: Any = None  # None: every buffer is a plane
     serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles = field(default_factory=dict)
-    buffer_sizes: Tiles | None = None  # None: quantizing into buffers that are no planes takes two launches
+    buffer_sizes: Tiles | None = None  # those that differ; None: buffers that are no planes take two launches
     dequantize_sizes: Mapping[str, Tile]  # by orientation
     codebooks: tuple[float, ...] = ()  # values that dequantizing looks up in memory
     by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
@@ -243,7 +243,8 @@ class Kernels:
             flags = written.get("rowwise", False), written.get("columnwise", False)
             spanning = [self.row_blocks.get(name, 0) if written.get(name) else 0 for name in _SOURCES]
             rows = spanning[0], spanning[1], sum(1 << bit for bit in (0, 1) if _SOURCES[bit] in self.row_ranges)
-            choice = Choice(*flags, input_max, tiles[at], rows, {}).fitted(k)
+            tile = tiles[at] if at in tiles else self.quantize_sizes[at]
+            choice = Choice(*flags, input_max, tile, rows, {}).fitted(k)
             self._choices[key] = choice
         return choice
 
