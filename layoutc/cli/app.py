@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from layoutc import __version__
 from layoutc.build.lookup import chosen
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import choosing, linked, refuse, report, reporting, safe
@@ -232,12 +233,7 @@ def version() -> None:
     \b
     layoutc version
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        click.echo(f"layoutc {version('layoutc')}")
-    except PackageNotFoundError:
-        click.echo("layoutc (not installed)")
+    click.echo(f"layoutc {__version__}")
 
 
 def _drift(state: FileState) -> Diagnostic | None:

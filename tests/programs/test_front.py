@@ -41,6 +41,11 @@ def test_readme_shows_what_stands_in_the_files() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\d.]+)", text, re.M)[0] == layoutc.__version__
+
+
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "pages" / "reference" / "api.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^::: (\S+)$", text, re.M))
