@@ -123,7 +123,7 @@ ABOVE = {
         "torch",
     ),
     "cli": (
-        "diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
+        "layoutc diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
         "checkpoint conformance bench doctor",
         "click rich resvg_py",
     ),
