@@ -112,7 +112,7 @@ def taken(variant: str, options: argparse.Namespace, device: torch.device) -> li
     if "low" in variant.split("+"):
         mode = partial(layoutc.products, "low_precision")
     rows = []
-    for form in options.forms:
+    for form in sorted(options.forms, reverse=True):  # eager first: compiled layers stay so
         if form == "compiled":
             torch._dynamo.reset()
             torch._dynamo.config.recompile_limit = 64
