@@ -14,6 +14,7 @@ from layoutc.estimate.state import Wire
 from layoutc.estimate.work import Product, Sent, Use, Work
 from layoutc.ints.gathers import in_few_steps, reduces_in_few_steps
 from layoutc.models.weights import Layer, Model, Weight
+from layoutc.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,18 @@ class Group:
         every = [one.piece for one in self.members]
         state, codes = self.dtypes.state, [one for one in every if one.is_codes and one.trains]
         moved = sum(state.moved(one.placed.shard, one.placed.whole, one.placed.columns) for one in self.trained)
-        if codes:
+        if codes and not state.writes_codes:
             moved += FP32 * sum(one.placed.shard for one in self.trained)
+        elif codes:
+            again = [one.placed for one in codes if one.plan is None or _is_quantized_apart(one.plan)]
+            moved += sum(state.master(one.whole, one.columns).nbytes(one.shard) for one in again)
         return moved + sum(gathered(one, "both", self.dtypes).sent for one in codes)
+
+
+def _is_quantized_apart(plan: Plan) -> bool:
+    """Whether the launch that steps masters can't quantize them: scales follow from more than blocks of a tile."""
+    blocks = [source.quantization.block for source in plan.layout.sources]
+    return plan.shares_amax or plan.layout.stochastic or any(None in (block.m, block.k) for block in blocks)
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def _state(asked: Mapping[str, Any]) -> State:
             raise click.UsageError(f"--state {asked['state']} says what moments take; leave out --moments")
         state = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
     masters = MASTERS[asked["masters"]]
-    return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1)
+    return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1, writes_codes=True)
 
 
 def _wire(asked: Mapping[str, Any]) -> Wire | None:

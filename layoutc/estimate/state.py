@@ -45,12 +45,14 @@ PART = 16  # bytes, of which planes of codes on the wire are multiples
 class State:
     """What an optimizer holds beside weights. masters: of weights that are not stored in fp32 themselves. moments: all
     of them. counter: bytes beside, of each parameter. small: weights of at most so many elements keep fp32, as do those
-    of one dim, whose `columns` are 0."""
+    of one dim, whose `columns` are 0. writes_codes: the launch that steps masters quantizes them as well, where a
+    weight's scales follow from blocks."""
 
     masters: Stored = FP32
     moments: tuple[Stored, ...] = (FP32, FP32)
     counter: int = 4
     small: int = 0
+    writes_codes: bool = False
 
     def master(self, whole: int, columns: int) -> Stored:
         """How a weight's master is held. whole: elements of the whole weight."""
@@ -71,7 +73,7 @@ ADAMW = State()
 LEAST = 4096  # elements of a weight whose state AdamW holds in a recipe
 # Of AdamW, by the names that layoutc.AdamW has for them; by recipes' blocks.
 STATES: Mapping[str, State] = {"fp32": ADAMW} | {
-    name: State(moments=(Stored(bits, block, 4),) * 2, small=LEAST - 1)
+    name: State(moments=(Stored(bits, block, 4),) * 2, small=LEAST - 1, writes_codes=True)
     for name, bits, block in (("8bit", 8, 256), ("fp8", 8, 128), ("4bit", 4, 128))
 }
 MASTERS: Mapping[str, Stored] = {"fp32": FP32, "bf16": BF16}

@@ -26,7 +26,7 @@ from layoutc.budget.totals import Budget, Setting, budget, works_of
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.links import Links, Ring
 from layoutc.estimate.machine import H200, NVLINK, links_of
-from layoutc.estimate.state import EXCHANGED, State, wire_of
+from layoutc.estimate.state import EXCHANGED, MASTERS, STATES, State, wire_of
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config, shapes
 from layoutc.models.weights import Model, Weight, full_name
@@ -75,6 +75,20 @@ def test_the_largest_rank_is_the_largest_of_all(
             held += resident(piece, rank, AT.dtypes)
         totals.append(held.total)
     assert largest(pieces, AT.dtypes).total == max(totals)
+
+
+@pytest.mark.parametrize(("recipe", "again"), [("fp8_block", 0), ("nvfp4", 2)])
+def test_masters_are_read_once_where_the_step_writes_codes(recipe: str, again: int) -> None:
+    """By bytes of an element: of one weight, the gradient, its master and moments twice, codes; and masters again for a
+    recipe with an amax of the whole weight, or where torch's AdamW steps them."""
+    stated = shapes.read(["up=1024x512"])
+    state = replace(STATES["8bit"], masters=MASTERS["bf16"])
+    moved = []
+    for one in (state, State()):
+        (group,) = groups_of(stated, use(recipe), AT.picks, Mesh(1), replace(AT.dtypes, state=one)).every
+        (piece,) = group.trained
+        moved.append((group.optimized - gathered(piece, "both", group.dtypes).sent) / (1024 * 512))
+    assert moved == [4 + 2 * 2 + 2 * 2 * (1 + 4 / 256) + again, 4 + 2 * 4 + 2 * 8 + 4]
 
 
 @given(st.sampled_from(RECIPES), st.integers(1, 40), st.integers(1, 4), st.integers(1, 70), st.booleans())
