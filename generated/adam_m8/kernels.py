@@ -19,10 +19,35 @@ ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
     """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=ELEMENT_NAN, DECADES=7, FIRST=1, ZERO=127
+        x,
+        STEPS=ELEMENT_STEPS,
+        CODES=ELEMENT_CODES,
+        COUNT=256,
+        NAN=ELEMENT_NAN,
+        SLOPES=(
+            615384.5625,
+            111111.109375,
+            44444.4453125,
+            8888.88671875,
+            1777.7767333984375,
+            355.5555419921875,
+            71.1111068725586,
+        ),
+        STARTS=(
+            0.35576966404914856,
+            1.9138892889022827,
+            3.0805559158325195,
+            6.636111736297607,
+            13.747223854064941,
+            27.969444274902344,
+            56.41389083862305,
+        ),
+        ZERO=127,
+        AT=256,
+        codebooks=codebooks,
     )
 
 
@@ -45,11 +70,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1.01562 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (m, cdiv(k, 256)) float32
+    codebooks = planes[6]  # (512,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 256)
     block_amax = lt.block_amax(tile, 1, 256, opts.CVT_LEVEL)
     scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled, codebooks, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 256))
 
 
@@ -57,7 +83,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    codebooks = planes[6]  # (256,) float32
+    codebooks = planes[6]  # (512,) float32
     element = decode(
         lt.looked_up(codebooks, lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN).to(tl.int32),
         FIRST=0, COUNT=256), opts.CVT_LEVEL,
@@ -80,5 +106,5 @@ KERNELS = Kernels(
         (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
-    codebooks=reference.ELEMENT_VALUES,
+    codebooks=reference.ELEMENT_VALUES + reference.ELEMENT_STEPS + (float("nan"),),
 )

@@ -19,9 +19,20 @@ ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
     """fp32 -> linear4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=ELEMENT_NAN)
+    return lt.to_codebook(
+        x,
+        STEPS=ELEMENT_STEPS,
+        CODES=ELEMENT_CODES,
+        COUNT=16,
+        NAN=ELEMENT_NAN,
+        SLOPES=(15.999998092651367,),
+        STARTS=(-0.9999995231628418,),
+        ZERO=0,
+        AT=16,
+        codebooks=codebooks,
+    )
 
 
 @triton.jit
@@ -43,13 +54,15 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.53125 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m, cdiv(k, 128)) float32
+    codebooks = planes[6]  # (32,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
     scale, divisor = scales(block_amax, opts.CVT_LEVEL)
     scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
     lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
-    )
+        encode(scaled, codebooks, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4,
+        LOW_FIRST=False,
+    )  # fmt: skip
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
@@ -57,7 +70,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False), opts.CVT_LEVEL)
+    codebooks = planes[6]  # (32,) float32
+    element = decode(
+        lt.looked_up(codebooks,
+        lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False).to(tl.int32), FIRST=0,
+        COUNT=16), opts.CVT_LEVEL,
+    )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
     factor = scale
     blocks = lt.to_blocks(element, 1, 128)
@@ -76,4 +94,5 @@ KERNELS = Kernels(
         (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
     dequantize_sizes={"rowwise": Tile(rows=1, columns=1024, warps=1)},
+    codebooks=reference.ELEMENT_VALUES + reference.ELEMENT_STEPS + (float("nan"),),
 )

@@ -19,10 +19,35 @@ ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
     """fp32 -> dynamic8_unsigned codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=ELEMENT_NAN, DECADES=7, FIRST=2, ZERO=0
+        x,
+        STEPS=ELEMENT_STEPS,
+        CODES=ELEMENT_CODES,
+        COUNT=256,
+        NAN=ELEMENT_NAN,
+        SLOPES=(
+            2580645.0,
+            444444.34375,
+            88888.875,
+            17777.771484375,
+            3555.55712890625,
+            711.111328125,
+            142.22213745117188,
+        ),
+        STARTS=(
+            0.10568058490753174,
+            2.0805914402008057,
+            5.636146545410156,
+            12.747258186340332,
+            26.9694766998291,
+            55.41392135620117,
+            112.30281829833984,
+        ),
+        ZERO=0,
+        AT=256,
+        codebooks=codebooks,
     )
 
 
@@ -45,11 +70,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1.01562 (rowwise)."""
     rowwise_data = planes[0]  # (m, k) uint8
     rowwise_scale = planes[1]  # (m, cdiv(k, 256)) float32
+    codebooks = planes[6]  # (512,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 256)
     block_amax = lt.block_amax(tile, 1, 256, opts.CVT_LEVEL)
     scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled, codebooks, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 256))
 
 
@@ -57,7 +83,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    codebooks = planes[6]  # (256,) float32
+    codebooks = planes[6]  # (512,) float32
     element = decode(
         lt.looked_up(codebooks, lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN).to(tl.int32),
         FIRST=0, COUNT=256), opts.CVT_LEVEL,
@@ -80,5 +106,5 @@ KERNELS = Kernels(
         (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
     },
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
-    codebooks=reference.ELEMENT_VALUES,
+    codebooks=reference.ELEMENT_VALUES + reference.ELEMENT_STEPS + (float("nan"),),
 )

@@ -33,6 +33,7 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
                 return repr(constant)
 
     constants = {name: spelled(constant) for name, constant in conversion.constants.items()}
+    constants |= {"codebooks": "codebooks"} if conversion.takes_codebooks else {}
     given = [*(["bits"] if conversion.takes_bits else []), *(["CVT_LEVEL"] if conversion.takes_hardware else [])]
     return call(f"lt.{conversion.function}", value, *given, **constants)
 

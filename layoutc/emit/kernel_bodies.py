@@ -9,7 +9,9 @@ from typing import Literal
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.kernel_reading import (
+    Codebooks,
     blocks_of,
+    codebooks_line,
     comment,
     dequantize_body,
     lay_out_body,
@@ -20,6 +22,7 @@ from layoutc.emit.kernel_reading import (
 )
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Source, stream_of
+from layoutc.plan.codebooks import codebooks_of, steps_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, SourceKernel
 
 
@@ -73,6 +76,9 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
         lines.append(named("buffers", (f"to_{move.buffer.name}" for move in kernels.lay_out.moves)))
         lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if layout.swizzle else []
+    codebooks = codebooks_of(layout)
+    if any(book.steps is not None for book in codebooks.values()):
+        lines.append(f"{codebooks_line(codebooks)}; None: the program holds steps")
     lines += _shared_lines(kernels)
     for source in kernels.sources:
         made = _quantize_source(source, kernels)
@@ -130,7 +136,7 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
     # A tile with idle lanes sticks out of the matrix, with blocks that the matrix does not have.
     even = "False" if any(one.units for one in kernels.sources) else "EVEN"
     sized = any(one.units for one in kernels.sources if one.suffix == source.suffix)
-    lines = [*_find_scales(source, even, sized), *_put_elements(source)]
+    lines = [*_find_scales(source, even, sized), *_put_elements(source, codebooks_of(kernels.layout))]
     planes = source.source
     kinds: tuple[Literal["scale", "zero"], ...] = ("scale", "zero")
     for kind in kinds:
@@ -232,7 +238,7 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str],
     return tuple(lines)
 
 
-def _put_elements(source: SourceKernel) -> Lines:
+def _put_elements(source: SourceKernel, codebooks: Codebooks) -> Lines:
     """Lines that store the codes of the `scaled` tile."""
     data, q = source.source.data, source.source.quantization
     into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "CVT_LEVEL")
@@ -244,7 +250,8 @@ def _put_elements(source: SourceKernel) -> Lines:
         return (f"bits = {bits}", call("lt.store_codes", codes, *into, **packing))
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
-        return (call("lt.store_codes", f"{encode}(scaled, CVT_LEVEL)", *into, **packing),)
+        steps = "" if steps_of(q.element, codebooks) is None else "codebooks, "
+        return (call("lt.store_codes", f"{encode}(scaled, {steps}CVT_LEVEL)", *into, **packing),)
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "MAX": q.element.max, "LOW_FIRST": q.low_first}
     form["CARD_CONVERTS"] = source.nibbles.card_converts
     if not source.nibbles.in_blocks:

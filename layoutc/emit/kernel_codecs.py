@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, converted
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Level, Quantization
 from layoutc.plan import conversions
+from layoutc.plan.codebooks import codebooks_of, steps_of
 from layoutc.plan.conversions import Codec
 from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, arithmetics_of, inputs_of, level_suffix
 from layoutc.plan.moves import SwizzleMove
@@ -35,7 +36,8 @@ def functions(kernels: Kernels) -> tuple[Function, ...]:
     for suffix, quantization in arithmetics_of(kernels.layout).items():
         served = [source for source in kernels.sources if source.suffix == suffix]  # none of a level's own
         eights = bool(served) and all(source.nibbles is not None for source in served)
-        result += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
+        steps = steps_of(quantization.element, codebooks_of(kernels.layout)) if served else None
+        result += _codecs(quantization, suffix, eights and not quantization.definition.candidates, steps)
         result += [one for kind, level in quantization.own_levels.items() for one in _level(kind, level, suffix)]
         result += _over_scale(quantization, suffix)
         result.append(_scales(quantization, suffix))
@@ -46,15 +48,14 @@ def functions(kernels: Kernels) -> tuple[Function, ...]:
     return (*result, *_gemm_place(kernels.layout), *origins)
 
 
-def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> list[Function]:
+def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps: int | None) -> list[Function]:
     """Codecs of the element, the scale and the zero point.
 
-    only_software: kernels call the element's encoder only if the card has no conversion.
+    only_software: kernels call the element's encoder only if the card has no conversion. steps: see `_codec`.
     """
     prefix = rule_text.prefix_of(suffix)
-    codecs = list(
-        _codec("", quantization.element, f"{prefix}ELEMENT", quantization.element_rounding, suffix, only_software)
-    )
+    element, rounding = quantization.element, quantization.element_rounding
+    codecs = list(_codec("", element, f"{prefix}ELEMENT", rounding, suffix, only_software, steps))
     if not (quantization.scale.is_f32 or quantization.scales):
         codecs += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
     if quantization.zero is not None and quantization.zeros is None:
@@ -63,14 +64,25 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> lis
 
 
 def _codec(
-    what: str, fmt: Format, prefix: str, rounding: str, suffix: str, only_software: bool = False
+    what: str,
+    fmt: Format,
+    prefix: str,
+    rounding: str,
+    suffix: str,
+    only_software: bool = False,
+    steps: int | None = None,
 ) -> tuple[Function, Function]:
+    """How a format is encoded, and decoded. steps: where in the codebooks the encoder finds those of a long one."""
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
     assert decoding is not None  # recipes with a format that kernels can't decode have no kernels
-    bits = ", bits" if encoding.software.takes_bits else ""
+    if steps is not None:
+        constants = {**encoding.software.constants, **conversions.lines_of(fmt), "AT": steps}
+        encoding = Codec(replace(encoding.software, constants=constants, takes_codebooks=True))
+    software = encoding.software
+    taken = ", bits" if software.takes_bits else ", codebooks" if software.takes_codebooks else ""
     return (
         Function(
-            f"encode{what}{suffix}(x{bits}, CVT_LEVEL: tl.constexpr)",
+            f"encode{what}{suffix}(x{taken}, CVT_LEVEL: tl.constexpr)",
             f"fp32 -> {fmt.name} codes; {rule_text.ROUNDED[rounding]}; saturating.",
             _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
         ),

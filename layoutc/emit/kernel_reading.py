@@ -9,8 +9,7 @@ from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Plane, Transform
-from layoutc.plan.codebooks import Codebook, codebooks_of
-from layoutc.plan.conversions import is_long
+from layoutc.plan.codebooks import Codebook, codebooks_of, places, steps_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
 from layoutc.spec.formats import Format
@@ -25,6 +24,11 @@ def plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
     return [
         f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
     ]
+
+
+def codebooks_line(codebooks: Codebooks) -> str:
+    """The line that gives codebooks their name: the last of the planes that kernels pass."""
+    return f"codebooks = planes[6]  # ({places(codebooks.items())},) float32"
 
 
 def named(of: str, names: Iterable[str]) -> str:
@@ -53,8 +57,8 @@ def dequantize_body(kernels: Kernels) -> Lines:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
     codebooks = codebooks_of(kernels.layout)
-    if codebooks:  # kernels get them as the last of their planes
-        lines.append(f"codebooks = planes[6]  # ({sum(1 << fmt.bits for fmt in codebooks)},) float32")
+    if codebooks:
+        lines.append(codebooks_line(codebooks))
     for source in kernels.sources:
         read = _dequantize_source(source, codebooks)
         lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
@@ -135,7 +139,7 @@ def _read_elements(source: SourceKernel, codebooks: Codebooks) -> str:
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
         codes = call("lt.load_codes", data.name, "at", *_TILE, **packing)
-        codes = _as_codes(codes, q.element, codebooks) if is_long(q.element) else codes
+        codes = codes if steps_of(q.element, codebooks) is None else _as_codes(codes, q.element, codebooks)
         return f"element = {decode}({codes}, CVT_LEVEL)"
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
     arguments = (data.name, "at", *_TILE, "EVEN", "CVT_LEVEL")

@@ -16,6 +16,7 @@ from layoutc.layout.layout import is_swizzled
 from layoutc.plan.codebooks import codebooks_of
 from layoutc.plan.kernels import Kernels, NoKernels, QuantizeKernel, arithmetics_of
 from layoutc.plan.tiles import Tile
+from layoutc.spec.formats import Format, codebook_thresholds
 
 WIDTH = 116  # of a line in a function's body, which the template indents by 4
 
@@ -93,8 +94,9 @@ def _facts(kernels: Kernels) -> Lines:
         lines += _quantize_facts(kernels, quantize)
     reading = ", ".join(f'"{name}": {_tile(tile)}' for name, tile in kernels.dequantize_tiles)
     lines.append(f"dequantize_sizes={{{reading}}},")
-    if books := codebooks_of(kernels.layout).values():
-        names = [f"reference.{prefix_of(one.suffix)}{one.kind.upper()}_VALUES" for one in books]
+    if books := codebooks_of(kernels.layout).items():
+        names = [f"reference.{prefix_of(one.suffix)}{one.kind.upper()}_VALUES" for _, one in books]
+        names += [_steps(fmt, f"reference.{prefix_of(one.suffix)}ELEMENT_STEPS") for fmt, one in books if one.steps]
         lines.append(f"codebooks={' + '.join(names)},")
     if isinstance(lay_out, NoKernels):
         lines.append(f"by_reference=reference.lay_out,  # {lay_out.reason}")
@@ -108,6 +110,12 @@ def _facts(kernels: Kernels) -> Lines:
     if isinstance(quantize, QuantizeKernel):
         lines += _inputs_of_quantizing(kernels, quantize)
     return (*lines, *(["gemm_scale=gemm_scale,"] if _orders_by_torch(kernels) else []))
+
+
+def _steps(fmt: Format, name: str) -> str:
+    """Steps of a codebook, filled up with NaN."""
+    rest = (1 << fmt.bits) - len(codebook_thresholds(fmt))
+    return f'{name} + (float("nan"),)' + (f" * {rest}" if rest > 1 else "")
 
 
 def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:

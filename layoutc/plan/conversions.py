@@ -6,11 +6,12 @@ Functions are those of `layoutc.runtime.triton`, and constants are their paramet
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from layoutc.spec.formats import Format, codebook_order, codebook_thresholds
+from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, f32
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Table:
     name: str
 
 
-Constant = int | float | bool | str | Dtype | NanCode | Table
+Constant = int | float | bool | str | tuple[float, ...] | Dtype | NanCode | Table
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Conversion:
     constants: Mapping[str, Constant]
     takes_hardware: bool = False
     takes_bits: bool = False  # 32 random bits for each value
+    takes_codebooks: bool = False  # a pointer to codebooks in memory
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ _INSTRUCTIONS = {
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
 LARGEST_HELD = 16  # values of elements that programs hold; longer codebooks are looked up in memory
+_ROOM = 0.99  # of one code, for a guess by lines
+_MOST_LINES = 8  # more take longer than a search by halves
 SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
 
 
@@ -80,7 +84,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
     """
     if fmt.values:
         tables: dict[str, Constant] = {"STEPS": Table("STEPS"), "CODES": Table("CODES")}
-        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode(), **_dynamic(fmt)}
+        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode(), **(lines_of(fmt) if is_long(fmt) else {})}
         return Codec(Conversion("to_codebook", tables))
     last = fmt.last
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
@@ -114,19 +118,39 @@ def encoding(fmt: Format, rounding: str) -> Codec:
     return Codec(software, hardware, level)
 
 
-def _dynamic(fmt: Format) -> dict[str, Constant]:
-    """The constants of `steps_reached` for a dynamic map: decades up to 1, each with twice the steps of the one below.
+def lines_of(fmt: Format) -> dict[str, Constant]:
+    """The constants by which `steps_reached` guesses a code: lines whose least, over |x|, is at most the number of
+    steps above 0 that x reaches, and more than one less, with room for what fp32 rounds. ZERO: the steps below 0.
 
-    None if a step does not lie between the line of its decade and one more, with room for what fp32 rounds."""
-    steps = codebook_thresholds(fmt) if is_long(fmt) else ()
+    They are there for codebooks that are linear piece by piece, with wider steps farther from 0, as dynamic maps are.
+    """
+    steps = codebook_thresholds(fmt)
     zero = sum(step <= 0 for step in steps)
-    counted = [(step, count + 1 - zero if step > 0 else zero - count) for count, step in enumerate(steps)]
-    for first, decades in itertools.product((1, 2), range(1, 9)):
-        lines = [(first * 2**i * 10.0 ** (decades - 1 - i) / 0.9, first * 2**i * 8 / 9) for i in range(decades)]
-        at = [(min(a * abs(step) + b for a, b in lines) - (first - 1) - 0.21, count) for step, count in counted]
-        if at and all(count - 1 + 1e-3 <= value <= count - 1e-3 for value, count in at):
-            return {"DECADES": decades, "FIRST": first, "ZERO": zero}
-    return {}
+    numbered = [(step, number + 1 - zero) for number, step in enumerate(steps) if step > 0]
+    lines = list[tuple[float, float]]()
+    for (low, number), (high, _) in itertools.pairwise(numbered):
+        slope = 1 / (high - low)
+        if not lines or slope < lines[-1][0] * (1 - 1e-3):
+            lines.append((slope, number - slope * low))
+    counted = numbered + [(-step, zero - number) for number, step in enumerate(steps) if step <= 0]
+
+    def spread(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        beside = [min(slope * step + start for slope, start in lines) - count for step, count in counted]
+        return min(beside, default=0), max(beside, default=math.inf)
+
+    while len(lines) > 1:  # the line that is missed least goes, while one look at steps still tells
+        fewer = [[*lines[:at], *lines[at + 1 :]] for at in range(len(lines))]
+        least, widest = min(((high - low, at) for at, (low, high) in enumerate(map(spread, fewer))))
+        if least > _ROOM:
+            break
+        lines = fewer[widest]
+    low, high = spread(lines) if lines else (0, math.inf)
+    middle = (low + high + 1) / 2
+    if high - low > _ROOM or len(lines) > _MOST_LINES or min(start for _, start in lines) - middle < -2:
+        return {}
+    found = [(f32(slope), f32(start - middle)) for slope, start in lines]
+    slopes, starts = zip(*found, strict=True)
+    return {"SLOPES": slopes, "STARTS": starts, "ZERO": zero}
 
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:

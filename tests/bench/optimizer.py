@@ -1,6 +1,6 @@
 """The optimizer's step on one card: torch's fused AdamW and today's requantization beside layoutc.AdamW, by turns.
 
-    python tests/bench/optimizer.py [--recipes fp8_block,mxfp8] [--rounds 15] [--sweep] [--json FILE]
+    python tests/bench/optimizer.py [--recipes fp8_block,mxfp8] [--rounds 15] [--json FILE]
 
 Five weights of 4096 x 14336. Times are of the card, by events around a step that the host has queued before it begins;
 they are scaled to 2^28 parameters. First, some steps of small weights are compared with the reference byte for byte.
@@ -28,7 +28,6 @@ except ImportError:  # a checkout that nothing is installed in
     link.symlink_to(link.parent.parent / "generated")
     sys.path.insert(0, str(Path(__file__).parents[2]))
 import layoutc
-from layoutc.runtime.optim import launches
 
 SHAPE, COUNT, UNIT = (4096, 14336), 5, 2**28
 FORMS: dict[str, dict[str, Any]] = {
@@ -159,7 +158,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipes", default="fp8_block,mxfp8")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sweep", action="store_true", help="other sizes of tiles, of the first recipe")
     parser.add_argument("--seconds", type=float, default=110, help="nothing new begins after so many")
     parser.add_argument("--json")
     options = parser.parse_args()
@@ -222,16 +220,6 @@ def main() -> None:
         if not late():
             report({f"{name}, bf16 weights": stepping(make, None, torch.bfloat16)})
             torch.cuda.empty_cache()
-    recipe = options.recipes.split(",")[0]
-    for strip in (1024, 2048, 4096) if options.sweep else ():
-        for per_warp in (256, 512, 1024):
-            for name, form in FORMS.items():
-                if late() or (strip, per_warp) == (2048, 512):
-                    continue
-                launches.STRIP, launches.PER_WARP = strip, per_warp
-                label = f"{recipe}, {name}: strips of {strip}, {per_warp} a warp"
-                report({label: stepping(lambda params, form=form: ours(params, **form), recipe)})
-                torch.cuda.empty_cache()
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 

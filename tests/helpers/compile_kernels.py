@@ -1,7 +1,7 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
-kernels, `amaxes` (of batches; in `all`), and `checks`: what compares a card's conversions with
+kernels, `amaxes` (of batches; in `all`), `updates` of AdamW, and `checks`: what compares a card's conversions with
 arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
@@ -39,6 +39,9 @@ from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, 
 from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.operands import kernels as of_rows
 from layoutc.runtime.operands import of_experts
+from layoutc.runtime.optim import launches
+from layoutc.runtime.optim.kernels import update_kernel
+from layoutc.runtime.optim.states import FORMS
 from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import (
     dequantize_kernel,
@@ -264,6 +267,36 @@ def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
     return rowwise, columnwise, sum(1 << bit for bit, name in enumerate(names) if name in kernels.row_ranges)
 
 
+def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
+    """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes."""
+    forms = [("fp32", "fp32", "fp8_block"), ("8bit", "fp32", "fp8_block"), ("4bit", "fp32", "fp8_block")]
+    forms += [("fp8", "bf16", "fp8_block"), ("8bit", "bf16", None), ("fp32", "fp32", None)]
+    for state, masters, target in forms:
+        recipes = [*FORMS.get(state, (None, None)), target]
+        modules = [one and importlib.import_module(f"layoutc.recipes.{one}") for one in recipes]
+        kernels = [one and importlib.import_module(f"{one.__name__}.kernels").KERNELS for one in modules]
+        first, second, weight = (one and one.Tensor for one in modules)
+        orientations = weight.LAYOUT.orientations if weight else ()
+        master = torch.bfloat16 if masters == "bf16" else torch.float32
+        form = launches.Form(master, first, second, weight, tuple(orientations), torch.float32)
+        plan, table = launches._tiles(form), (batches.ROWS[0], True, True)
+        constants = launches.constants_of(form, tuple(kernels), plan, table, launch.level_of(divmod(capability, 10)))
+        types: list[str | None] = ["*i64", "*i64", "*fp32", "*i32", "*i64", "*fp32"]
+        types += ["*fp32" if one and one.codebooks else None for one in kernels[:2]]
+        types.append("fp32" if kernels[2] and kernels[2].takes_input_max else None)
+        given = dict(enumerate([*types, *constants]))
+        source = ASTSource(
+            fn=update_kernel,
+            signature={one.name: types[one.num] or "constexpr" for one in update_kernel.params[: len(types)]}
+            | {one.name: "constexpr" for one in update_kernel.params[len(types) :]},
+            constexprs={(at,): one for at, one in given.items() if at >= len(types) or one is None},
+            attrs={(at,): ALIGNED for at, one in enumerate(types) if one and one.startswith("*")},
+        )
+        options = {"num_warps": plan.warps, "maxnreg": plan.registers, "enable_fp_fusion": False}
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        yield f"{state} {masters} {target}", kernel, Tile(plan.span_m, plan.span_k, plan.warps)
+
+
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     """What compares a card's conversion with arithmetic, as it is launched."""
     constants = {
@@ -293,6 +326,7 @@ def figures(kernel: Any) -> dict[str, Any]:
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
         "accesses": sorted({f"{way} {int(many or 1) * int(bits)}" for way, many, bits in accesses}),
+        "barriers": len(re.findall(r"\bbar(?:rier)?\.sync", kernel.asm["ptx"])),
         "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
         # As Triton 3.6 and 3.7 exchange bytes that lie in a thread in another order, which comes out mixed up.
         # Behind a plus is an address.
@@ -372,13 +406,15 @@ def answer(arguments: list[str]) -> None:
 
     for name, kernel, constants, tile, dtype in amax_variants() if {"all", "amaxes"} & asked.keys() else ():
         tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
+    for name, kernel, tile in update_variants(capability) if "updates" in asked else ():
+        tell("updates", name, kernel, tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in asked else ():
         tell("checks", name, compiled_check(convert, expect, capability), Tile(*conversion_checks.TILE, 4))
     if "all" in asked:
         folder = Path(layoutc.recipes.__file__).parent
         asked |= {path.parent.name: ["*"] for path in folder.glob("*/kernels.py")}
-    for recipe in sorted(asked.keys() - {"all", "amaxes", "checks"}):
+    for recipe in sorted(asked.keys() - {"all", "amaxes", "updates", "checks"}):
         unshipped.add_if_known(recipe)
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT

@@ -109,6 +109,9 @@ def test_multiply_and_add_is_rounded_once() -> None:
         ("fp8_block", {}, torch.float32),  # blocks of more rows than are updated at a time
         ("fp8_block_1d", {"masters": "bf16"}, torch.bfloat16),
         ("nvfp4", {}, torch.bfloat16),  # requantized after the launch
+        ("fp8_block", {"state": "8bit"}, torch.float32),
+        ("mxfp8", {"state": "4bit", "masters": "bf16"}, torch.bfloat16),
+        (None, {"state": "fp8"}, torch.float32),
     ],
 )
 def test_kernels_write_the_bytes_of_the_reference(
@@ -124,6 +127,26 @@ def test_kernels_write_the_bytes_of_the_reference(
     assert_same(trained(model, optimizer), expected)
     assert all(updates._launches for updates in optimizer._updates.values())
     assert len(optimizer._updates) == 1
+
+
+def test_what_is_held_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each parameter: forms, bytes, and whether the launch writes the weight; before a step there are no moments."""
+    use_kernels(monkeypatch)
+    model = build("mxfp8", torch.float32)
+    optimizer = layoutc.AdamW(model.parameters(), state="8bit", masters="bf16")
+    assert [one.moments for one in optimizer.explain()] == [{}] * 4
+    give_gradients(model, 0)
+    optimizer.step()
+    first, bias, *_ = optimizer.explain()
+    assert (first.shape, first.master, first.codes) == ((160, 256), "bf16", "")
+    assert first.moments == {"exp_avg": "adam_m8", "exp_avg_sq": "adam_v8"}
+    assert first.nbytes == 160 * (2 * 256 + 2 * (256 + 4))
+    assert (bias.master, bias.moments, bias.nbytes) == (
+        "is its own",
+        {"exp_avg": "fp32", "exp_avg_sq": "fp32"},
+        8 * 160,
+    )
+    assert str(bias).startswith("a parameter (160): master is its own, exp_avg fp32, exp_avg_sq fp32; written with")
 
 
 def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +186,12 @@ def test_bf16_masters_are_rounded_by_chance_without_bias() -> None:
 
 def test_random_bits_depend_on_place_step_and_seed() -> None:
     """Those of a part of a weight are that part's of the whole; others differ."""
-    whole = reference.chance_bits(Chance(3, 1, 7, (0, 0)), 40, 64, 16, torch.device("cpu"))
-    part = reference.chance_bits(Chance(3, 1, 7, (24, 16)), 16, 48, 16, torch.device("cpu"))
+    whole = reference.chance_bits(Chance(3, 1, 7, (0, 0)), 40, 64, torch.device("cpu"))
+    part = reference.chance_bits(Chance(3, 1, 7, (24, 16)), 16, 48, torch.device("cpu"))
     assert torch.equal(part, whole[24:40, 16:])
     assert abs(whole.float().mean().item() - 2**15) < 1500
     for other in (Chance(4, 1, 7, (0, 0)), Chance(3, 2, 7, (0, 0)), Chance(3, 1, 8, (0, 0))):
-        bits = reference.chance_bits(other, 40, 64, 16, torch.device("cpu"))
+        bits = reference.chance_bits(other, 40, 64, torch.device("cpu"))
         assert (bits == whole).float().mean() < 0.01
 
 

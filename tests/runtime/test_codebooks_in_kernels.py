@@ -95,13 +95,14 @@ def test_codes_that_count_up_need_no_table(count: int, first: int) -> None:
 
 
 @triton.jit
-def as_the_recipe(x, out, ENCODE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def as_the_recipe(x, codebooks, out, ENCODE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
-    tl.store(out + at, ENCODE(tl.load(x + at), 0))
+    tl.store(out + at, ENCODE(tl.load(x + at), codebooks, 0))
 
 
+@pytest.mark.parametrize("in_memory", [False, True], ids=["held by programs", "in memory"])
 @pytest.mark.parametrize("name", ["adam_m8", "adam_v8"])
-def test_a_dynamic_map_is_looked_at_once(name: str) -> None:
+def test_a_dynamic_map_is_looked_at_once(name: str, in_memory: bool) -> None:
     """At each step, at the number before it and after it, at all values, and at bf16's numbers from -2 to 2."""
     recipe = importlib.import_module(f"layoutc.recipes.{name}.kernels")
     reference: Any = importlib.import_module(f"layoutc.recipes.{name}.reference")
@@ -112,5 +113,6 @@ def test_a_dynamic_map_is_looked_at_once(name: str) -> None:
     x = torch.cat([x, torch.zeros((1 << 17) - len(x))])
     out = torch.empty(len(x), dtype=torch.int32)
     kernel: Any = as_the_recipe
-    kernel[(1,)](x, out, recipe.encode, len(x))
+    codebooks = torch.tensor(recipe.KERNELS.codebooks) if in_memory else None
+    kernel[(1,)](x, codebooks, out, recipe.encode, len(x))
     assert torch.equal(out.to(torch.uint8), reference.encode(x))

@@ -262,3 +262,29 @@ def test_the_newest_cards_convert_by_themselves() -> None:
     expected = {name: CONVERSIONS[name] for name in ("mxfp4", "nvfp4")}
     kernels = [one for recipe in expected for one in some(recipe, QUANTIZING)]
     check_conversions(compiled(103, "checks", *kernels), expected)
+
+
+# Meetings of a program's threads: tiles that move through shared memory have many, and took twice the time. And bytes
+# of stack, of programs whose registers are capped, which were fastest so.
+BARRIERS = {
+    "fp32 fp32 fp8_block": (6, 0),
+    "8bit fp32 fp8_block": (10, 128),
+    "4bit fp32 fp8_block": (14, 128),
+    "fp8 bf16 fp8_block": (10, 48),
+    "8bit bf16 None": (6, 0),
+    "fp32 fp32 None": (0, 0),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("capability", [90, 100])
+def test_updates_of_optimizers_compile(capability: int) -> None:
+    """With few spills, with 16 bytes at a time, and with look-ups that stay in the threads that ask for them."""
+    found = {one["kernel"]: one for one in compiled(capability, "updates")}
+    assert set(found) == set(BARRIERS)
+    assert not any(one["mixes_bytes"] for one in found.values())
+    assert all("st 128" in one["accesses"] for one in found.values())
+    taken = {name: (one["barriers"], one["stack"]) for name, one in found.items()}
+    assert {
+        name: one for name, one in taken.items() if any(a > b for a, b in zip(one, BARRIERS[name], strict=True))
+    } == {}

@@ -189,7 +189,7 @@ class AdamW(MasterWeights):
             if not isinstance(local, QuantizedTensor) or not launches.why_apart(local):
                 target = local
         first, second = (local_of(state[name]) for name in MOMENTS)
-        return Member(master, None, first, second, state["step"], target, group, number, states.place_of(entry.param))
+        return Member(master, first, second, state["step"], target, group, number, states.place_of(entry.param))
 
     def _moves(self, group: dict[str, Any]) -> bool:
         return isinstance(group["lr"], Tensor) or bool(group["lr"])
@@ -221,14 +221,14 @@ class AdamW(MasterWeights):
         first, second = states.read(member.first), states.read(member.second)
         master = as_matrix(member.master)
         plain = master.dtype == torch.float32
-        values = master if plain else reference.read_master(master, None)
+        values = master if plain else master.to(torch.float32)
         exact = not plain or isinstance(member.first, QuantizedTensor) or isinstance(member.second, QuantizedTensor)
         reference.update(values, as_matrix(grad).to(torch.float32), first, second, step, options, exact)
         states.write(member.first, first)
         states.write(member.second, second)
         if not plain:
             chance = Chance(self.param_groups[0]["seed"], member.number, step, member.place)
-            reference.write_master(values, master, None, chance)
+            reference.write_master(values, master, chance)
 
 
 def _moments(params: Any, **options: Any) -> _Moments:

@@ -1,8 +1,8 @@
 """The kernels of AdamW: what each parameter's step is multiplied by, and the update of a group of weights.
 
-A table (triton/batch.py) has a row for each shard: rows, columns, its slot, the addresses of its master and of the
-master's low byte, the index of its amax, and the addresses of three planes of each moment and of six of the weight, or
-of its rounded values. Gradients, which move from step to step, have addresses of their own, by slots.
+A table (triton/batch.py) has a row for each shard: rows, columns, its slot, and the addresses of its master, of three
+planes of each moment, and of six of the weight, or of its rounded values. Gradients, which move from step to step,
+have addresses of their own, by slots.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.batch import address, member_of
-from layoutc.runtime.triton.blocks import block_amax, to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan
+from layoutc.runtime.triton.blocks import to_float
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan, root
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
 SCALARS = 8  # of a slot
-MASTER, LOW, AMAX, FIRST, SECOND, PLANES = (tl.constexpr(at) for at in (3, 4, 5, 6, 9, 12))  # fields of a table
+MASTER, FIRST, SECOND, PLANES = (tl.constexpr(at) for at in (3, 4, 7, 10))  # fields of a table
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -107,10 +107,9 @@ def update_kernel(
     numbers,  # (slots, 4) int32: a parameter's number, and its shard's first row and column; for random bits
     seed,  # () int64
     steps,
-    amaxes,  # int32 bits of fp32; None: no weight of the table shares an amax
     books_m, books_v,  # codebooks of the moments' recipes
     input_max,  # the largest value of a master's dtype, for scales of weights
-    GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, HAS_LOW: tl.constexpr,
+    GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr,
     DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
     DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr,
     QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
@@ -118,6 +117,8 @@ def update_kernel(
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     SPAN_M: tl.constexpr, SPAN_K: tl.constexpr, STRIP: tl.constexpr,  # rows that are updated at a time
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # in which they are quantized: a strip, or several that are read again
+    STAGES: tl.constexpr,  # strips that are on their way at a time
+    KEEP: tl.constexpr,  # masters stay in the card's cache until they are read again, in place of all else
     EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
 ):  # fmt: skip
@@ -136,9 +137,6 @@ def update_kernel(
     if ALIGNED:
         grad = tl.multiple_of(grad, 16)
     master = address(fields + MASTER * ROWS, MASTER_DTYPE, ALIGNED)
-    low = None
-    if HAS_LOW:
-        low = address(fields + LOW * ROWS, tl.uint8, ALIGNED)
     first = (
         _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
         _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
@@ -163,8 +161,8 @@ def update_kernel(
     unused = (None, None, None, None, None)
     decay, weight1 = tl.load(own), tl.load(own + 1)
     beta2, weight2 = tl.load(own + 2), tl.load(own + 3)
-    rate, root, eps = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
-    over_root = tl.div_rn(1.0, root)
+    rate, correction, eps = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
+    over_correction = tl.div_rn(1.0, correction)
     number = 0
     first_row = 0
     first_column = 0
@@ -175,14 +173,15 @@ def update_kernel(
         first_column = tl.load(numbers + slot * 4 + 2)
         key = (tl.load(seed) & 0xFFFFFFFF) | (tl.load(steps + slot).to(tl.int64) << 32)
     # Tuples with COVER_M and COVER_K are made inside of calls, where these stay constants.
-    largest = m * 0
-    for done in range(0, SPAN_M, STRIP):
+    FIRST_OUT: tl.constexpr = "evict_first" if KEEP else ""
+    LAST_OUT: tl.constexpr = "evict_last" if KEEP else ""
+    for done in tl.range(0, SPAN_M, STRIP, num_stages=STAGES):
         at_row = row + done
         place = (at_row, column, m, k)
-        g = to_float(load(grad, place, (k, 1), (STRIP, SPAN_K), EVEN)) * factor
-        p = read_master(master, low, place, STRIP, SPAN_K, EVEN, HAS_LOW) * decay
+        g = to_float(load(grad, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)) * factor
+        p = to_float(load(master, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)) * decay
         if DEQUANTIZE_M is None:
-            moment = load(first[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
+            moment = load(first[0], place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)
         else:
             moment = DEQUANTIZE_M(first, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
         # As torch.lerp: from the end that is nearer.
@@ -190,50 +189,44 @@ def update_kernel(
         share = tl.broadcast_to(tl.where(is_near, weight1, weight1 - 1.0), (STRIP, SPAN_K))
         moment = fma(share, g - moment, tl.where(is_near, moment, g))
         if DEQUANTIZE_M is None:
-            store(first[0], moment, place, EVEN)
+            store(first[0], moment, place, EVEN, EVICT=FIRST_OUT)
         else:
             QUANTIZE_M(
                 _inside(moment, place, EVEN), None, unused, first, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
         if DEQUANTIZE_V is None:
-            square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN)
+            square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)
         else:
             square = DEQUANTIZE_V(second, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
         square = fma(g * weight2, g, square * beta2)
         if DEQUANTIZE_V is None:
-            store(second[0], square, place, EVEN)
+            store(second[0], square, place, EVEN, EVICT=FIRST_OUT)
         else:
             QUANTIZE_V(
                 _inside(square, place, EVEN), None, unused, second, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
-        divisor = divide_by_scalar(tl.sqrt_rn(square), root, over_root) + eps
+        deviation = tl.sqrt_rn(square) if DEQUANTIZE_V is None else root(square)  # what recipes of roots take as well
+        divisor = divide_by_scalar(deviation, correction, over_correction) + eps
         p = p + tl.div_rn(moment * rate, divisor)
-        p = write_master(
-            p, master, low, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, HAS_LOW, CVT_LEVEL
-        )
+        p = write_master(p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT)
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
             store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
-        if amaxes is not None:
-            inside = _inside(p, place, EVEN)
-            largest = tl.maximum(largest, bits_of(tl.max(block_amax(inside, STRIP, SPAN_K, CVT_LEVEL))))
         if QUANTIZE is not None and TILE_M == STRIP:
             QUANTIZE(
                 _inside(p, place, EVEN), None, (None, input_max, None, None, None), planes, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
-    if amaxes is not None:
-        tl.atomic_max(amaxes + tl.load(fields + AMAX * ROWS), largest, sem="relaxed")
     if QUANTIZE is not None and TILE_M != STRIP:
         tl.debug_barrier()  # other threads have written what is read now
         for done in range(0, (SPAN_M // TILE_M) * (SPAN_K // TILE_K)):
             tile_row = row + done // (SPAN_K // TILE_K) * TILE_M
             tile_column = column + done % (SPAN_K // TILE_K) * TILE_K
-            p = read_master(master, low, (tile_row, tile_column, m, k), TILE_M, TILE_K, EVEN, HAS_LOW)
+            tile = load(master, (tile_row, tile_column, m, k), (k, 1), (TILE_M, TILE_K), EVEN, EVICT=FIRST_OUT)
             QUANTIZE(
-                p, None, (None, input_max, None, None, None), planes, buffers,
+                to_float(tile), None, (None, input_max, None, None, None), planes, buffers,
                 (tile_row, tile_column, m, k, COVER_M, COVER_K),
                 QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
@@ -267,48 +260,24 @@ def _inside(p, place, EVEN: tl.constexpr):
 
 # ------------------------------------------------------------------------------------------------------------- masters
 @triton.jit
-def read_master(
-    master, low, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr
-):
-    """A tile of masters: fp32, bf16, or bf16 with the signed byte below it."""
-    tile = load(master, place, (place[3], 1), (ROWS, COLUMNS), EVEN)
-    if HAS_LOW:
-        high = tile.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        byte = load(low, place, (place[3], 1), (ROWS, COLUMNS), EVEN).to(tl.int32)
-        return float_of(high + (((byte ^ 0x80) - 0x80) << 8))
-    else:
-        return to_float(tile)
-
-
-@triton.jit
 def write_master(
-    p, master, low, place, chance,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_LOW: tl.constexpr, CVT_LEVEL: tl.constexpr,
-):  # fmt: skip
+    p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
+):
     """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
     if master.dtype.element_ty == tl.float32:
-        store(master, p, place, EVEN)
+        store(master, p, place, EVEN, EVICT=EVICT)
         return p
     else:
         key, number, first_row, first_column = chance
-        COUNT: tl.constexpr = 8 if HAS_LOW else 16
-        bits = bits_of(p) + chance_bits(
-            key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS, COUNT
-        )
-        if HAS_LOW:
-            bits = tl.where(isnan(p), 0x7FC00000, bits & -256)
-            high = bits + 0x8000
-            store(low, ((bits >> 8) & 0xFF).to(tl.uint8), place, EVEN)
-        else:
-            bits = tl.where(isnan(p), 0x7FC00000, bits & -65536)
-            high = bits
-        store(master, (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN)
+        bits = bits_of(p) + chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
+        bits = tl.where(isnan(p), 0x7FC00000, bits & -65536)
+        store(master, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT=EVICT)
         return float_of(bits)
 
 
 @triton.jit
-def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT random bits for each element, int32: eight elements of a row share a counter of Philox 4x32-10.
+def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """16 random bits for each element, int32: eight elements of a row share a counter of Philox 4x32-10.
 
     key: the seed and the step. number: of the parameter. row, column: in the whole weight; column divides by 8.
     """
@@ -317,12 +286,6 @@ def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.conste
     i, group = tl.broadcast(i, group)
     zero = group & 0
     a, b, c, d = tl.philox(key, group, i, zero + number.to(tl.uint32), zero)
-    even = tl.join(tl.join(_half(a, 0, COUNT), _half(c, 0, COUNT)), tl.join(_half(b, 0, COUNT), _half(d, 0, COUNT)))
-    odd = tl.join(tl.join(_half(a, 1, COUNT), _half(c, 1, COUNT)), tl.join(_half(b, 1, COUNT), _half(d, 1, COUNT)))
-    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _half(word, WHICH: tl.constexpr, COUNT: tl.constexpr):
-    """The upper COUNT bits of the lower (0) or the upper half of a word."""
-    return ((word >> (16 * WHICH + 16 - COUNT)) & ((1 << COUNT) - 1)).to(tl.int32)
+    even = tl.join(tl.join(a & 0xFFFF, c & 0xFFFF), tl.join(b & 0xFFFF, d & 0xFFFF))
+    odd = tl.join(tl.join(a >> 16, c >> 16), tl.join(b >> 16, d >> 16))
+    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)).to(tl.int32)

@@ -20,18 +20,17 @@ from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
-_FIELDS = 18  # of a table
-STRIP = 2048  # elements that a program updates at a time
+_FIELDS = 16  # of a table
+STRIP = 1024  # elements that a program updates at a time; twice as many where blocks are quantized after it
 MOST = 8192  # of a tile that is updated and quantized at once
-PER_WARP = 512  # of a strip
-STRIPS = 8  # of a program
+PER_WARP = 256  # of a strip
+STRIPS = 8  # of a program that loads ahead
 
 
 class Member(NamedTuple):
     """A shard that one kernel updates. target: the weight, where the kernel writes it too."""
 
     master: Tensor
-    low: Tensor | None
     first: Tensor
     second: Tensor
     step: Tensor
@@ -42,21 +41,14 @@ class Member(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All that a step writes, as plain tensors."""
-        found = [
-            self.step,
-            self.master,
-            *([] if self.low is None else [self.low]),
-            *planes_of(self.first),
-            *planes_of(self.second),
-        ]
-        return found + planes_of(self.target)
+        held = (self.first, self.second, self.target)
+        return [self.step, self.master, *chain.from_iterable(map(planes_of, held))]
 
 
 class Form(NamedTuple):
     """What members of one launch share."""
 
     master: torch.dtype
-    low: bool
     first: type[QuantizedTensor] | None
     second: type[QuantizedTensor] | None
     target: Any  # a recipe's class, a dtype, or None
@@ -182,53 +174,37 @@ class Updates:
 
     def _bound(self, form: Form, grads_aligned: bool, slots: list[int]) -> list[tuple[Bound, list[Tensor]]]:
         from layoutc.runtime.optim.kernels import update_kernel
-        from layoutc.runtime.triton.batch import DTYPES
 
         plan = _tiles(form)
-        fields, wide = self._fields(form, slots)
+        fields, wide = self._fields(slots)
         shapes = [tuple(as_matrix(self.members[slot].master).shape) for slot in slots]
         span, level = (plan.span_m, plan.span_k), launch.hardware(self._device)
         tables, alone = batches.tables_of(self._device, shapes, fields, wide, span, span)
         assert not alone
-        found = []
         example = self.members[slots[0]].master
-        kernels = _kernels(form.target, example) if isinstance(form.target, type) else None
-        served = kernels.serves if kernels else {}
-        sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
-        codecs = [_codec(cls, example) for cls in (form.first, form.second)]
-        books = [codec.book for codec in codecs]
-        input_max = torch.finfo(form.master).max if not form.low else torch.finfo(torch.float32).max
+        first, second, target = (_kernels(cls, example) for cls in (form.first, form.second, form.target))
+        books = [launch.codebooks(one.codebooks, self._device) if one else None for one in (first, second)]
+        input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
+        tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
+        found = []
         for table in tables:
             assert table.entries is not None
-            constants = Constants(
-                (
-                    *(DTYPES[form.grad], DTYPES[form.master], form.low),
-                    *codecs[0].constants,
-                    *codecs[1].constants,
-                    *(kernels.quantize_tile if kernels else None, *sources, _kinds(form.target)),
-                    DTYPES[form.target] if isinstance(form.target, torch.dtype) else None,
-                    *(table.rows, table.aligned and grads_aligned),
-                    *plan[:5],
-                    *(table.even, level, 0, 0),
-                )
-            )
-            tensors = [table.entries, self._grads, self._scalars, self._numbers, self.seed, self._steps]
-            args = (*tensors, None, *books, input_max if kernels and kernels.takes_input_max else None)
-            tensors += [book for book in books if book is not None]
-            found.append((Bound(update_kernel, (table.programs,), args, plan.warps, None, constants), tensors))
+            facts = table.rows, table.aligned and grads_aligned, table.even
+            constants = Constants(constants_of(form, (first, second, target), plan, facts, level))
+            args = (table.entries, *tensors, input_max)
+            bound = Bound(update_kernel, (table.programs,), args, plan.warps, plan.registers, constants)
+            found.append((bound, [one for one in args if isinstance(one, Tensor)]))
         return found
 
-    def _fields(self, form: Form, slots: list[int]) -> tuple[list[tuple[int, ...]], list[bool]]:
+    def _fields(self, slots: list[int]) -> tuple[list[tuple[int, ...]], list[bool]]:
         """The columns of a table, and which must be multiples of 16 for threads to move 16 bytes at a time."""
         rows = []
         for slot in slots:
             member = self.members[slot]
-            low = 0 if member.low is None else member.low.data_ptr()
             planes = [_addresses(member.first, 3), _addresses(member.second, 3), _addresses(member.target, 6)]
             m, k = as_matrix(member.master).shape
-            rows.append((m, k, slot, member.master.data_ptr(), low, 0, *chain.from_iterable(planes)))
-        single = [False, True, False, True, True, False]
-        return list(zip(*rows, strict=True)), single + [True] * (_FIELDS - len(single))
+            rows.append((m, k, slot, member.master.data_ptr(), *chain.from_iterable(planes)))
+        return list(zip(*rows, strict=True)), [False, True, False] + [True] * (_FIELDS - 3)
 
 
 class Tiling(NamedTuple):
@@ -239,20 +215,29 @@ class Tiling(NamedTuple):
     strip: int
     tile_m: int
     tile_k: int
+    stages: int  # strips that are on their way at a time
+    keep: bool  # masters in the card's cache, until they are read again to be quantized
     warps: int
+    registers: int | None = None  # the most of a thread
 
 
 def _tiles(form: Form) -> Tiling:
-    columns = max([256, *(cls.LAYOUT.column_multiple for cls in (form.first, form.second) if cls is not None)])
+    """By what was fastest on an H100 (tests/bench/optimizer_tiles.py)."""
+    coded = [cls.LAYOUT.column_multiple for cls in (form.first, form.second) if cls is not None]
     rows, block_k = 1, 1
     if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
         rows, block_k = form.target.LAYOUT.block_rows, form.target.LAYOUT.column_multiple
-    columns = max(columns, block_k)
-    strip = max(STRIP // columns, 1)
+    columns = max([256, block_k, *coded])
     if rows * columns <= MOST:
-        strip = max(strip, rows)
-        return Tiling(STRIPS * strip, columns, strip, strip, columns, max(strip * columns // PER_WARP, 1))
-    return Tiling(rows, columns, strip, rows, max(block_k, 1 << (MOST // rows).bit_length() - 1), 8)
+        strip = max(STRIP // columns, rows)
+        strips, stages = (1, 1) if form.master == torch.float32 else (STRIPS, 3)
+        warps = min(max(strip * columns // PER_WARP, 1), 16)
+        return Tiling(strips * strip, columns, strip, strip, columns, stages, False, warps)
+    tile_k = max(block_k, 1 << (MOST // rows).bit_length() - 1)
+    if not coded:  # fewer columns, of which more are in the card's cache when they are quantized
+        columns = max(128, block_k)
+        return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 2, True, 16, 64)
+    return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 3, True, 8, 80)
 
 
 def _form(member: Member, grad: Tensor) -> Form:
@@ -264,7 +249,7 @@ def _form(member: Member, grad: Tensor) -> Form:
     else:
         kind = None if target is None else target.dtype
     first, second = (type(one) if isinstance(one, QuantizedTensor) else None for one in (member.first, member.second))
-    return Form(member.master.dtype, member.low is not None, first, second, kind, orientations, grad.dtype)
+    return Form(member.master.dtype, first, second, kind, orientations, grad.dtype)
 
 
 def _places(members: Sequence[Member]) -> tuple[int, ...]:
@@ -288,21 +273,28 @@ def _kinds(target: Any) -> int:
     return sum(_KINDS[target.LAYOUT.dtypes[name]] << (3 * at) for at, name in enumerate(_names(target)))
 
 
-def _kernels(cls: type[QuantizedTensor], x: Tensor) -> Any:
+def _kernels(cls: Any, x: Tensor) -> Any:
     """A recipe's kernels, where they run on x; else None."""
-    return cls.quantizing_kernels(x)
+    return cls.quantizing_kernels(x) if isinstance(cls, type) and issubclass(cls, QuantizedTensor) else None
 
 
-class Codec(NamedTuple):
-    """What reads and writes a tile of a moment, the dtypes of its planes; and its codebook."""
+def constants_of(
+    form: Form, kernels: tuple[Any, Any, Any], plan: Tiling, table: tuple[int, bool, bool], level: int
+) -> tuple[Any, ...]:
+    """The constants of `update_kernel`, in its order.
 
-    constants: tuple[Any, Any, int]
-    book: Tensor | None
+    kernels: of the moments and of the weight, None of what is in no recipe. table: rows, aligned and even of a table.
+    """
+    from layoutc.runtime.triton.batch import DTYPES
 
-
-def _codec(cls: type[QuantizedTensor] | None, x: Tensor) -> Codec:
-    if cls is None:
-        return Codec((None, None, _kinds(torch.float32)), None)
-    kernels = _kernels(cls, x)
-    book = launch.codebooks(kernels.codebooks, x.device)
-    return Codec((kernels.dequantize_tile, kernels.quantize_tile, _kinds(cls)), book)
+    *moments, target = kernels
+    rows, aligned, even = table
+    found: list[Any] = [DTYPES[form.grad], DTYPES[form.master]]
+    for cls, one in zip((form.first, form.second), moments, strict=True):
+        tiles = (one.dequantize_tile, one.quantize_tile) if one else (None, None)
+        found += [*tiles, _kinds(cls or torch.float32)]
+    served = target.serves if target else {}
+    sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
+    found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]
+    found.append(DTYPES[form.target] if isinstance(form.target, torch.dtype) else None)
+    return (*found, rows, aligned, *plan[:7], even, level, 0, 0)

@@ -48,50 +48,25 @@ def update(
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, rounded to nearest."""
+    """The square root, rounded to nearest; of numbers below 0, which no second moment is, that of 0."""
+    x = x.clamp(min=0)
     return x.sqrt() if x.is_cuda else x.double().sqrt().float()
 
 
 # ------------------------------------------------------------------------------------------------------------- masters
-def read_master(master: Tensor, low: Tensor | None) -> Tensor:
-    """fp32 values of a master: fp32 itself, bf16, or bf16 and the signed byte below it (uint8)."""
-    if low is None:
-        return master.to(torch.float32, copy=True)
-    high = master.view(torch.int16).to(torch.int32) << 16
-    return (high + (((low.to(torch.int32) ^ 0x80) - 0x80) << 8)).view(torch.float32)
+def write_master(values: Tensor, master: Tensor, chance: Chance) -> None:
+    """Rounds fp32 (m, k) values by random bits into a bf16 master of the same shape."""
+    m, k = values.shape
+    bits = (values.view(torch.int32) + chance_bits(chance, m, k, values.device)) & -65536
+    bits = torch.where(values.isnan(), 0x7FC00000, bits)
+    master.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
 
 
-def write_master(values: Tensor, master: Tensor, low: Tensor | None, chance: Chance | None) -> Tensor:
-    """Writes fp32 (m, k) values into a master of the same shape; returns the values that it then has.
-
-    chance: for masters that are not fp32, which are rounded by random bits. None: to nearest.
-    """
-    if master.dtype == torch.float32:
-        master.copy_(values)
-        return values
-    count = 16 if low is None else 8
-    bits = values.view(torch.int32)
-    if chance is None:
-        half = 1 << (count - 1)
-        added = half - 1 + ((bits >> count) & 1)
-    else:
-        m, k = values.shape
-        added = chance_bits(chance, m, k, count, values.device)
-    nan = torch.tensor(0x7FC00000, dtype=torch.int32, device=values.device)
-    bits = torch.where(values.isnan(), nan, (bits + added) & -(1 << count))
-    high = bits
-    if low is not None:
-        low.copy_(((bits >> 8) & 0xFF).to(torch.uint8))
-        high = bits + 0x8000
-    master.copy_((high >> 16).to(torch.int16).view(torch.bfloat16))
-    return bits.view(torch.float32)
-
-
-def chance_bits(chance: Chance, m: int, k: int, count: int, device: torch.device) -> Tensor:
-    """`count` random bits for each element of (m, k), int32, which depend on where it lies in the whole weight.
+def chance_bits(chance: Chance, m: int, k: int, device: torch.device) -> Tensor:
+    """16 random bits for each element of (m, k), int32, which depend on where it lies in the whole weight.
 
     Eight elements of a row share a counter of Philox, (column // 8, row, number, 0), under the key (seed, step): each
-    takes the upper bits of half a word, the lower half first.
+    takes half a word, the lower half first.
     """
     row, column = chance.first
     groups = -(-k // 8)
@@ -99,5 +74,5 @@ def chance_bits(chance: Chance, m: int, k: int, count: int, device: torch.device
     columns = torch.arange(groups, device=device) + column // 8
     rows = torch.arange(row, row + m, device=device)[:, None]
     words = counted_words([zeros + columns, zeros + rows, zeros + chance.number, zeros], chance.seed, chance.step)
-    halves = [(word >> (shift - count)) & ((1 << count) - 1) for word in words for shift in (16, 32)]
+    halves = [(word >> shift) & 0xFFFF for word in words for shift in (0, 16)]
     return torch.stack(halves, dim=-1).view(m, groups * 8)[:, :k].to(torch.int32)

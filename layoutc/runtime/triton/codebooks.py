@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import isnan, like, power_above
+from layoutc.runtime.triton.codes import bits_of, isnan, like, power_above
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by one; longer ones are searched by halves
 
 
@@ -18,10 +19,9 @@ def in_order(codes):
 
 
 @triton.constexpr_function
-def line_of(decade, decades, first):
-    """The line of a decade of a dynamic map: slope, and value at 0, less the most that steps lie beside it."""
-    steps = first * 2**decade
-    return steps * 10.0 ** (decades - 1 - decade) / 0.9, steps * 8 / 9 - (first - 1) - 0.21
+def count_of(values):
+    """How many there are."""
+    return len(values)
 
 
 @triton.constexpr_function
@@ -32,14 +32,15 @@ def last_of_bits(codes):
 
 @triton.jit
 def to_codebook(
-    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr, DECADES: tl.constexpr = 0,
-    FIRST: tl.constexpr = 1, ZERO: tl.constexpr = 0,
+    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr, SLOPES: tl.constexpr = (),
+    STARTS: tl.constexpr = (), ZERO: tl.constexpr = 0, AT: tl.constexpr = 0, codebooks=None,
 ):  # fmt: skip
     """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1.
 
-    DECADES, FIRST, ZERO: see `steps_reached`."""
-    if COUNT > COMPARED:
-        reached = steps_reached(x, STEPS, COUNT, DECADES, FIRST, ZERO)
+    codebooks: memory that has the steps from place AT on; None: the program holds them. The rest: `steps_reached`.
+    """
+    if COUNT > COMPARED or codebooks is not None:
+        reached = steps_reached(x, STEPS, COUNT, SLOPES, STARTS, ZERO, codebooks, AT)
         if in_order(CODES):
             codes = (reached + CODES[0]) & last_of_bits(CODES) if CODES[0] else reached
         else:
@@ -59,37 +60,51 @@ def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.con
     """
     if codes.dtype == tl.float32:
         return codes
-    if HELD and codes.numel > COUNT:
+    elif HELD and codes.numel > COUNT:
         return held_at(codes, held(VALUES, COUNT, COUNT, 0, tl.float32))
-    values = tl.full(codes.shape, VALUES[0], tl.float32)
-    for i in tl.static_range(1, COUNT):
-        values = tl.where(codes == i, VALUES[i], values)
-    return values
+    else:
+        values = tl.full(codes.shape, VALUES[0], tl.float32)
+        for i in tl.static_range(1, COUNT):
+            values = tl.where(codes == i, VALUES[i], values)
+        return values
 
 
 @triton.jit
 def steps_reached(
-    x, STEPS: tl.constexpr, COUNT: tl.constexpr, DECADES: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr
-):
-    """How many of COUNT - 1 ascending STEPS are at most x: int32. Of a dynamic map by one look at them, else by halves.
+    x, STEPS: tl.constexpr, COUNT: tl.constexpr, SLOPES: tl.constexpr, STARTS: tl.constexpr, ZERO: tl.constexpr,
+    codebooks, AT: tl.constexpr,
+):  # fmt: skip
+    """How many of COUNT - 1 ascending STEPS are at most x: int32. By one look at them, or without lines by halves.
 
-    DECADES of a map that ends at 1; 0: of no map. They have FIRST steps, twice as many, and so on; ZERO lie below 0. So
-    over |x| each decade is a line, whose least is the number of steps above 0, or up to one more.
+    SLOPES, STARTS: of lines whose least, over |x|, is about the number of steps above 0 that x reaches: cut off, it is
+    that or one less. ZERO steps lie below 0. The plan finds them (plan/conversions.py).
     """
     SIZE: tl.constexpr = power_above(COUNT)
-    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32)  # no x reaches those that fill the table up
-    if DECADES > 0:
-        at = like(x, COUNT)
-        for i in tl.static_range(DECADES):
-            at = tl.minimum(at, tl.abs(x) * line_of(i, DECADES, FIRST)[0] + line_of(i, DECADES, FIRST)[1])
-        below = tl.where(x < 0, ZERO - 1 - at.to(tl.int32), ZERO + at.to(tl.int32))
-        below = tl.minimum(tl.maximum(below, 0), COUNT - 2)
-        return below + (x >= held_at(below, steps)).to(tl.int32)
+    # No x reaches the steps that fill a table up.
+    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks + AT
+    if count_of(SLOPES) > 0:
+        at = like(x, COUNT - 1.5 - ZERO)
+        for i in tl.static_range(count_of(SLOPES)):
+            at = tl.minimum(at, tl.fma(tl.abs(x), like(x, SLOPES[i]), like(x, STARTS[i])))
+        if INTERPRETED:
+            at = tl.where(isnan(x), 0.0, at)  # as cards' minimum, which leaves NaN out
+        below = (at.to(tl.int32) ^ (bits_of(x) >> 31)) + ZERO  # the sign turns n into -1 - n
+        below = tl.maximum(below, 0)
+        return below + (x >= step_at(below, steps)).to(tl.int32)
     reached = tl.zeros(x.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):  # a code has at most 8
         if 1 << bit < SIZE:
-            reached += tl.where(x >= held_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
+            reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
     return reached
+
+
+@triton.jit
+def step_at(places, steps):
+    """steps[place] for each place, in memory or in a table that the program holds."""
+    if steps.dtype.is_ptr():
+        return gathered(steps, places)
+    else:
+        return held_at(places, steps)
 
 
 @triton.jit
@@ -115,4 +130,23 @@ def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
     Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
     """
-    return tl.load(codebooks + (FIRST + (codes & (COUNT - 1))))
+    return gathered(codebooks + FIRST, codes & (COUNT - 1))
+
+
+@triton.jit
+def gathered(table, places):
+    """table[place], fp32, for each place of a tile, whose values stay in the threads that have the places.
+
+    As loads, Triton would give neighbours to different warps, and all of the tile would move through shared memory.
+    """
+    if INTERPRETED:
+        return tl.load(table + places)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];",
+            "=f,l",
+            [(table + places).to(tl.int64)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )

@@ -66,10 +66,11 @@ def quantize_kernel(
             _plane_of(fields, 3, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 3 else p3,
             _plane_of(fields, 4, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 4 else p4,
             _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 5 else p5,
+            None,
         )
     else:
         row, column = tile_of(m, cover_k, STEP_M, 0 if WHOLE_ROWS else STEP_K)
-        planes = (p0, p1, p2, p3, p4, p5)
+        planes = (p0, p1, p2, p3, p4, p5, None)  # elements search codebooks that the program holds
     if AMAXES:
         amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
@@ -255,7 +256,7 @@ def quantize_rows_kernel(
     if p2 is not None:
         p2 += row * gap2
     QUANTIZE(
-        tile, (x, n, 1), (none, input_max, seed, none, none), (p0, p1, p2, none, none, none),
+        tile, (x, n, 1), (none, input_max, seed, none, none), (p0, p1, p2, none, none, none, none),
         (none, none, none, none, none, none), (row, column, ranks, k, 0, 0),
         QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, power_above
 
 ALL = tl.constexpr((0, 0))  # default of COVER
 NO_UNITS = tl.constexpr((0, 0))  # default of UNIT
+USUAL = tl.constexpr("")  # default of EVICT
 
 
 class QuantizeOptions(NamedTuple):
@@ -73,8 +74,10 @@ def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def load(pointer, at, strides, TILE: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
-    """A tile of a matrix, with zeros outside the matrix."""
+def load(
+    pointer, at, strides, TILE: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVICT: tl.constexpr = USUAL
+):
+    """A tile of a matrix, with zeros outside the matrix. EVICT: what the card's caches make of it."""
     row, column, rows, columns = at
     i = tl.arange(0, TILE[0])[:, None]
     j = tl.arange(0, TILE[1])[None, :]
@@ -82,8 +85,8 @@ def load(pointer, at, strides, TILE: tl.constexpr, EVEN: tl.constexpr, COVER: tl
     if COVER[0]:
         return tl.load(pointers, mask=_covered(i, j, at, EVEN, COVER), other=0)
     if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(row + i < rows) & (column + j < columns), other=0)
+        return tl.load(pointers, eviction_policy=EVICT)
+    return tl.load(pointers, mask=(row + i < rows) & (column + j < columns), other=0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -156,8 +159,8 @@ def _load_piece(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
-    """Writes a tile into a contiguous matrix, in the matrix's dtype; nothing outside the matrix."""
+def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVICT: tl.constexpr = USUAL):
+    """Writes a tile into a contiguous matrix, in the matrix's dtype; nothing outside it. EVICT: as of `load`."""
     row, column, rows, columns = at
     i = tl.arange(0, tile.shape[0])[:, None]
     j = tl.arange(0, tile.shape[1])[None, :]
@@ -165,9 +168,10 @@ def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
     if COVER[0]:
         tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=_covered(i, j, at, EVEN, COVER))
     elif EVEN:
-        tl.store(pointers, tile.to(pointer.dtype.element_ty))
+        tl.store(pointers, tile.to(pointer.dtype.element_ty), eviction_policy=EVICT)
     else:
-        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(row + i < rows) & (column + j < columns))
+        inside = (row + i < rows) & (column + j < columns)
+        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=inside, eviction_policy=EVICT)
 
 
 @triton.jit
