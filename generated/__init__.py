@@ -8,6 +8,7 @@ adam_v4: Second moments of 4 bits in blocks of 128 of a row, sixteenths as torch
 adam_v8: Second moments of 8 bits in blocks of 256 of a row, the unsigned dynamic map of bitsandbytes.
 awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales.
 e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
+fp4_bitsandbytes: FP4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization.
 fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 fp8_block_1d: E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
 fp8_block_e8m0: E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up.
@@ -43,8 +44,11 @@ nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under
 nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for nvfp4_gradient.
 nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as compressed-tensors has them.
+nvfp4_compressed_tensors_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as in
+compressed-tensors.
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
 nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
+nvfp4_modelopt_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as ModelOpt has them.
 q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256.
 q6_k: GGUF Q6_K, 6-bit integers with 8-bit scales of 16 under FP16, in records of 256.
 q8_0: GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale.
@@ -60,6 +64,7 @@ RECIPES = (
     "adam_v8",
     "awq",
     "e3m4_block",
+    "fp4_bitsandbytes",
     "fp8_block",
     "fp8_block_1d",
     "fp8_block_e8m0",
@@ -95,8 +100,10 @@ RECIPES = (
     "nvfp4_4over6",
     "nvfp4_activation",
     "nvfp4_compressed_tensors",
+    "nvfp4_compressed_tensors_experts",
     "nvfp4_gradient",
     "nvfp4_modelopt",
+    "nvfp4_modelopt_experts",
     "q4_k",
     "q6_k",
     "q8_0",

@@ -80,7 +80,7 @@ def _plane(plane: BoundPlane) -> str:
         arguments.append(f"order={_tuple([str(names.index(name)) for name in plane.layout.order])}")
     if plane.layout is not None and plane.layout.joined:
         arguments.append(f"joined={_tuple(list(map(str, plane.layout.joined)))}")
-    arguments += ["spread=True"] if plane.spread else []
+    arguments += [f"{key}=True" for key in ("spread", "of_matrices") if getattr(plane, key)]
     arguments += [f"{key}=False" for key in ("low_first", "plane_low_first") if not getattr(plane, key)]
     arguments += [f"{key}={value!r}" for key, value in (("over", plane.over), ("by", plane.by)) if value is not None]
     if (codes := plane.codes) is not None:

@@ -56,6 +56,11 @@ def dequantize_body(kernels: Kernels) -> Lines:
     if kernels.layout.tensor_amax:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
+    elif kernels.layout.amax_of_matrices:
+        level = kernels.layout.sources[0].level
+        assert level is not None
+        loaded = call("lt.load_blocks", level.name, "at", *_TILE, "EVEN", BLOCK="(1, 0)")
+        lines.append(f"tensor_level = {loaded}")
     codebooks = codebooks_of(kernels.layout)
     if codebooks:
         lines.append(codebooks_line(codebooks))

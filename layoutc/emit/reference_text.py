@@ -168,6 +168,8 @@ def _amax_doc(plan: Plan) -> str:
     if plan.layout.history:
         return "amax: (1,) fp32, the one that the scale follows from; default: that of x."
     shape, what = "(1,)", f"of the whole {plan.noun}"
+    if plan.layout.amax_of_matrices:
+        shape, what = "(m, 1)", "of its matrix for each row, or (1,), for all"
     if plan.amax_columns:
         each = "column" if plan.amax_columns == 1 else f"{plan.amax_columns} columns"
         shape = "(1, k)" if plan.amax_columns == 1 else f"(1, k / {plan.amax_columns})"
@@ -206,6 +208,8 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     served = [orientation for orientation, name in layout.source_of if name == source.name]
     condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
     lines += [f'planes["{data}"] = {codes}', f"{_entries(source, 'scale')} = scale"]
+    if source.level is not None:
+        lines.append(f'planes["{source.level.name}"] = level_of(amax).reshape(-1, 1).expand(m, 1).contiguous()')
     return SourceText(condition, [*lines, *([f"{_entries(source, 'zero')} = zero"] if zero else [])])
 
 
@@ -223,7 +227,8 @@ def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
         if codes_per_group(source.data.bits) > 1:
             codes = f"num.unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
         held = _entries(source, "scale")
-        factor = rule_text.decode(quantization, f"({held})" if quantization.scales else held, suffix)
+        level = source.level.name if source.level else "amax"
+        factor = rule_text.decode(quantization, f"({held})" if quantization.scales else held, suffix, level)
         spread = f"{block.m}, {block.k}, m, k"
         body = [f"factor = {factor}", f"return decode{suffix}({codes}) * num.per_element(factor, {spread})"]
         if source.zero:

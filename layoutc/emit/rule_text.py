@@ -137,9 +137,11 @@ def candidates(quantization: Quantization, suffix: str) -> list[str]:
     return [f"{value}.0" if value.isdigit() else value for value in spelled]
 
 
-def decode(quantization: Quantization, scale: str, suffix: str) -> str:
-    """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane."""
-    variables = {"scale": scale, "tensor_amax": grown('planes["amax"]', quantization), "tensor_level": 'planes["amax"]'}
+def decode(quantization: Quantization, scale: str, suffix: str, level: str = "amax") -> str:
+    """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane.
+    level: the plane of what is stored of an amax."""
+    stored = f'planes["{level}"]'
+    variables = {"scale": scale, "tensor_amax": grown(stored, quantization), "tensor_level": stored}
     return expression(quantization.definition.decode, quantization, variables, suffix)
 
 

@@ -38,6 +38,7 @@ class BoundPlane:
     over: float | None  # the file has this over each value
     by: float | None  # the file has each value over this
     spread: bool = False
+    of_matrices: bool = False  # the file has one value for all rows of a matrix
     codes: FileCodes | None = None  # the file has codes of the values
     code_values: tuple[float, ...] = ()  # those of the codes, where files are written
 
@@ -81,11 +82,13 @@ class RecordBinding:
 
 
 class Stored(NamedTuple):
-    """A plane as bindings see it: its name, the bits of a value, and those of a code that has a byte of its own."""
+    """A plane as bindings see it: its name, the bits of a value, and those of a code that has a byte of its own.
+    of_matrices: files have one value for each matrix, or part of one, and all of its rows have that."""
 
     name: str
     bits: int
     code_bits: int = 0
+    of_matrices: bool = False
 
 
 def bindings(
@@ -159,7 +162,8 @@ def bound(
     over, by = parse_form(stated.form) if stated.form else (None, None)
     in_file = low_first if stated.pack is None else stated.pack == "low-first"
     if stated.layout == "scalar":
-        return BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
+        made = BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
+        return replace(made, of_matrices=plane.of_matrices)
     layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
     if (codes := stated.codes) is not None:
         made = BoundPlane(plane.name, stated.name, stated.dtype, layout, 8, True, True, None, None, codes=codes)
@@ -172,7 +176,8 @@ def bound(
     last = layout.order[-1]
     sizes = {n: size * plane.bits // 8 if n == last and plane.bits < 8 else size for n, size in layout.sizes}
     entries = replace(layout, sizes=tuple(sorted(sizes.items())))
-    return BoundPlane(plane.name, stated.name, stated.dtype, entries, max(8, plane.bits), True, True, over, by)
+    made = BoundPlane(plane.name, stated.name, stated.dtype, entries, max(8, plane.bits), True, True, over, by)
+    return replace(made, of_matrices=plane.of_matrices)
 
 
 def shares_bytes(layout: FileLayout, same_order: bool, bits: int) -> bool:

@@ -194,6 +194,11 @@ class Layout:
         return tuple(orientation for orientation, _ in self.source_of)
 
     @property
+    def amax_of_matrices(self) -> bool:
+        """True if each matrix of a stack has an amax of its own, of which each of its rows has what is stored."""
+        return any(source.level is not None for source in self.sources)
+
+    @property
     def stochastic(self) -> bool:
         """True if elements of some orientation are rounded by random bits."""
         return any(source.quantization.stochastic for source in self.sources)
@@ -226,6 +231,7 @@ def resolve(spec: schema.Spec) -> Layout:
     source_of: list[tuple[str, str]] = []
     buffers: list[Buffer] = []
     records: list[Record] = []
+    of_matrices = spec.tensor is not None and spec.tensor.per == "matrix"
     for name in ORIENTATIONS:
         orientation: schema.Orientation | None = getattr(spec.orientations, name)
         if orientation is None:
@@ -233,7 +239,7 @@ def resolve(spec: schema.Spec) -> Layout:
         quantization = quantization_of(spec, orientation, name, all_formats)
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
-            source = source_of_quantization(name, quantization)
+            source = source_of_quantization(name, quantization, of_matrices)
             sources.append(source)
         source_of.append((name, source.name))
         if orientation.record is not None:
@@ -261,7 +267,7 @@ def resolve(spec: schema.Spec) -> Layout:
         sources=tuple(sources),
         source_of=tuple(source_of),
         buffers=tuple(buffers),
-        tensor_amax=spec.tensor is not None,
+        tensor_amax=spec.tensor is not None and not of_matrices,
         history=spec.scale.history.length if spec.scale.history else 0,
         pick=spec.scale.history.pick if spec.scale.history else "",
         swizzle=parse_swizzle(swizzle.swizzle, dict(swizzle.sizes)) if swizzle else None,
@@ -287,7 +293,8 @@ def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[Pl
         if kind in by_kind:
             planes[kind] = Stored(by_kind[kind].name, by_kind[kind].bits, by_kind[kind].code_bits)
     if tensor:
-        planes["amax"] = Stored(AMAX.name, AMAX.bits)
+        held = source.level or AMAX
+        planes["amax"] = Stored(held.name, held.bits, of_matrices=source.level is not None)
     return planes
 
 

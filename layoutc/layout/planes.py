@@ -11,7 +11,7 @@ from layoutc.layout.chain import Shape
 from layoutc.layout.quantization import Block, Quantization
 from layoutc.spec.formats import Format
 
-Kind = Literal["data", "scale", "zero", "super", "offset", "super_zero"]
+Kind = Literal["data", "scale", "zero", "super", "offset", "super_zero", "level"]
 ORIENTATIONS = ("rowwise", "columnwise")
 
 
@@ -86,7 +86,7 @@ class Source:
     """One quantization and its planes, named after the first orientation that uses it.
 
     super: the scales of scales, one for each super-block. offset: what was subtracted from the scales. super_zero: the
-    scales of zero points.
+    scales of zero points. level: what is stored of the amax of each matrix, once for each of its rows.
     """
 
     name: str
@@ -97,11 +97,12 @@ class Source:
     offset: Plane | None = None
     zero: Plane | None = None
     super_zero: Plane | None = None
+    level: Plane | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Its planes, in order."""
-        all_ = (self.data, self.scale, self.super, self.offset, self.zero, self.super_zero)
+        all_ = (self.data, self.scale, self.super, self.offset, self.zero, self.super_zero, self.level)
         return tuple(plane for plane in all_ if plane is not None)
 
     @property

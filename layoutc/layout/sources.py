@@ -44,8 +44,8 @@ def _block(stated: schema.Block) -> Block:
     return Block(*(None if size == "all" else size for size in (stated.m, stated.k)))
 
 
-def source_of_quantization(name: str, quantization: Quantization) -> Source:
-    """A quantization and its planes."""
+def source_of_quantization(name: str, quantization: Quantization, amax_of_matrices: bool = False) -> Source:
+    """A quantization and its planes. amax_of_matrices: one is what is stored of them, for each row."""
     q, block = quantization, quantization.block
     others: dict[str, Plane | None] = {}
     for kind, level in q.levels.items():
@@ -54,6 +54,7 @@ def source_of_quantization(name: str, quantization: Quantization) -> Source:
         others[own] = _values_plane(f"{name}_{own}", own, covers, fmt)
         if level.centered:
             others["offset"] = Plane(f"{name}_offset", "offset", covers.m, covers.k, 32)
+    others["level"] = Plane(f"{name}_level", "level", 1, None, 32) if amax_of_matrices else None
     others["zero"] = _values_plane(f"{name}_zero", "zero", block, q.zero) if q.zero else None
     data = Plane(f"{name}_data", "data", 1, 1, q.element.bits)
     return Source(name, q, data, _values_plane(f"{name}_scale", "scale", block, q.scale), **others)

@@ -202,6 +202,8 @@ def no_laying_out(layout: Layout) -> str | None:
 
 def no_quantizing(layout: Layout) -> str | None:
     """Why kernels dequantize and lay out, but do not quantize; None if they do."""
+    if layout.amax_of_matrices:
+        return "each row has the amax of its matrix, and a program is given one for all"
     for source in layout.sources:
         whole, block = source.whole, source.quantization.block
         if not source.quantization.levels:

@@ -87,7 +87,7 @@ class Plan:
     @property
     def shares_amax(self) -> bool:
         """True if a scale depends on rows of other shards, so that shards must agree on an amax."""
-        return bool(self.shared)
+        return bool(self.shared) or self.layout.amax_of_matrices
 
     @property
     def amax_columns(self) -> int | None:
@@ -154,6 +154,8 @@ class Plan:
                 found[source.zero.name] = (zero.least_code,)
             if source.quantization.scales is not None:
                 found[source.scale.name] = (source.quantization.scale.least_code,)
+            if source.level is not None:  # which is never 0, and may be divided by
+                found[source.level.name] = (1,)
             found[source.data.name] = _repeated(code, element.bits, source.quantization.low_first)
         return {name: pattern for name, pattern in found.items() if any(pattern)}
 

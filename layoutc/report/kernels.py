@@ -31,14 +31,15 @@ def kernel_tables(plan: Plan) -> list[Table]:
 
 def _overview(kernels: Kernels) -> Table:
     quantize = kernels.quantize
-    rows = [("quantize", "x to planes: " + ", ".join(p.name for s in kernels.sources for p in s.source.planes))]
+    planes = "x to planes: " + ", ".join(p.name for s in kernels.sources for p in s.source.planes)
     if isinstance(quantize, NoKernels):
-        rows = [("quantize", f"by the reference, on every device: {quantize.reason}")]
+        rows = [("quantize", f"{planes}; by the reference, on every device: {quantize.reason}")]
     else:
+        rows = [("quantize", planes)]
         fused = ", ".join(name for s in kernels.sources for name in (move.buffer.name for move in s.moves))
         how = f"in the same launch: {fused}" if quantize.fused else f"in a second launch, since {quantize.not_fused}"
-        planes = _planes_alone(kernels) if kernels.lay_out is not None and not quantize.fused else ()
-        how += f"; in none for {', '.join(planes)}, whose buffers are planes" if planes else ""
+        alone = _planes_alone(kernels) if kernels.lay_out is not None and not quantize.fused else ()
+        how += f"; in none for {', '.join(alone)}, whose buffers are planes" if alone else ""
         rows.append(("to buffers", how))
         batch = "one launch for up to 256" if quantize.batched else f"a launch each, since {quantize.not_batched}"
         batch += f"; orientations in launches of their own, since {quantize.apart}" if quantize.apart else ""
@@ -70,6 +71,8 @@ def _sources(kernels: Kernels) -> Table:
         rows += [("", "values", f"multiplied by {q.transform}, in the same launch", "")] if q.transform else []
         rows += [] if q.scale.is_f32 else [("", *one) for one in _conversions("scale", q.scale, q.rounding)]
         rows += [("", *one) for one in _conversions("zero", q.zero, "nearest")] if q.zero else []
+        if source.source.level is not None:
+            rows.append(("", "level", "of the amax of each matrix, for each of its rows", ""))
         for kind, level in q.levels.items():
             inner, what = level.quantization, f"scale of {kind}s"
             size = f"{level.covers.m or 'all'} x {level.covers.k or 'all'}"

@@ -145,6 +145,7 @@ class Layout:
     slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool = False
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
+    amax_of_matrices: bool = False  # each matrix of a stack has an amax of its own
     own_amax: tuple[str, ...] = ()  # orientations whose scales follow from their blocks alone, where others share one
     history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
     level: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes what is stored of the amax; None: the amax is
@@ -259,6 +260,10 @@ class Layout:
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the amax that shards share: one for the weight, or one for each block of columns."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
+
+    def amaxes_of(self, shape: Sequence[int]) -> int:
+        """How many amaxes a weight of this shape has along its rows: one, or one for each matrix of a stack."""
+        return prod(shape[:-2]) if self.amax_of_matrices else 1
 
     def stored_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """What the `amax` plane holds of an amax: itself, or the level that the recipe's rule makes of it."""

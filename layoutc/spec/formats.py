@@ -193,8 +193,9 @@ def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
 
 
 def codebook_order(fmt: Format) -> tuple[int, ...]:
-    """The codes of a codebook's numbers, by ascending value."""
-    return tuple(sorted((c for c, v in enumerate(fmt.values) if not math.isnan(v)), key=lambda code: fmt.values[code]))
+    """The codes of a codebook's numbers, by ascending value; of two of 0, the first."""
+    codes = (code for code, value in enumerate(fmt.values) if not math.isnan(value) and fmt.values.index(value) == code)
+    return tuple(sorted(codes, key=lambda code: fmt.values[code]))
 
 
 def codebook_thresholds(fmt: Format) -> tuple[float, ...]:

@@ -154,9 +154,12 @@ class Scale(_Ruled):
 
 
 class TensorLevel(_Model):
-    """One more scale level, for the whole weight."""
+    """One more scale level, for the whole weight, or for each matrix of a stack."""
 
     amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
+    per: Literal["weight", "matrix"] = Field(
+        default="weight", description="what has an amax of its own: the weight, or each matrix of a weight of experts"
+    )
 
 
 class Buffer(_Model):
@@ -281,7 +284,7 @@ class Spec(_Model):
     formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")
     element: Element
     scale: Scale
-    tensor: TensorLevel | None = Field(default=None, description="a second scale level: one amax of the whole weight")
+    tensor: TensorLevel | None = Field(default=None, description="a second scale level: the amax of the whole weight")
     orientations: Orientations
     gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
     files: dict[str, FileBinding] = Field(

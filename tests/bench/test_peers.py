@@ -29,9 +29,20 @@ NONE = {
     "nvfp4_activation": "transforms",
     "nvfp4_gradient": "random bits",
     **dict.fromkeys(
-        ("int4_packed128", "int4_packed128_zeros", "int4_packed32", "nf4", "nf4_bitsandbytes", "q6_k"), OF_CODES
+        (
+            "int4_packed128",
+            "int4_packed128_zeros",
+            "int4_packed32",
+            "nf4",
+            "nf4_bitsandbytes",
+            "fp4_bitsandbytes",
+            "q6_k",
+        ),
+        OF_CODES,
     ),
-    **dict.fromkeys(("nvfp4_compressed_tensors", "nvfp4_modelopt"), OF_ZEROS),
+    **dict.fromkeys(
+        (f"nvfp4_{name}{ends}" for name in ("compressed_tensors", "modelopt") for ends in ("", "_experts")), OF_ZEROS
+    ),
     **dict.fromkeys(("adam_m4", "adam_m8", "adam_v4", "adam_v8", "moment_fp8", "moment_fp8_sqrt"), "state of optim"),
     **dict.fromkeys(("grad_fp8", "grad_int4"), "gradients that ranks send"),
     **dict.fromkeys(("awq", "fp8_channel_bf16", "gptq", "q4_k", "q8_0"), OF_SCALES),

@@ -224,8 +224,9 @@ def fp8(name: str, files: str, there: str, **how: Any) -> Row:
     return Row(FP8, name, partial(fp8_of_transformers, **how), files, there)
 
 
-def nf4(name: str, binding: str = "bitsandbytes", **how: Any) -> Row:
-    return Row(BNB, name, partial(bitsandbytes, quant_type="nf4", **how), f"nf4_bitsandbytes/{binding}")
+def bits4(name: str, binding: str = "bitsandbytes", **how: Any) -> Row:
+    kind = name[:3].lower()
+    return Row(BNB, name, partial(bitsandbytes, quant_type=kind, **how), f"{kind}_bitsandbytes/{binding}")
 
 
 ROWS = (
@@ -254,12 +255,14 @@ ROWS = (
     fp8("E8M0 scales", "fp8_block/deepseek", "fp8_block/compressed_tensors", scale_fmt="ue8m0"),
     fp8("static activations", "fp8_block/deepseek", "fp8_block/compressed_tensors", activation_scheme="static"),
     fp8("one scale a weight", "fp8_current/fp8", "", weight_block_size=None),
-    nf4("NF4"),
-    nf4("NF4 in bf16", quant_storage=torch.bfloat16),
-    nf4("NF4 in fp16", quant_storage=torch.float16),
-    nf4("NF4 in fp32", quant_storage=torch.float32),
-    nf4("NF4, scales quantized", "bitsandbytes_double", use_double_quant=True),
-    nf4("NF4 in bf16, scales quantized", "bitsandbytes_double", use_double_quant=True, quant_storage=torch.bfloat16),
+    bits4("NF4"),
+    bits4("NF4 in bf16", quant_storage=torch.bfloat16),
+    bits4("NF4 in fp16", quant_storage=torch.float16),
+    bits4("NF4 in fp32", quant_storage=torch.float32),
+    bits4("NF4, scales quantized", "bitsandbytes_double", use_double_quant=True),
+    bits4("NF4 in bf16, scales quantized", "bitsandbytes_double", use_double_quant=True, quant_storage=torch.bfloat16),
+    bits4("FP4"),
+    bits4("FP4 in bf16, scales quantized", "bitsandbytes_double", use_double_quant=True, quant_storage=torch.bfloat16),
 )
 REFUSED = (
     *(
@@ -267,7 +270,6 @@ REFUSED = (
         for preset in ("W8A16", "W4A8", "W4AFP8", "W2A16", "MXFP6A16")
     ),
     Refused(FP8, "blocks of 64x64", partial(fp8_of_transformers, weight_block_size=(64, 64))),
-    Refused(BNB, "FP4", partial(bitsandbytes, quant_type="fp4")),
     Refused(BNB, "LLM.int8()", bitsandbytes),
 )
 

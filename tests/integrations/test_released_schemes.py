@@ -32,9 +32,16 @@ from test_files_of_others import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import layoutc
-from layoutc.checkpoint import convert_safetensors, export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.checkpoint import (
+    convert_safetensors,
+    export_safetensors,
+    load_safetensors,
+    quantize_as_stored,
+    stream_export,
+)
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -606,6 +613,35 @@ def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:
         quantize_as_stored(Mlp(HALF), path)
 
 
+def test_a_config_that_is_left_over_beside_plain_weights_is_refused(tmp_path: Path) -> None:
+    """In the same words, before anything is written, with what to delete."""
+    from safetensors.torch import save_file
+
+    model, quantized = Mlp(), Mlp()
+    layoutc.quantize_(quantized, "fp8_block")
+    for file, config in (
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+        ("config.json", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
+    ):
+        path, out = tmp_path / file.partition(".")[0], tmp_path / "out"
+        path.mkdir()
+        save_file(model.state_dict(), path / "model.safetensors")
+        (path / file).write_text(json.dumps(config), encoding="utf-8")
+        named = f"delete {file}" if file != "config.json" else "delete quantization_config from config.json"
+        for use in (
+            partial(load_safetensors, model, path),
+            partial(quantize_as_stored, model, path),
+            partial(convert_safetensors, path, out, dtype=torch.bfloat16),
+            partial(export_safetensors, quantized, out, files="deepseek", source=path),
+            lambda path=path: list(stream_export(quantized, files="deepseek", source=path)),
+        ):
+            with pytest.raises(LayoutError, match=rf"no tensor there has their names\. .* {named}"):
+                use()
+        assert not out.exists()
+        (path / file).unlink()
+        assert load_safetensors(model, path) == ((), ())
+
+
 def test_the_list_of_plain_modules_keeps_its_key(released: Callable[[str], Path], tmp_path: Path) -> None:
     path = released("block_bf16")
     config = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -794,20 +830,100 @@ def test_experts_of_their_own_scales_are_quantized_anew_when_asked_to(tmp_path: 
     """Into a stack that has one amax, as the values of all parts would be; and refused, in words, when not."""
     model, expected = of_experts(nvfp4_experts(tmp_path / "in")), of_experts(Stacks(384)).float()
     load_safetensors(expected, tmp_path / "in", convert=True)
-    assert len(quantize_as_stored(model, tmp_path / "in")) == 2
-    with pytest.raises(LayoutError, match=r"values of their own, .* convert=True quantizes their values anew"):
+    recipe = "nvfp4_compressed_tensors"
+    layoutc.quantize_(model, recipe, param_filter=lambda name, _: True)
+    with pytest.raises(LayoutError, match=r"values of their own, .* convert=True .* nvfp4_compressed_tensors_experts"):
         load_safetensors(model, tmp_path / "in")
     assert load_safetensors(model, tmp_path / "in", convert=True) == ((), ())
-    recipe = next(type(param).LAYOUT.name for param in model.parameters() if isinstance(param, QuantizedTensor))
     layoutc.quantize_(expected, recipe, param_filter=lambda name, _: True)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert isinstance(one, QuantizedTensor)
         assert isinstance(other, QuantizedTensor)
         assert all(torch.equal(plane, other.planes()[key]) for key, plane in one.planes().items())
     export_safetensors(model, tmp_path / "out", files="compressed_tensors", source=tmp_path / "in")
+    assert load_safetensors(model, tmp_path / "out") == ((), ())
     again = of_experts(Stacks(384))
     quantize_as_stored(again, tmp_path / "out")
     assert load_safetensors(again, tmp_path / "out") == ((), ())
+
+
+def values_of_stacks(path: Path) -> dict[str, Tensor]:
+    """What compressed-tensors, or the definition of ModelOpt's files, reads of each stack."""
+    tensors = tensors_in(path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+
+    def read(name: str) -> Tensor:
+        if config["quant_method"] == "compressed-tensors":
+            return read_by_compressed_tensors(tensors, name, config).bfloat16()
+        codes = tensors[name]
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        elements = values[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+        factor = tensors[f"{name}_scale"].float() * tensors[f"{name}_scale_2"]
+        return (elements * factor.repeat_interleave(16, 1)).bfloat16()
+
+    gate_up = [[read(f"mlp.experts.{n}.{part}.weight") for part in ("gate_proj", "up_proj")] for n in range(4)]
+    return {
+        "gate_up_proj": torch.stack([torch.cat(both) for both in gate_up]),
+        "down_proj": torch.stack([read(f"mlp.experts.{n}.down_proj.weight") for n in range(4)]),
+    }
+
+
+def tunes_stacks(path: str, out: str) -> dict[str, Tensor]:
+    """On ranks, or in one process: load shards, export and stream them, take a step, export. What shards then are."""
+    model = of_experts(Stacks(384))
+    assert all(name.endswith("_experts") for name in quantize_as_stored(model, path).values())
+    if torch.distributed.is_initialized():
+        fully_shard(model)
+    load_safetensors(model, path)
+    files = "compressed_tensors" if "compressed" in path else "modelopt"
+    export_safetensors(model, f"{out}/same", files=files, source=path)
+    for name, tensor in stream_export(model, files=files, source=path):
+        there = tensors_in(Path(path))[name]
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8)), name
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+    for number, param in enumerate(model.parameters()):
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+        param.grad = distribute(grad.to(param.dtype), param)
+    optimizer.step()
+    export_safetensors(model, f"{out}/tuned", files=files)
+    values = {
+        name.rpartition(".")[2]: getattr(one, "full_tensor", lambda one=one: one)()
+        for name, one in model.named_parameters()
+    }
+    return {name: one.dequantize(torch.bfloat16).detach() for name, one in values.items()}
+
+
+def distribute(grad: Tensor, param: Tensor) -> Tensor:
+    mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
+    return grad if mesh is None else distribute_tensor(grad, mesh, placements)
+
+
+@pytest.mark.parametrize("program", ["compressed_tensors", "modelopt"])
+def test_experts_of_their_own_scales_are_tuned_and_written_back(program: str, three: Ranks, tmp_path: Path) -> None:
+    """Each expert's bytes are kept; a step quantizes each under an amax of its own, the same in one process as on
+    ranks, of which the last has no expert."""
+    path = tmp_path / program
+    nvfp4_experts(path)
+    if program == "modelopt":
+        convert_safetensors(path, tmp_path / "modelopt_in", files="nvfp4_modelopt/modelopt")
+        path = tmp_path / "modelopt_in"
+    expected = values_of_stacks(path)
+    model = of_experts(Stacks(384))
+    quantize_as_stored(model, path)
+    load_safetensors(model, path)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.dequantize(torch.bfloat16), expected[name.rpartition(".")[2]])  # type: ignore[attr-defined]
+    alone = tunes_stacks(str(path), str(tmp_path / "alone"))
+    ranks = three.run(tunes_stacks, str(path), str(tmp_path / "ranks"))
+    for out in ("alone", "ranks"):
+        assert same_files(path, tmp_path / out / "same")
+        tuned = values_of_stacks(tmp_path / out / "tuned")
+        for values in [alone, *ranks]:
+            assert all(torch.equal(one, tuned[name]) for name, one in values.items())
+    scales = [
+        one for name, one in tensors_in(tmp_path / "ranks" / "tuned").items() if "scale_2" in name or "global" in name
+    ]
+    assert len({float(one) for one in scales}) == 8  # one for each matrix, which gate and up share
 
 
 def writes(name: str, path: str, out: str) -> None:

@@ -47,7 +47,9 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     matrices: of a weight with leading dims; None without any. Raises LayoutError if its values don't split so.
     """
     width = _width(bound.dtype)
-    if bound.scalar or len(plane.shape) == 1:
+    if bound.of_matrices and matrices is not None and not bound.scalar:
+        return Place(bound, plane, (1,), (1,), (matrices,), 1)
+    if bound.scalar or bound.of_matrices or len(plane.shape) == 1:
         return Place(bound, plane, (1,), (1,), () if bound.scalar else (1,), 1)
     rows, columns = plane.shape
     if bound.bits < 8 and not bound.spread:
@@ -138,6 +140,9 @@ def _rows_at_a_time(at: Place, columns: Range) -> int:
 
 def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
     plane, bound = at.plane, at.bound
+    if bound.of_matrices:
+        values = _undone(bound, _as(fetch(()).reshape(-1), plane.dtype))
+        return values.repeat_interleave(plane.shape[0] // max(1, len(values)))[rows[0] : rows[1], None]
     if len(plane.shape) == 1 or bound.scalar:
         return _undone(bound, _as(fetch(()).reshape(1), plane.dtype)).reshape(plane.shape)
     if rows[0] >= rows[1] or columns[0] >= columns[1]:
@@ -295,6 +300,14 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
     """The file's tensor, of `dtype`, of a whole plane. The inverse of `read`, in memory of its own."""
     bound = at.bound
     values = formed(bound, plane)
+    if bound.of_matrices:
+        each = values.reshape(prod(at.shape), -1)
+        if not torch.equal(each[:, :1].expand_as(each).view(torch.int32), each.view(torch.int32)):
+            raise LayoutError(
+                "rows of a matrix were quantized by themselves, under amaxes of their own, but files have one for all: "
+                "write the whole weight at once"
+            )
+        return each[:, 0].clone(memory_format=torch.contiguous_format).reshape(at.shape)
     if len(at.plane.shape) == 1 or bound.scalar:
         return values.reshape(at.shape).clone()
     if at.packs:

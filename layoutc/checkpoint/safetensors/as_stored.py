@@ -44,6 +44,7 @@ def quantize_as_stored(
     contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
     if not told:
         raise LayoutError(f"{path}: there is no quantization_config in config.json: pass files=, the binding's name")
+    choosing.check_holds(path, files, told, contents.tensors)
     parameters = {
         file_name(name, rename): (name, tuple(value.shape))
         for name, value in model.named_parameters()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.checkpoint.held import narrower, places
-from layoutc.checkpoint.held.codes import Encoded, Meaning
+from layoutc.checkpoint.held.codes import Meaning
+from layoutc.checkpoint.held.sources import BoundSource
 from layoutc.checkpoint.held.stated import Stated, order_beside, stated
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
 from layoutc.checkpoint.held.weights import Held, with_codes
@@ -29,89 +30,6 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 LONGEST_TEXT = 1 << 16  # bytes
 NO_TEXTS: Mapping[str, bytes] = MappingProxyType({})
 NO_TENSORS: Mapping[str, Stored] = MappingProxyType({})
-
-
-class PlaneSource(Protocol):
-    """A plane of a weight in files that hold it in a form of their own."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The plane's shape."""
-
-    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
-        """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
-
-
-class BoundSource(NamedTuple):
-    """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
-
-    shared: the plane's one row covers all rows of the weight, so all parts hold it. meanings: of each part, what its
-    codes stand for, where files have codes of the values.
-    """
-
-    name: str
-    facts: Facts
-    parts: tuple[tuple[Stored, places.Place], ...]
-    shared: bool
-    meanings: tuple[Meaning, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The plane's shape."""
-        return self.facts.shape
-
-    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
-        """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
-        spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
-        rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
-        if self.shared:
-            if not self.is_one(fetch):
-                what = "its parts in the files have values of their own, but the weight has one for all"
-                raise LayoutError(f"{self.name}: {what}: convert=True quantizes their values anew, or keeps them plain")
-            return self._part(0, rows, columns, fetch)
-        each = self.shape[0] // len(self.parts)
-        pieces = []
-        for i in range(rows.start // max(each, 1), len(self.parts)):
-            a, b = max(rows.start, i * each), min(rows.stop, (i + 1) * each)
-            if a >= b:
-                break
-            pieces.append(self._part(i, range(a - i * each, b - i * each), columns, fetch))
-        if not pieces:
-            return torch.empty((0, len(columns)), dtype=self.facts.dtype)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def is_one(self, fetch: Read) -> bool:
-        """True if all parts have the same values, of a plane that is shared."""
-        found = [self._part(i, range(self.shape[0]), range(self.shape[-1]), fetch) for i in range(len(self.parts))]
-        return all(torch.equal(one, found[0]) for one in found)
-
-    def codes(self, number: int, fetch: Read) -> tuple[Encoded, Tensor]:
-        """The codes that a part has for its values, and what these stand for; of planes that have meanings."""
-        meaning, (_, place) = self.meanings[number], self.parts[number]
-        rows, columns = (range(size) for size in place.plane.shape)
-        codes, values = self._in_file(number, rows, columns, fetch), self._part(number, rows, columns, fetch)
-        scale, codebook = fetch(meaning.scale, ()), fetch(meaning.codebook, ())
-        return Encoded(codes, scale, codebook, meaning.added(fetch), 0.0, kept=True), values
-
-    def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
-        found, width = self._in_file(number, rows, columns, fetch), self.parts[number][1].plane.shape[-1]
-        return (
-            self.meanings[number].of(found, rows, columns, width, fetch)
-            if self.meanings
-            else found.to(self.facts.dtype)
-        )
-
-    def _in_file(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
-        """Entries of a part as the files have them: codes, where they have these."""
-        stored, place = self.parts[number]
-
-        def box(index: tuple[slice, ...]) -> Tensor:
-            return fetch(stored, index if len(index) == len(stored.shape) else ())
-
-        try:
-            return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
-        except LayoutError as error:
-            raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
 
 def held(
@@ -151,7 +69,7 @@ def held(
             first = number * in_file.shape[0]
             rows = (first, first + in_file.shape[0])
             facts = Facts(place.shape, OF_OTHERS[dtype])
-            whole = layout.stored[plane].rows_per_value is None
+            whole = layout.stored[plane].rows_per_value is None or pattern.of_matrices
             group = (joined(tensor, binding.fused) if whole else None) or ""
             one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes, joined=group)
             tensors += with_codes(one, parameter, prod(in_file.shape))
@@ -206,19 +124,23 @@ class Found(NamedTuple):
             one.check(stored, fetch)
         for meaning in (meaning for plane in self.planes.values() for meaning in plane.meanings):
             meaning.added(fetch)
-        for stored, _ in self.planes["amax"].parts if "amax" in self.planes else ():
+        whole = next((name for name in self.planes if name == "amax" or name.endswith("_level")), None)
+        for number, (stored, _) in enumerate(self.planes[whole].parts if whole else ()):
             scale = fetch(stored, ()).float()
-            if not bool(scale.isfinite().all()) or (not bool(scale.all()) and not self._is_zero(fetch)):
+            if not bool(scale.isfinite().all()) or (not bool(scale.all()) and not self._is_zero(fetch, number, whole)):
                 raise LayoutError(
                     f"{stored.name} in the files is {scale.flatten()[0].item():g}, which is no scale of these codes: "
                     "the weight was not calibrated, or the file is damaged"
                 )
 
-    def _is_zero(self, fetch: Read) -> bool:
-        """True if all codes stand for 0, whatever the scale of the whole weight is."""
+    def _is_zero(self, fetch: Read, number: int, whole: str | None) -> bool:
+        """True if all codes stand for 0 that a scale of the plane `whole` is for, of this part, whatever it is."""
         planes = {name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in self.planes.items()}
-        ones = planes | {"amax": torch.ones_like(planes["amax"])}
-        return all(bool((self.values(one, torch.float32) == 0).all()) for one in (planes, ones))
+        ones = planes | {name: torch.ones_like(planes[name]) for name in (whole,) if name is not None}
+        each = len(planes["rowwise_data"]) // len(self.planes["rowwise_data"].parts)
+        rows = slice(number * each, (number + 1) * each) if whole != "amax" else slice(None)
+        values = (self.values(one, torch.float32).flatten(0, -2)[rows] for one in (planes, ones))
+        return all(bool((one == 0).all()) for one in values)
 
     def values(self, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """What all of its planes stand for."""

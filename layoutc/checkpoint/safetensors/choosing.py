@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
-from layoutc.checkpoint.safetensors.bound import find
+from layoutc.checkpoint.safetensors.bound import find, named_in
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.configs import READ_AS_PLAIN, spelled
@@ -38,6 +38,20 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     if config and not found:
         raise _unknown(path, config, every)
     return found
+
+
+def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: Mapping[str, Stored]) -> None:
+    """Raises LayoutError for a folder of which a config, or `files`, tells that it is quantized, and that has no weight
+    by such names: an older config beside weights that are plain by now, or another program's files."""
+    if not told or any(named_in(one, tensors) for one in told):
+        return
+    older = recognize.older_file(path) if recognize.is_in_older_file(path) else None
+    says = f"files={files!r}" if files else older or "quantization_config in config.json"
+    instead = "leave it out" if files else f"delete {older}" if older else "delete quantization_config from config.json"
+    raise LayoutError(
+        f"{path}: {says} tells of files of {told[0].label}, and no tensor there has their names. If all weights are "
+        f"plain, {instead}"
+    )
 
 
 def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
@@ -108,7 +122,14 @@ def fitting(
             continue
         fits += [Fit(one, names)] if names else []
     check_all_fit(fits, refused)
-    return alternatives(fits)
+    return alternatives(_stacks_apart(fits, shapes))
+
+
+def _stacks_apart(fits: Sequence[Fit], shapes: Mapping[str, tuple[int, ...]]) -> list[Fit]:
+    """Fits of which stacks of matrices have those alone that hold an amax of each matrix, where there are such."""
+    stacks = {name for fit in fits if fit.bound.of_stacks for name in fit.names if len(shapes[name]) > 2}
+    own = [[name for name in fit.names if (name in stacks) == fit.bound.of_stacks] for fit in fits]
+    return [fit._replace(names=tuple(names)) for fit, names in zip(fits, own, strict=True) if names]
 
 
 def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iterable[str]]]) -> None:
@@ -124,14 +145,15 @@ def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
     groups hold different weights of a folder, each in a recipe of its own.
 
     Those that hold most weights come first. Where some of a group hold values as files do, those that convert them are
-    left out.
+    left out, and so are those for stacks of matrices where others hold the same.
     """
     groups = list[list[Fit]]()
     for fit in fits:
         joined = [group for group in groups if any(not {*fit.names}.isdisjoint(one.names) for one in group)]
         groups = [group for group in groups if group not in joined]
         groups.append([*(one for group in joined for one in group), fit])
-    exact = [[fit for fit in group if not fit.bound.converts] or group for group in groups]
+    of_one = [[fit for fit in group if not fit.bound.of_stacks] or group for group in groups]
+    exact = [[fit for fit in group if not fit.bound.converts] or group for group in of_one]
     return [sorted(group, key=lambda fit: -len(fit.names)) for group in exact]
 
 

@@ -215,6 +215,7 @@ def _quantized(
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
     if not (told := choosing.told(path, files, every)):
         return {}
+    choosing.check_holds(path, files, told, contents.tensors)
     fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
     target = into.cls.LAYOUT.layout_id if into is not None else ""
     for one in sorted(told, key=lambda one: one.cls.LAYOUT.layout_id != target):  # first the one whose bytes are kept
@@ -226,8 +227,6 @@ def _quantized(
         by[one.label] = found
         fits += [Fit(one, tuple(found))] if found else []
     choosing.check_all_fit(fits, refused)
-    if not fits:
-        raise LayoutError(f"{path} holds no weight in files of {told[0].label}")
     chosen = dict[str, Found]()
     for group in choosing.alternatives(fits):
         choosing.check_alike([fit.bound for fit in group], str(path), "source_files= (--from)")

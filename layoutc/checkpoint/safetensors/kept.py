@@ -13,7 +13,7 @@ from torch import Tensor
 from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.codes import Encoded
 from layoutc.checkpoint.held.stored import Read, Stored
-from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, find
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -89,10 +89,14 @@ class Origin(NamedTuple):
 
 
 def origin(folder: str | PathLike[str] | None, slices: Slices) -> Origin:
-    """The files of a folder; none without one. Raises as `read_folder`."""
+    """The files of a folder; none without one. Raises as `read_folder` and `choosing.check_holds`."""
     if folder is None:
         return Origin({}, slices, {})
-    return Origin(read_folder(Path(folder)).tensors, slices, recognize.config_in(Path(folder)))
+    contents, config = read_folder(Path(folder)), recognize.config_in(Path(folder))
+    if not contents.described:
+        told = recognize.recognized(recognize.quantization_of(config), recognize.installed())
+        choosing.check_holds(Path(folder), None, told, contents.tensors)
+    return Origin(contents.tensors, slices, config)
 
 
 def _planes_say_all(bound: Bound) -> bool:

@@ -18,10 +18,10 @@ from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
 from layoutc.checkpoint.held.fused import Scales, record_scale, warn_apart
+from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
-from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
@@ -161,7 +161,7 @@ def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
     what must follow from the weight's shape. scales: gets those that engines join."""
     for found in step.source.found if isinstance(step.source, Entry) else ():
         found.check_stated(slices.read)
-        for stored, _ in (part for plane in found.planes.values() if plane.shared for part in plane.parts):
+        for stored, _ in (part for plane in found.planes.values() if plane.is_of_whole for part in plane.parts):
             if (group := joined(stored.name, found.bound.binding.fused)) is not None:
                 record_scale(scales, group, stored.name, slices.read(stored, ()))
     if isinstance(step.source, Entry) and holds(step.param):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
+from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
 from layoutc.checkpoint.held.stored import DTYPES, Read, Stored
 from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
-from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import Contents
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -67,6 +67,8 @@ def bindings(
     if files is None and not recognize.recognized(recognize.quantization_config(folder), every):
         return []  # plain values, or names that the model does not have
     told = choosing.told(folder, files, every)
+    if not contents.described:
+        choosing.check_holds(folder, files, told, contents.tensors)
     mine = [one for one in told if one.label in labels]
     shapes = {file_name(name, rename): tuple(value.shape) for name, value in state.items() if value.is_floating_point()}
     for one in mine:  # what is left may be in recipes that the model does not have

@@ -44,6 +44,11 @@ class Bound(NamedTuple):
         """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
 
+    @property
+    def of_stacks(self) -> bool:
+        """True if each matrix of a stack has an amax of its own."""
+        return self.cls.LAYOUT.amax_of_matrices
+
     def is_alike(self, other: Bound) -> bool:
         """True if files by two bindings, perhaps of different recipes, mean the same by the same bytes: tensors, blocks
         and configs are those of the other."""
@@ -71,13 +76,22 @@ def config_in(folder: Path) -> dict[str, Any]:
     """A folder's config.json, with the quantization_config that older programs have in a file beside it; {} without
     any. Raises DamagedError for a damaged file."""
     config = _json_in(folder / CONFIG)
-    older = (name for name in OLDER_FILES if (folder / name).is_file())
-    if holder(config) is None and (name := next(older, None)) is not None:
+    if is_in_older_file(folder) and (name := older_file(folder)) is not None:
         stated = _json_in(folder / name)
         inner = stated.get(KEYS[-1])  # ModelOpt's
         if stated:
             config[KEYS[0]] = {"quant_method": OLDER_FILES[name], **(inner if isinstance(inner, Mapping) else stated)}
     return config
+
+
+def older_file(folder: Path) -> str | None:
+    """The file of a folder that had the config before config.json did; None without one."""
+    return next((name for name in OLDER_FILES if (folder / name).is_file()), None)
+
+
+def is_in_older_file(folder: Path) -> bool:
+    """True if config.json has no quantization_config, and a file beside it has one."""
+    return holder(_json_in(folder / CONFIG)) is None and older_file(folder) is not None
 
 
 def _json_in(path: Path) -> dict[str, Any]:

@@ -56,9 +56,15 @@ class Model:
     layout: Layout
     seed: int = 0  # of random bits
 
-    def quantize(self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None) -> Planes:
-        """(m, k) fp32 -> every plane as stored. amax: the one that shards share, if it is not that of x."""
+    def quantize(
+        self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None, matrices: int = 1
+    ) -> Planes:
+        """(m, k) fp32 -> every plane as stored. amax: the one that shards share, if it is not that of x. matrices: how
+        many follow one another in x."""
         planes: Planes = {}
+        if self.layout.amax_of_matrices and amax is None and x.size:
+            each = np.abs(x).reshape(matrices, -1).max(1)
+            amax = np.repeat(each, len(x) // matrices)[:, None]
         for source in self.layout.sources:
             planes |= self.quantize_source(source, x, input_max, amax)
         if self.layout.tensor_amax or self.layout.history:
@@ -93,6 +99,8 @@ class Model:
         codes = self.codes(source, scaled)
         planes = {source.data.name: pack(codes, source.data.bits, q.low_first)}
         held = as_kinds(q, names)
+        if source.level is not None:
+            held["level"] = np.broadcast_to(names["tensor_level"].reshape(-1, 1), (m, 1))
         for plane in planes_of(source)[1:]:
             planes[plane.name] = np.asarray(held[plane.kind]).reshape(plane.shape(m, k))
         return planes
@@ -114,7 +122,7 @@ class Model:
             "amax": np.asarray(amax, F32).reshape(1, -1) if shared else block_reduce(np.maximum, np.abs(x), bm, bk),
             "lowest": block_reduce(np.minimum, x, bm, bk),
             "highest": block_reduce(np.maximum, x, bm, bk),
-            "tensor_amax": np.max(np.abs(x)).reshape(1) if amax is None else np.asarray(amax, F32).reshape(-1),
+            "tensor_amax": np.max(np.abs(x)).reshape(1) if amax is None else np.atleast_1d(np.asarray(amax, F32)),
         }
         tried = programs()[q.rule].get("candidates")
         if "tensor" in programs()[q.rule]:
@@ -166,6 +174,8 @@ class Model:
             names["scale"] = Stored(held["scale"], held["super"], held.get("offset"))
         if q.zeros is not None:
             names["zero"] = Stored(held["zero"], held["super_zero"], None)
+        if source.level is not None:
+            names["tensor_level"] = held["level"]
         if "amax" in planes:
             level = "tensor_level" if "tensor" in programs()[q.rule] else "tensor_amax"
             names[level] = planes["amax"] * (growth(q.transform) if q.transform else F32(1))

@@ -51,6 +51,7 @@ class BoundPlane(NamedTuple):
     joined: tuple[int, ...] = ()
     spread: bool = False
     codes: Codes | None = None
+    of_matrices: bool = False
 
 
 class RecordBinding(NamedTuple):

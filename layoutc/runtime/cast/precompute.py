@@ -39,8 +39,7 @@ def precompute_amaxes(model: nn.Module) -> None:
     gathered_as_values = gathered.weights_of_values() if hooks.holds_values() else {}  # no, after most steps
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
-    sharing = [one for one in sharing if not capturing(one._plain.device)]
-    precompute(sharing)
+    precompute([one for one in sharing if not (one.LAYOUT.amax_of_matrices or capturing(one._plain.device))])
 
 
 def precompute(sharing: Sequence[CastOnGather]) -> None:

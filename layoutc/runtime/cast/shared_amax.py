@@ -15,7 +15,7 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
-from layoutc.runtime.quantize.amax import join, reduce_max, shared_amaxes, with_history
+from layoutc.runtime.quantize.amax import agree_on_amax, join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import traced, version_of
 from layoutc.runtime.weight import operators
@@ -63,6 +63,9 @@ class Agreed:
             decided = decide_all(joined, lambda at: joined[at]._plain.reshape(-1, tensor.shape[-1]))
             return next(own for one, own in zip(joined, decided, strict=True) if one._agreed is self)
         groups, _ = shards.amax_groups(tensor)
+        if layout.amax_of_matrices:
+            amax_of_rows = agree_on_amax(cls, matrix, None, groups, None, matrices=layout.amaxes_of(tensor.shape))
+            return with_history(layout, amax_of_rows, None)
         amax = operators.shared_amax(cls, matrix)
         if not layout.history:
             return self.follow(tensor, reduce_max(amax, groups), None)
@@ -145,7 +148,8 @@ class Agreed:
                 f"{tensor.label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
                 "shard it with fully_shard, whose gathers run outside of graphs, or leave its module uncompiled"
             )
-        return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
+        amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(tensor.shape))
+        return with_history(tensor.LAYOUT, amax, None)
 
     def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
         """The state that a copy of all values takes along."""
@@ -219,16 +223,20 @@ def decide_all(
     matrix_of: the values of a shard, (rows, k), by its position.
     """
     decided: list[tuple[Tensor | None, dict[str, Tensor]]] = [(None, {})] * len(tensors)
-    sharing = [at for at, tensor in enumerate(tensors) if tensor.LAYOUT.shares_amax]
-    missing = [at for at in sharing if not tensors[at]._agreed.is_ahead(tensors[at])]
-    fused = {group for at in missing if (group := tensors[at]._agreed.fused) is not None}
+    agreed = [tensor._agreed for tensor in tensors]
+    for at, tensor in enumerate(tensors):
+        if tensor.LAYOUT.amax_of_matrices:
+            decided[at] = agreed[at].decide(tensor, matrix_of(at))
+    sharing = [at for at, one in enumerate(tensors) if one.LAYOUT.shares_amax and not one.LAYOUT.amax_of_matrices]
+    missing = [at for at in sharing if not agreed[at].is_ahead(tensors[at])]
+    fused = {group for at in missing if (group := agreed[at].fused) is not None}
     for at in sharing:
-        if at not in missing and tensors[at]._agreed.fused not in fused:
-            decided[at] = tensors[at]._agreed.current(tensors[at])
-    missing = [at for at in sharing if at in missing or tensors[at]._agreed.fused in fused]
+        if at not in missing and agreed[at].fused not in fused:
+            decided[at] = agreed[at].current(tensors[at])
+    missing = [at for at in sharing if at in missing or agreed[at].fused in fused]
     if missing:
         found = {id(one.tensor): one for one in measured([(tensors[at], matrix_of(at)) for at in missing])}
         for at in missing:
             tensor, amax, new = found[id(tensors[at])]
-            decided[at] = tensor._agreed.follow(tensor, amax, new)
+            decided[at] = agreed[at].follow(tensor, amax, new)
     return decided

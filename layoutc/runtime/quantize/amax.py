@@ -78,25 +78,35 @@ def agree_on_amax(
     group: dist.ProcessGroup | Groups | None,
     tag: int | None,
     orientations: tuple[str, ...] | None = None,
+    *,
+    matrices: int = 1,
 ) -> Tensor | None:
     """The amax that all shards of a weight use, of `Layout.amax_shape`; None for recipes and orientations whose scales
-    need none.
+    need none. Where matrices have amaxes of their own, (m, 1): that of each row's.
 
     matrix: this rank's (m, k) values. amax: the caller's; if None, the maximum over the group's ranks. orientations:
-    default: all. Raises as reduce_max, and ValueError for an amax of another shape or dtype.
+    default: all. matrices: as `Layout.amaxes_of` counts them. Raises as reduce_max, and ValueError for an amax of
+    another shape or dtype.
     """
     layout = cls.LAYOUT
     takes = layout.takes_amax(orientations or layout.orientations) or "amax" in layout.stored
     if not layout.shares_amax or (amax is None and not takes):
         return None
+    if layout.amax_of_matrices:
+        each = matrix.reshape(matrices, -1).abs() if matrices else matrix.new_zeros(0, 1)
+        found = each.amax(1).float() if each.shape[1] else each.new_zeros(matrices, dtype=torch.float32)
+        found = reduce_max(found, group, tag) if amax is None else _checked(layout, amax, matrix, matrices)
+        return found.expand(matrices).repeat_interleave(len(matrix) // max(1, matrices)).view(-1, 1)
     if amax is None:
         return reduce_max(operators.shared_amax(cls, matrix), group, tag)
     return _checked(layout, amax, matrix)
 
 
-def _checked(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
-    """A caller's amax in fp32, of `Layout.amax_shape`, on the matrix's device. Raises ValueError."""
+def _checked(layout: Layout, amax: Tensor, matrix: Tensor, matrices: int = 1) -> Tensor:
+    """A caller's amax in fp32, of `Layout.amax_shape`, on the matrix's device: one for all, or one for each of
+    `matrices`. Raises ValueError."""
     shape = layout.amax_shape(matrix.shape[1])
+    shape = (matrices,) if layout.amax_of_matrices and amax.numel() != 1 else shape
     if amax.numel() != prod(shape) or not amax.is_floating_point():
         raise ValueError(
             f"{layout.name}: amax must be floating point of shape {shape}, not {amax.dtype} of shape "

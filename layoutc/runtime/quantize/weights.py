@@ -71,13 +71,15 @@ def quantize(
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out.store.rows, out.store.matrix[1]))
-        current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out.store)
+        current = agree_on_amax(cls, matrix, amax, group, tag, matrices=layout.amaxes_of(x.shape))
+        before = initial_values.lookup(out.store)
         overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
         initial_values.keep(out.store, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, tag, chosen), None)
+    amax = agree_on_amax(cls, matrix, amax, group, tag, chosen, matrices=layout.amaxes_of(x.shape))
+    shared, extra = with_history(layout, amax, None)
     planes = operators.quantize(cls, matrix, shared, chosen, seed=seeds) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
@@ -103,7 +105,8 @@ def quantize_buffers(
     m, k = layout.check_shape(x.shape)
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None, chosen), None)
+    amax = agree_on_amax(cls, matrix, amax, group, None, chosen, matrices=layout.amaxes_of(x.shape))
+    shared, extra = with_history(layout, amax, None)
     seeds = operators.seed_of(cls, matrix, seed)
     return operators.quantize_buffers(cls, matrix, shared, chosen, swizzled, seed=seeds) | extra
 
@@ -127,8 +130,13 @@ def requantize_batch_(
     blocks, there is one more all-gather per group. Default: no target is a shard whose blocks are cut. Raises as
     `quantize` does with an `out`, before anything is written.
     """
-    sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
-    shared: dict[int, Tensor] = {}
+    of_one = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
+    sharing = [(target, values) for target, values in of_one if not target.LAYOUT.amax_of_matrices]
+    shared: dict[int, Tensor | None] = {}
+    for target, values in (one for one in of_one if one[0].LAYOUT.amax_of_matrices):
+        matrix = as_matrix(values, (target.store.rows, target.store.matrix[1]))
+        count = target.LAYOUT.amaxes_of(target.shape)
+        shared[id(target)] = agree_on_amax(type(target), matrix, None, groups, None, matrices=count)
     if sharing:
         matrices = [
             (type(target), as_matrix(values, (target.store.rows, target.store.matrix[1]))) for target, values in sharing

@@ -54,7 +54,8 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
 def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
     """The process groups whose shards share amaxes, one for each mesh dim that cuts; [] for a plain tensor.
 
-    Shards of columns share no amax if the recipe has one for each column. Raises LayoutError for shards of columns if a
+    Shards of columns share no amax if the recipe has one for each column, nor do whole matrices if it has one for
+    each. Raises LayoutError for shards of columns if a
     scale covers a whole row, since no rank sees all of it.
     """
     groups = []
@@ -65,7 +66,8 @@ def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[
         of_columns = dim == tensor.dim() - 1 and dim > 0
         if of_columns and layout.shared_along_rows - layout.shared:
             raise LayoutError(_of_whole_rows(layout, name, tensor))
-        if layout.shares_amax and not (of_columns and layout.amax_columns is not None):
+        whole = layout.amax_of_matrices and dim < tensor.dim() - 2
+        if layout.shares_amax and not whole and not (of_columns and layout.amax_columns is not None):
             groups.append(tensor.device_mesh.get_group(mesh_dim))
     return groups
 

@@ -178,7 +178,7 @@ def _groups(roots: list[nn.Module], chosen: list[Use], layout: Layout, fused: Fu
     weight, and if no weights are joined."""
     if fused is False:
         return {}
-    if not layout.shares_amax or layout.amax_columns is not None or layout.history:
+    if not layout.shares_amax or layout.amax_columns is not None or layout.history or layout.amax_of_matrices:
         raise ValueError(
             f"{caller}: {layout.name} has no scale that follows the amax of a whole weight: leave fused= out"
         )

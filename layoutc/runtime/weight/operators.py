@@ -210,7 +210,7 @@ def _quantize_buffers_by_planes(
     seed: Tensor | None,
 ) -> dict[str, Tensor]:
     if amax is not None:
-        rows = amax.numel() > 1 and cls.LAYOUT.amax_columns is None
+        rows = amax.numel() > 1 and cls.LAYOUT.amax_columns is None and not cls.LAYOUT.amax_of_matrices
         amax = (amax.amax(0, keepdim=True) if rows else amax).to(torch.float32)
     elif cls.LAYOUT.takes_amax(orientations):
         amax = cls.shared_amax(x)

@@ -14,6 +14,8 @@ from layoutc.spec.formats import BUILTIN, Format
 from layoutc.spec.schema import FormatDef, Spec, Use
 from layoutc.spec.source import Path, Source
 
+SHORT = 16  # values of a codebook that may have a second 0, as formats with a sign do; only the first is written
+
 
 def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A spec's own formats have usable names, at most 8 bits, and values that fp32 can tell apart."""
@@ -96,8 +98,9 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
     if any(abs(value) > 2.0**126 or 0 < abs(value) < 2.0**-120 for value in numbers):
         return "values", "has values that fp32 can't hold or round between", "keep magnitudes between 2^-120 and 2^126"
     rounded = [formats.f32(value) for value in numbers]
-    if len(set(rounded)) < len(rounded):
-        twice = next(value for value in rounded if rounded.count(value) > 1)
+    zeros = 2 if len(stated) <= SHORT else 1
+    if any(rounded.count(value) > (1 if value else zeros) for value in rounded):
+        twice = next(value for value in rounded if rounded.count(value) > (1 if value else zeros))
         return "values", f"has {twice:g} twice", "list each value once; leave out codes that are not used at the end"
     if max(rounded, default=0) <= 0:
         return (

@@ -200,5 +200,30 @@ def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC347", message, at, label, help="delete `files`")
 
 
-CROSS_CHECKS = (super_blocks_hold_blocks, super_buffers_fit, levels_stand_alone)
+def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What is stored of the amax of a matrix lies beside each of its rows: a level, over blocks of one row."""
+    if spec.tensor is None or spec.tensor.per == "weight":
+        return
+    used, message = source.value(("tensor", "per"), "for each row"), "an amax of each matrix can't be stored by rows"
+    rule = RULES.get(spec.scale.rule)
+    if rule is not None and rule.needs_tensor_amax and not rule.tensor:
+        label, levels = source.value(("scale", "rule")), listed(n for n, one in RULES.items() if one.tensor)
+        why = f"{rule.name} stores the amax itself, which orientations with codes of their own share"
+        yield source.find("LC339", message, label, used, why=why, help=f"write one of the rules {levels}")
+    if spec.orientations.rowwise.block.m != 1:
+        label = source.value(("orientations", "rowwise", "block", "m"))
+        yield source.find(
+            "LC339", message, label, used, why="rows of a block may be of two matrices", help="write `m: 1`"
+        )
+    if spec.orientations.columnwise is not None:
+        label, why = source.key(("orientations", "columnwise")), "a column runs over all matrices"
+        yield source.find("LC339", message, label, used, why=why, help="delete `columnwise`")
+
+
+CROSS_CHECKS = (
+    super_blocks_hold_blocks,
+    super_buffers_fit,
+    levels_stand_alone,
+    amaxes_of_matrices_lie_in_rows,
+)
 CHECKS = (level_formats_fit, level_rules_fit)

@@ -1,0 +1,104 @@
+"""A plane of a weight in files: what a load reads of it, whole or from the parts that files have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held.codes import Encoded, Meaning
+from layoutc.checkpoint.held.stored import Read, Stored
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+
+class PlaneSource(Protocol):
+    """A plane of a weight in files that hold it in a form of their own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The plane's shape."""
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
+
+
+class BoundSource(NamedTuple):
+    """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
+
+    shared: the plane's one row covers all rows of the weight, so all parts hold it. meanings: of each part, what its
+    codes stand for, where files have codes of the values.
+    """
+
+    name: str
+    facts: Facts
+    parts: tuple[tuple[Stored, places.Place], ...]
+    shared: bool
+    meanings: tuple[Meaning, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The plane's shape."""
+        return self.facts.shape
+
+    @property
+    def is_of_whole(self) -> bool:
+        """True if each part has one value for all of its rows."""
+        return self.shared or self.parts[0][1].bound.of_matrices
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
+        spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
+        rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
+        if self.shared:
+            if not self.is_one(fetch):
+                what = "its parts in the files have values of their own, but the weight has one for all"
+                instead = "convert=True quantizes their values anew, or keeps them plain; quantize_as_stored makes the "
+                instead += "weight of a recipe that has one for each matrix, such as nvfp4_compressed_tensors_experts"
+                raise LayoutError(f"{self.name}: {what}: {instead}")
+            return self._part(0, rows, columns, fetch)
+        each = self.shape[0] // len(self.parts)
+        pieces = []
+        for i in range(rows.start // max(each, 1), len(self.parts)):
+            a, b = max(rows.start, i * each), min(rows.stop, (i + 1) * each)
+            if a >= b:
+                break
+            pieces.append(self._part(i, range(a - i * each, b - i * each), columns, fetch))
+        if not pieces:
+            return torch.empty((0, len(columns)), dtype=self.facts.dtype)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def is_one(self, fetch: Read) -> bool:
+        """True if all parts have the same values, of a plane that is shared."""
+        found = [self._part(i, range(self.shape[0]), range(self.shape[-1]), fetch) for i in range(len(self.parts))]
+        return all(torch.equal(one, found[0]) for one in found)
+
+    def codes(self, number: int, fetch: Read) -> tuple[Encoded, Tensor]:
+        """The codes that a part has for its values, and what these stand for; of planes that have meanings."""
+        meaning, (_, place) = self.meanings[number], self.parts[number]
+        rows, columns = (range(size) for size in place.plane.shape)
+        codes, values = self._in_file(number, rows, columns, fetch), self._part(number, rows, columns, fetch)
+        scale, codebook = fetch(meaning.scale, ()), fetch(meaning.codebook, ())
+        return Encoded(codes, scale, codebook, meaning.added(fetch), 0.0, kept=True), values
+
+    def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+        found, width = self._in_file(number, rows, columns, fetch), self.parts[number][1].plane.shape[-1]
+        return (
+            self.meanings[number].of(found, rows, columns, width, fetch)
+            if self.meanings
+            else found.to(self.facts.dtype)
+        )
+
+    def _in_file(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+        """Entries of a part as the files have them: codes, where they have these."""
+        stored, place = self.parts[number]
+
+        def box(index: tuple[slice, ...]) -> Tensor:
+            return fetch(stored, index if len(index) == len(stored.shape) else ())
+
+        try:
+            return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+        except LayoutError as error:
+            raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
