@@ -10,8 +10,9 @@ What is exact for every recipe: layoutc/runtime/dispatch/table.py.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+from layoutc.runtime.dispatch.cuts_and_joins import join_rows
 
 
 def cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
@@ -24,7 +25,4 @@ def cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dic
 
 def join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The planes of adjacent pieces, joined along the rows. A plane that all pieces share comes from the first."""
-    return {
-        "rowwise_data": torch.cat([piece["rowwise_data"] for piece in pieces]),
-        "rowwise_scale": torch.cat([piece["rowwise_scale"] for piece in pieces]),
-    }
+    return join_rows(pieces, ("rowwise_data", "rowwise_scale"))

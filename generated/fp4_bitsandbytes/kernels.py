@@ -43,15 +43,14 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.5625 (rowwise)."""
     rowwise_data = planes[0]  # (m, k // 2) uint8
     rowwise_scale = planes[1]  # (m, k // 64) float32
-    if opts.ROWWISE:
-        blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
-        block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
-        )
-        lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 64))
+    blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
+    block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+    lt.store_codes(
+        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
+    )
+    lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 64))
 
 
 @triton.jit

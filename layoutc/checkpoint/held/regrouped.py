@@ -44,17 +44,17 @@ class Regrouped(QuantizedTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """As QuantizedTensor has it."""
-        m, k = self._matrix
+        m, k = self.store.matrix
         each = max(1, AT_A_TIME // max(1, k))
         pieces = [
-            self._decoded({name: plane[first : first + each] for name, plane in self._planes.items()})
+            self._decoded({name: plane[first : first + each] for name, plane in self.store.planes.items()})
             for first in range(0, max(1, m), each)
         ]
         return torch.cat(pieces).to(dtype or self.dtype).view(self.shape)
 
     def _decoded(self, planes: Mapping[str, Tensor]) -> Tensor:
         """Some rows' values, fp32."""
-        (m, width), k = planes["rowwise_data"].shape, self._matrix[1]
+        (m, width), k = planes["rowwise_data"].shape, self.store.matrix[1]
         columns, own = self.COLUMNS or k, self.OF.LAYOUT.column_multiple
         blocks, times = cdiv(k, columns), cdiv(columns, own)
         data = _wider(planes["rowwise_data"], blocks * columns * width // k).view(m, blocks, columns * width // k)
