@@ -249,11 +249,7 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
 def _plane_doc(plane: Plane, source: Source) -> str:
     quantization = source.quantization
     if plane.kind == "scale":
-        return (
-            f"{quantization.scale.name} scale of each {block_text(source)} block"
-            if not plane.is_scalar
-            else "the scale"
-        )
+        return "the scale" if plane.is_scalar else f"{quantization.scale.name} scale of each {block_text(source)} block"
     if plane.kind == "level":
         return "level of each row's matrix, in place of its amax"
     if plane.kind in ("super", "offset", "super_zero"):
