@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.reading import is_shape, is_storage, names_of
+from layoutc.checkpoint.reading import is_storage, names_of
 from layoutc.checkpoint.untrusted import unpickling, zips
 from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.checkpoint.untrusted.metadata import StorageInfo
@@ -147,7 +147,7 @@ def _tensor(
 
 def _view(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
     """A view of a storage. Raises ValueError if it reaches beyond the storage, or is not a plain tensor."""
-    sizes = is_shape(shape) and is_shape(strides) and len(shape) == len(strides)
+    sizes = stored_form.is_shape(shape) and stored_form.is_shape(strides) and len(shape) == len(strides)
     if not sizes or type(offset) is not int or not isinstance(dtype, torch.dtype):
         raise ValueError("not the shape, strides, offset and dtype of a tensor")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

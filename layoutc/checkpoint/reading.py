@@ -16,10 +16,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from layoutc.checkpoint.untrusted import unpickling, zips
-from layoutc.checkpoint.untrusted.files import DIMS, open_file, read_at, read_whole, short
+from layoutc.checkpoint.untrusted.files import open_file, read_at, read_whole, short
 from layoutc.checkpoint.untrusted.metadata import StorageInfo, metadata_of
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.weight.stored_form import FORMAT, wrong_in
+from layoutc.runtime.weight.stored_form import FORMAT, is_shape, is_size, wrong_in
 
 METADATA = ".metadata"
 METADATA_BYTES = 2**30  # the largest metadata that is read: some ten million pieces
@@ -227,21 +227,12 @@ def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
     return Plain(dtype, tuple(shape))
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_shape(value: Any) -> bool:
-    """True for a tuple of sizes that a tensor can have."""
-    return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
-
-
 def is_storage(pid: Any) -> bool:
     """True for the persistent id of a storage: ("storage", dtype, key, device, elements)."""
     if not isinstance(pid, tuple) or len(pid) != 5:
         return False
     kind, dtype, key, _, elements = pid
-    return kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str) and _is_size(elements)
+    return kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str) and is_size(elements)
 
 
 def _checked(state: Any, where: str) -> dict[str, Any]:

@@ -157,10 +157,6 @@ def _now(
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
-def _like(facts: Facts, handle: Tensor) -> Tensor:
-    return handle.new_empty(facts.shape, dtype=facts.dtype)
-
-
 def _fake_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     return handle.new_empty(_sizes(window), dtype=dtype)
 
@@ -169,11 +165,11 @@ def _fake_lay_out(
     handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
 ) -> list[Tensor]:
     named = _names(operators.recipe_of(recipe).LAYOUT, *_sizes(window), orientation, swizzled)
-    return [_like(facts, handle) for facts in named.values()]
+    return [operators.empty_of(facts, handle) for facts in named.values()]
 
 
 def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
-    return _like(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
+    return operators.empty_of(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
 
 
 # ------------------------------------------------------------------------------------------------- in Inductor's graphs

@@ -303,7 +303,8 @@ def run_lay_out(
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
-def _like(facts: Facts, x: Tensor) -> Tensor:
+def empty_of(facts: Facts, x: Tensor) -> Tensor:
+    """A tensor of some shape and dtype, uninitialized, where x is."""
     return x.new_empty(facts.shape, dtype=facts.dtype)
 
 
@@ -311,7 +312,7 @@ def _fake_quantize(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
-    return [_like(facts, x) for facts in layout.written(m, k, orientations).values()]
+    return [empty_of(facts, x) for facts in layout.written(m, k, orientations).values()]
 
 
 def _fake_quantize_buffers(
@@ -325,7 +326,7 @@ def _fake_quantize_buffers(
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
     results = distinct(layout, m, k, tuple(orientations), swizzled)
-    made = _typed(layout, results, [_like(facts, x) for facts in results.values()], typed)
+    made = _typed(layout, results, [empty_of(facts, x) for facts in results.values()], typed)
     if _known(amax) is None and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
@@ -344,7 +345,7 @@ def _fake_lay_out(
 ) -> list[Tensor]:
     layout = recipe_of(recipe).LAYOUT
     results = layout.laid_out(m, k, orientations, swizzled)
-    return _typed(layout, results, [_like(facts, planes[0]) for facts in results.values()], typed)
+    return _typed(layout, results, [empty_of(facts, planes[0]) for facts in results.values()], typed)
 
 
 library.define(

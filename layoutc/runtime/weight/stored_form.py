@@ -173,12 +173,14 @@ def _is_plane(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """True for an int that a size can be: a bool is none."""
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
+def is_shape(value: Any) -> bool:
+    """True for a tuple of as many sizes as a tensor may have."""
+    return isinstance(value, tuple) and len(value) <= DIMS and all(map(is_size, value))
 
 
 def _is_text(value: Any) -> bool:
@@ -209,19 +211,19 @@ def is_facts(value: Any) -> bool:
 _STATE: dict[str, Callable[[Any], bool]] = {
     "recipe": _is_text,
     "layout_id": _is_text,
-    "language": _is_size,
+    "language": is_size,
     "spec_sha256": _is_text,
     "facts": is_facts,
     "module": _is_text,
-    "shape": _is_shape,
+    "shape": is_shape,
     "dtype": lambda value: _is_text(value) and _is_float(vars(torch).get(value)),
-    "matrix": lambda value: _is_shape(value) and len(value) == 2,
-    "halo": lambda value: _is_shape(value) and len(value) == 2,
+    "matrix": lambda value: is_shape(value) and len(value) == 2,
+    "halo": lambda value: is_shape(value) and len(value) == 2,
     "orientations": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
     "transposed": lambda value: isinstance(value, bool),
     "requires_grad": lambda value: isinstance(value, bool),
     "parameter": lambda value: isinstance(value, bool),
-    "crc32": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
+    "crc32": lambda value: isinstance(value, dict) and all(map(is_size, value.values())),
 }
 
 
