@@ -15,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests st
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # here, not in processes that would import torch again
 # Or Inductor builds a library for each set of instructions, and each process loads it in another that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Ranks of many workers share the cores: each worker's take as many times as long.
+WORKERS, CORES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.cpu_count() or 1
+os.environ.setdefault("LAYOUTC_RANKS_SECONDS", str(60 * max(2, -(-WORKERS // CORES))))
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0
+SECONDS = float(os.environ.get("LAYOUTC_RANKS_SECONDS", "60"))  # more where many processes share few cores
 # Imported once, in the process that all ranks are forked from. None of these initializes CUDA, which a forked process
 # could not do again. Nothing of layoutc is preloaded, since it may lie where only this process looks.
 PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
