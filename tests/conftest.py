@@ -16,8 +16,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # here, not in proc
 # Or Inductor builds a library for each set of instructions, and each process loads it in another that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Ranks of many workers share the cores: each worker's take as many times as long.
-WORKERS, CORES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.cpu_count() or 1
-os.environ.setdefault("LAYOUTC_RANKS_SECONDS", str(60 * max(2, -(-WORKERS // CORES))))
+os.environ.setdefault(
+    "LAYOUTC_RANKS_SECONDS",
+    str(60 * max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // (os.cpu_count() or 1))),
+)
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder

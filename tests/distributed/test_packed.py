@@ -21,7 +21,7 @@ import layoutc
 from layoutc.ints.cuts import Cuts
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import packed
-from layoutc.runtime.sharding.meshes import local_of
+from layoutc.runtime.torch_private import local_tensor
 
 ON_GATHER = "gather"
 
@@ -42,7 +42,7 @@ def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequen
 
 def numbers(model: nn.Module) -> list[int | None]:
     """The place of each weight in its pack; None of one that travels alone."""
-    places = [local_of(param)._packed for param in model.parameters()]
+    places = [local_tensor(param)._packed for param in model.parameters()]
     return [None if place is None or place.number == packed.ALONE else place.number for place in places]
 
 
@@ -97,7 +97,7 @@ def launches_again(recipe: str) -> None:
             model.unshard()  # type: ignore[operator]
             assert all(torch.equal(layer.weight.data, one) for layer, one in zip(model, values, strict=True))  # type: ignore[arg-type]
             model.reshard()  # type: ignore[operator]
-    pack = local_of(next(model.parameters()))._packed.pack
+    pack = local_tensor(next(model.parameters()))._packed.pack
     assert pack.launches
     assert all(len(launches) == 1 for launches in pack.launches.values())
 

@@ -7,9 +7,9 @@ from typing import Any
 import product_modes
 import pytest
 import torch
-from experts import Gated, Joined, Mixture, batch
 from harness import Ranks
 from models import adam, my_share, recipe_module
+from models_of_experts import Gated, Joined, Mixture, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard

@@ -9,7 +9,7 @@ import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
-from experts import EXPERTS, INNER, WIDTH, Gated, Joined, Mixture, batch
+from models_of_experts import EXPERTS, INNER, WIDTH, Gated, Joined, Mixture, batch
 from quantized_cases import module, same_bits
 from torch import nn
 
