@@ -101,7 +101,7 @@ def as_the_recipe(x, codebooks, out, ENCODE: tl.constexpr, SIZE: tl.constexpr): 
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["held by programs", "in memory"])
-@pytest.mark.parametrize("name", ["adam_m8", "adam_v8"])
+@pytest.mark.parametrize("name", ["adam_m8", "adam_v8", "adam_m4", "adam_v4"])
 def test_a_dynamic_map_is_looked_at_once(name: str, in_memory: bool) -> None:
     """At each step, at the number before it and after it, at all values, and at bf16's numbers from -2 to 2."""
     recipe = importlib.import_module(f"layoutc.recipes.{name}.kernels")
