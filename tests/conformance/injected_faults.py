@@ -29,7 +29,8 @@ METHODS = r"    _cut, _join = .*\n"  # of a generated class: others may follow
 SEND = r"        return all_gather\.send\(self, mesh\)\n"
 SENT = "        sent, note = all_gather.send(self, mesh)\n"
 ATEN = "__import__('torch').ops.aten"  # which generated files do not import
-TABLE = r"(    LAYOUT, HANDLERS, REFERENCE = LAYOUT, )HANDLERS(, reference\n)"
+TABLE = r"    LAYOUT, REFERENCE = LAYOUT, reference\n"
+OWN = r"\g<0>    HANDLERS = Recipe.HANDLERS | "  # of the class
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
 MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a tie goes to the odd code": ("nvfp4", "reference.py", r"\b0\.75,", "0.7500000596046448,", ("encode",)),
@@ -274,22 +275,22 @@ def quantize(x, *, seed=None, **options):
     "cat joins scales in reverse": (
         "fp8_block",
         "dispatch.py",
-        r'torch\.cat\(\[piece\["rowwise_scale"\] for piece in pieces\]\)',
-        'torch.cat([piece["rowwise_scale"] for piece in pieces[::-1]])',
+        r"return (join_rows\(pieces, .*\))",
+        r'return \1 | join_rows(pieces[::-1], ("rowwise_scale",))',
         ("cat",),
     ),
     "a clone is an alias": (
         "fp8_current",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}.clone.default: HANDLERS[{ATEN}.alias.default]}}\2",
+        rf"{OWN}{{{ATEN}.clone.default: Recipe.HANDLERS[{ATEN}.alias.default]}}\n",
         ("copies",),
     ),
     "pinning is forgotten": (
         "nvfp4",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}._pin_memory.default: HANDLERS[{ATEN}.alias.default]}}\2",
+        rf"{OWN}{{{ATEN}._pin_memory.default: Recipe.HANDLERS[{ATEN}.alias.default]}}\n",
         ("storage",),
     ),
     "the history picks another amax": (
@@ -338,8 +339,8 @@ def quantize(x, *, seed=None, **options):
         "nvfp4",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}.copy_.default: lambda func, args, kwargs: args[0] "
-        r"if type(args[0]) is type(args[1]) else HANDLERS[func](func, args, kwargs)}\2",
+        rf"{OWN}{{{ATEN}.copy_.default: lambda func, args, kwargs: args[0] "
+        r"if type(args[0]) is type(args[1]) else Recipe.HANDLERS[func](func, args, kwargs)}\n",
         ("checkpoint", "copies", "writes"),
     ),
     "quantizing into a tensor keeps its scale": (
@@ -362,22 +363,22 @@ def quantize(x, *, out=None, **options):
         "nvfp4",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}.select.int: lambda func, args, kwargs: "
-        r"HANDLERS[func](func, (*args[:2], 0), kwargs)}\2",
+        rf"{OWN}{{{ATEN}.select.int: lambda func, args, kwargs: "
+        r"Recipe.HANDLERS[func](func, (*args[:2], 0), kwargs)}\n",
         ("experts",),
     ),
     "zeros_like has the values": (
         "fp8_current",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}}\2",
+        rf"{OWN}{{{ATEN}.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}}\n",
         ("new-tensors",),
     ),
     "a sum is not counted": (
         "fp8_current",
         "tensor.py",
         TABLE,
-        rf"\1{{**HANDLERS, {ATEN}.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}}\2",
+        rf"{OWN}{{{ATEN}.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}}\n",
         ("strict",),
     ),
     "a gather marks the shard": (
