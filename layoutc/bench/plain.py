@@ -78,7 +78,7 @@ def element_of(decode: Callable[[Tensor], Tensor], bits: int, largest: float | N
     if even == len(steps):
         return Element(bits, top, step=first, lowest=-top if lowest is None else lowest)
     mantissa = (even - 1).bit_length() - 2
-    if even != (2 << mantissa) + 1:
+    if mantissa < 0 or even != (2 << mantissa) + 1:
         raise NoPlain("its elements are neither floats nor integers")
     return Element(bits, top, mantissa=mantissa, smallest_normal=first * 2**mantissa)
 

@@ -27,6 +27,7 @@ OF_CODES, OF_ZEROS, OF_SCALES = (
 NONE = {
     "nvfp4_4over6": "several scales",
     "nvfp4_activation": "transforms",
+    "fp4_bitsandbytes": "neither floats nor integers",
     "nvfp4_gradient": "random bits",
     **dict.fromkeys(
         (
@@ -35,7 +36,6 @@ NONE = {
             "int4_packed32",
             "nf4",
             "nf4_bitsandbytes",
-            "fp4_bitsandbytes",
             "q6_k",
         ),
         OF_CODES,
