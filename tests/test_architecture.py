@@ -136,7 +136,7 @@ OLD_NAMES = {f"layoutc.runtime.{name}" for name in ("broadcasts", "casting", "pl
 EXCEPTIONS: set[tuple[str, str]] = set()
 # Modules of one room that import one another.
 CYCLES = [
-    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "into_pack", "shared_amax", "tensor")},
+    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "into_row", "shared_amax", "tensor")},
 ]
 
 

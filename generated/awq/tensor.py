@@ -26,7 +26,8 @@ class AwqTensor(Recipe):
     rowwise_zero = plane("rowwise_zero")  # (m, k // 128) uint8: uint4 zero point of each 1x128 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes."""
+        """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes. Shards of multiples of 8 rows are sent as
+        they lie: 8 rows share tiles of rowwise_data."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -25,7 +25,8 @@ class E3M4BlockTensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 64), cdiv(k, 64)) float32: f32 scale of each 64x64 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in both passes."""
+        """Sends rowwise_data and rowwise_scale in both passes. Shards of multiples of 64 rows are sent as they lie: one
+        rowwise scale covers 64 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -25,7 +25,8 @@ class FP8BlockE8M0Tensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 128), cdiv(k, 128)) uint8: e8m0 scale of each 128x128 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in both passes."""
+        """Sends rowwise_data and rowwise_scale in both passes. Shards of multiples of 128 rows are sent as they lie:
+        one rowwise scale covers 128 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

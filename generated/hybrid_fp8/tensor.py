@@ -30,7 +30,8 @@ class HybridFP8Tensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, filled
-        up to the same sizes where they differ; all of them once if the weight stays gathered."""
+        up to the same sizes where they differ; all of them once if the weight stays gathered. Shards of multiples of
+        128 rows are sent as they lie: one columnwise scale covers 128 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -30,7 +30,8 @@ class INT4GROUP32Tensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data, rowwise_scale and rowwise_zero in forward, and columnwise_data, columnwise_scale and
-        columnwise_zero in backward, of the same sizes; all of them once if the weight stays gathered."""
+        columnwise_zero in backward, of the same sizes; all of them once if the weight stays gathered. Shards of
+        multiples of 32 rows are sent as they lie: one columnwise scale covers 32 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -26,7 +26,8 @@ class INT4PACKED128ZerosTensor(Recipe):
     rowwise_zero = plane("rowwise_zero")  # (m, k // 128) uint8: int4_offset zero point of each 1x128 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes."""
+        """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes. Shards of multiples of 8 rows are sent as
+        they lie: 8 rows share words of 32 bits of rowwise_zero."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

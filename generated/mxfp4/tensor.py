@@ -28,7 +28,8 @@ class MXFP4Tensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, of the
-        same sizes; all of them once if the weight stays gathered."""
+        same sizes; all of them once if the weight stays gathered. Shards of multiples of 32 rows are sent as they lie:
+        one columnwise scale covers 32 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -25,7 +25,8 @@ class MXFP82DTensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (m // 32, k // 32) uint8: e8m0 scale of each 32x32 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in both passes."""
+        """Sends rowwise_data and rowwise_scale in both passes. Shards of multiples of 32 rows are sent as they lie: one
+        rowwise scale covers 32 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -25,7 +25,8 @@ class NVFP4Tensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (m // 16, k // 16) uint8: e4m3 scale of each 16x16 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in both passes. amax, which is equal on all shards, goes as metadata."""
+        """Sends rowwise_data and rowwise_scale in both passes. amax, which is equal on all shards, goes as metadata.
+        Shards of multiples of 16 rows are sent as they lie: one rowwise scale covers 16 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -28,8 +28,8 @@ class NVFP4ActivationTensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, of the
-        same sizes; all of them once if the matrix stays gathered. amax, which is equal on all shards, goes as
-        metadata."""
+        same sizes; all of them once if the matrix stays gathered. amax, which is equal on all shards, goes as metadata.
+        Shards of multiples of 16 rows are sent as they lie: one columnwise scale covers 16 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from layoutc.budget.choice import Picks, why_plain
@@ -57,39 +58,23 @@ class Group:
         return found
 
     @cached_property
-    def packed(self) -> int:
-        """Bytes of the planes that travel in one tensor: of weights that are dequantized on gather, where two or more
-        can."""
-        packing = [one for one in self.members if one.piece.packed and one.piece.packs]
-        return sum(gathered(one.piece, "forward", self.dtypes).sent for one in packing)
-
-    @cached_property
-    def at_once(self) -> bool:
-        """Whether values are made from where that tensor has arrived, and it is never copied, after the first gather:
-        beside plain weights alone, which are cut on dim 0, at a multiple of 16 bytes of what a rank sends."""
+    def at_once(self) -> int:
+        """Bytes of planes that are dequantized where they have arrived, and never copied, after the first gather: where
+        kernels reach all that is dequantized on gather in what a rank sends, all cut on dim 0."""
         pieces = [one.piece for one in self.members]
-        if not self.packed or any(not (one.packs if one.on_gather else one.plan is None) for one in pieces):
-            return False
-        if any(one.placed.dim for one in pieces):
-            return False
+        if any(one.placed.dim or (one.plan is not None and not one.packs) for one in pieces):
+            return 0
         sizes = [gathered(one, "forward", self.dtypes).sent for one in pieces]
-        first = next(at for at, one in enumerate(pieces) if one.packs)
-        return in_few_steps([sum(sizes[:first])], sum(sizes))
-
-    @property
-    def copied(self) -> int:
-        """Bytes of the tensor that they travel in beside what FSDP2 sends, which lives until it is sent."""
-        return 0 if self.at_once else self.packed
+        starts = accumulate(sizes, initial=0)
+        found = [(start, size) for start, size, one in zip(starts, sizes, pieces, strict=False) if one.packs]
+        return sum(size for _, size in found) if in_few_steps([start for start, _ in found], sum(sizes)) else 0
 
     @cached_property
     def reduces_in_few_steps(self) -> bool:
         """Whether gradients are reduced without FSDP2's loops: beside quantized weights that gather in few steps, over
         shards alone, cut on dim 0, where all weights are trained."""
         pieces = [one.piece for one in self.members]
-        on_gather = [one for one in pieces if one.plan is not None and one.on_gather]
         if self.ranks == 1 or all(one.plan is None for one in pieces) or not all(one.trains for one in pieces):
-            return False
-        if on_gather and not (self.packed and all(one.packs for one in on_gather)):
             return False
         return reduces_in_few_steps(self.replicas, [(one.placed.dim, one.placed.parts) for one in pieces])
 
@@ -197,11 +182,11 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes
 
 
 def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes: Dtypes) -> tuple[Member, ...]:
-    """The same, of which all leave values, or all codes; marked as those of a group of which planes travel in one
-    tensor, if two or more of them can."""
+    """The same, of which all leave values, or all codes; marked as those of a group whose planes are all dequantized
+    where they arrive."""
     packs = [one.piece.packs for one in members if one.piece.plan is not None]
     values = use.leaves_values(packs, stays, dtypes.gathered)
-    packed = values and sum(packs) > 1
+    packed = values and all(packs)
     return tuple(
         replace(one, piece=replace(one.piece, on_gather=values, packed=packed)) if one.piece.plan is not None else one
         for one in members
@@ -223,7 +208,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) ->
                 group.exchanges,
                 group.reduced if mesh.replicas > 1 else 0,
                 replicas,
-                group.packed if group.at_once else 0,
+                group.at_once,
             )
             for group in groups
         ),

@@ -1,10 +1,10 @@
 """The most bytes that gathers and gradients add during a step, beside what stays: a walk over FSDP2's own order.
 
 Looked at where it is highest: while a collective runs, once a gather has been copied out, and while the weights of a
-group are dequantized on gather, between its codes and its values: of steps after the first, in which FSDP2 also copies
-the codes of those that travel in one tensor. FSDP2 of torch 2.11 to 2.14 keeps the buffer of one gather until the next
-one of forward has been issued, gathers the next group of backward while this one computes, and keeps the input of one
-reduce-scatter: in place of that, an exchange keeps the gradients themselves.
+group are dequantized on gather, between its codes and its values: of steps after the first. FSDP2 of torch 2.11 to 2.14
+keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward while
+this one computes, and keeps the input of one reduce-scatter: in place of that, an exchange keeps the gradients
+themselves.
 
 With activations the highest point is another one, as those of later layers are gone when gradients are most.
 """
@@ -95,14 +95,14 @@ def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
     order = [group for layer in reversed(groups.layers) for group in layer]
     seen, sharded, kept, before = _Highest(), 0, 0, sum(activations.kept)
     seen.see(activations.total, root)
-    following = iter([*((_buffer(group, "backward"), group.copied) for group in order[1:]), (0, 0)])
+    following = iter([*(_buffer(group, "backward") for group in order[1:]), 0])
     for at, layer in reversed([*enumerate(groups.layers)]):
         open_, coming, here = 0, 0, before + activations.computing[at]
         for group in layer:  # each is gathered, and the next one called for
             base, own = root + early + sharded + kept, group.gather("backward")
             seen.see(before, base + open_ + _buffer(group, "backward") + own.held + own.arrived)
-            open_, (coming, packed) = open_ + own.held, next(following)
-            seen.see(here, base + open_ + coming + packed)
+            open_, coming = open_ + own.held, next(following)
+            seen.see(here, base + open_ + coming)
         for group in reversed(layer):  # those inside have their gradients first, and are let go of
             base = root + early + sharded + coming
             computing = open_ + group.gradients + kept

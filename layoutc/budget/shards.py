@@ -38,7 +38,7 @@ class Dtypes:
 class Piece:
     """A weight as FSDP2 has it. plan: of its recipe; None for a plain one. cast: it is quantized as it is gathered.
     stays: it is gathered once a step, and kept until backward is done. on_gather: its gathers leave values. packed:
-    planes of its group travel in one tensor, its own among them if it `packs`."""
+    all planes of its group can be dequantized where they arrive."""
 
     placed: Placed
     plan: Plan | None = field(default=None, hash=False)  # which has thousands of parts to hash
@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def packs(self) -> bool:
-        """True if its planes travel in one tensor, where those of another one can; see `layoutc.plan.wire.packs`."""
+        """True if it can be dequantized where its planes arrive; see `layoutc.plan.wire.packs`."""
         placed, plan = self.placed, self.plan
         if plan is None or not self.on_gather or placed.ranks == 1 or placed.dim:
             return False
@@ -166,10 +166,10 @@ def _left(piece: Piece) -> int:
 
 
 def _left_beside_values(piece: Piece, plan: Plan) -> int:
-    """The same of a weight that is cast and dequantized on gather. What travels with others keeps its shared planes:
-    with a history the one that the cast remembers, without one parts of a tensor of the whole group."""
+    """The same of a weight that is cast and dequantized on gather. Those of a group that kernels quantize where it is
+    sent from keep their shared planes; with a history also the amax that the cast remembers."""
     history = plan.layout.history
-    if piece.packed and (piece.packs or not history):
+    if piece.packed:
         shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
         return shared + (FP32 if history else 0)
     return FP32 + FP32 * history if history else 0

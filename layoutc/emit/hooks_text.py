@@ -47,6 +47,8 @@ def hooks_text(plan: Plan) -> HooksText:
     if plan.shared:
         names = _listed(plan.shared)
         pre_doc += f". {names}, which {'is' if len(plan.shared) == 1 else 'are'} equal on all shards, goes as metadata"
+    if plan.shard_rows > 1:
+        pre_doc += f". Shards of multiples of {plan.shard_rows} rows are sent as they lie: {plan.shard_reason}"
     gathered = (*plan.forward.planes, *plan.backward.planes)
     split = any(plane.per_m not in (None, 1) for plane in gathered)
     copied = "; scales of blocks that cuts split arrive more than once, and are copied" if split else ""

@@ -53,8 +53,8 @@ class Use:
         return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
 
     def leaves_values(self, packs: Sequence[bool], stays: bool = False, value: int = BF16) -> bool:
-        """Whether gathers of a group leave values. packs: of each weight in the recipe, whether it can travel in a
-        pack. stays: gathered after forward. value: bytes of one."""
+        """Whether gathers of a group leave values. packs: of each weight in the recipe, whether it can be
+        dequantized where it arrives. stays: gathered after forward. value: bytes of one."""
         if self.plan is None or self.on_gather is not None:
             return self.plan is not None and bool(self.on_gather)
         free = [values_cost_nothing(fits, value, self.plan.passes_differ, stays) for fits in packs]

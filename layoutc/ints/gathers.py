@@ -10,6 +10,8 @@ from itertools import zip_longest
 from layoutc.ints.cuts import Cuts
 
 ALIGNED = 16  # bytes that kernels move at a time
+READABLE = 4  # at multiples of which they read and write planes at all
+WORD = 8  # bytes that are copied as one number
 VALUE = 2  # bytes of a value: those of fp32 take four times the memory of codes, and autocast converts them again
 
 
@@ -22,20 +24,20 @@ def slots(forward: Sequence[int], backward: Sequence[int]) -> tuple[int, ...]:
 
 
 def fits_pack(planes: Iterable[tuple[int, int]], cuts: Cuts) -> bool:
-    """Whether a weight can travel in one tensor with others of its group. planes: the rows that share an entry of each,
-    and the bytes that a rank sends: whole blocks of rows, and multiples of 16 bytes."""
+    """Whether a weight can be dequantized from where ranks' rows of bytes have arrived. planes: the rows that share an
+    entry of each, and the bytes that a rank sends: whole blocks of rows, and multiples of 16 bytes."""
     return all(cuts.aligned(rows) and nbytes % ALIGNED == 0 for rows, nbytes in planes)
 
 
 def in_few_steps(starts: Iterable[int], nbytes: int) -> bool:
-    """Whether kernels reach what a rank sends: nbytes, of which packs begin at `starts`."""
-    return not any(at % ALIGNED for at in (*starts, nbytes))
+    """Whether kernels reach what a rank sends: nbytes, in which planes that they read or write begin at `starts`."""
+    return nbytes % WORD == 0 and not any(at % READABLE for at in starts)
 
 
 def values_cost_nothing(fits: bool, value: int, passes_differ: bool, stays: bool) -> bool:
     """Whether gathers of a weight may leave values where nobody asked for codes.
 
-    fits: into a pack, which few steps gather. value: bytes of one. passes_differ: both passes would need the same
+    fits: as of fits_pack, which few steps gather. value: bytes of one. passes_differ: both passes would need the same
     codes. stays: it is gathered until backward is done; values would take more memory for that long.
     """
     return fits and value == VALUE and not passes_differ and not stays
@@ -45,7 +47,7 @@ def leaves_values(chosen: Sequence[bool | None], free: Iterable[bool]) -> list[b
     """For each weight of a group: whether its gathers leave values, and not codes.
 
     chosen: by the weight itself; None: as all weights do. free: for each, whether that is values, which cost nothing.
-    The group's weights then travel in one pack, so there must be two, and none that has chosen codes.
+    All of a group leave values by default, or none; where there are two, and none that has chosen codes.
     """
     by_default = len(chosen) > 1 and False not in chosen and all(free)
     return [by_default if own is None else own for own in chosen]

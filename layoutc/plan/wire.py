@@ -29,7 +29,7 @@ def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
 
 
 def packs(gather: Gather, cuts: Cuts, k: int) -> bool:
-    """Whether weights of a group that are dequantized on gather travel in one tensor, if they are two or more."""
+    """Whether a weight can be dequantized where its planes arrive."""
     return gathers.fits_pack([(plane.per_m or 1, sent_bytes(plane, cuts, k)) for plane in gather.planes], cuts)
 
 

@@ -24,8 +24,9 @@ import layoutc
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.precompute import precompute_amaxes
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2 import hooks, packed
+from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.products.per_weight_mode import own_mode_holder
+from layoutc.runtime.sharding import registry
 
 ON_GATHER, LATER = "gather", "dequantize"
 Found = list[Any]
@@ -155,7 +156,7 @@ def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None
 
 
 def quantizes_once(recipe: str) -> None:
-    """Weights that are cast on gather, with others in between that don't travel in the pack."""
+    """Weights that are cast on gather, with others in between whose codes stay."""
     torch.manual_seed(0)
     model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
     product_modes.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
@@ -164,7 +165,6 @@ def quantizes_once(recipe: str) -> None:
         for _ in range(2):
             model(torch.ones(8, WIDTH))
             reshard(model)
-    assert len(own_mode_holder(model.layers[0].weight)._packed.pack.members) == 3
     assert alone == []
 
 
@@ -292,18 +292,19 @@ def test_ranks_agree_on_who_sends_what_whatever_else_they_hold(two: Ranks, mode:
 
 # ----------------------------------------------------------------------------------------------------------- lifetimes
 def leaves_nothing(use: str) -> None:
-    """Values, packs and blocks of a model that is deleted while some of it is gathered; also while its shards live."""
+    """Values, plans and blocks of a model that is deleted while some of it is gathered; also while its shards live."""
 
     def trained() -> tuple[Any, list[weakref.ref[Any]], list[weakref.ref[Any]]]:
         model = sharded(blocks("nvfp4", use, ON_GATHER))
         optimizer = optimizer_of(model)
         train(model, optimizer, 0, 1)
-        packs = [own_mode_holder(block.up.weight)._packed.pack for block in model]
-        assert all(isinstance(pack, packed.Pack) and len(pack.members) == 2 for pack in packs)
+        groups: list[Any] = [registry.find(own_mode_holder(block.up.weight)).group() for block in model]  # type: ignore[union-attr]
+        plans = [plan for group in groups for plan in group._plans.values() if plan is not None]
+        assert [len(plan.of_values) for plan in plans] == [2] * len(groups)
         values = [one.values for one in hooks._gathered.values() if one.values is not None]
         assert len(values) == 4
         model[0].unshard()
-        return optimizer, [weakref.ref(one) for one in (*values, *model)], [weakref.ref(one) for one in packs]
+        return optimizer, [weakref.ref(one) for one in (*values, *model)], [weakref.ref(one) for one in plans]
 
     def alive(left: list[weakref.ref[Any]]) -> list[type]:
         gc.collect()

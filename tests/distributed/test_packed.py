@@ -1,4 +1,4 @@
-"""Weights that are dequantized on gather: their values to the bit, in packs and alone; and modes that change."""
+"""Weights that are dequantized on gather: their values to the bit, by plans and by hooks; and modes that change."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from weight_recipes import CUT_APART
 import layoutc
 from layoutc.ints.cuts import Cuts
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2 import packed
-from layoutc.runtime.torch_private import local_tensor
+from layoutc.runtime.fsdp2.gather_plan import GatherPlan
+from layoutc.runtime.sharding import gathered, registry
 
 ON_GATHER = "gather"
 
@@ -40,10 +40,11 @@ def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequen
     return model, values
 
 
-def numbers(model: nn.Module) -> list[int | None]:
-    """The place of each weight in its pack; None of one that travels alone."""
-    places = [local_tensor(param)._packed for param in model.parameters()]
-    return [None if place is None or place.number == packed.ALONE else place.number for place in places]
+def plans(model: nn.Module) -> list[GatherPlan]:
+    """Those of the model's group."""
+    params = {id(param) for param in model.parameters()}
+    group: Any = next(group for param, group in registry.parameters() if id(param.sharded_param) in params)
+    return [plan for plan in group._plans.values() if plan is not None]
 
 
 def leaves_values(recipe: str, cast: bool) -> None:
@@ -62,12 +63,11 @@ def leaves_values(recipe: str, cast: bool) -> None:
                 assert type(weight.data) is Tensor
                 assert torch.equal(weight.data, whole)
             model.reshard()  # type: ignore[operator]
-    expected = []
+    fits = []
     for count, layer in zip(rows, model, strict=True):
         sent = layout.sent("forward", Cuts(count, -(-count // world), world), layer.in_features).values()
-        fits = -(-count // world) % layout.block_rows == 0 and all(facts.nbytes % 16 == 0 for facts in sent)
-        expected.append(sum(one is not None for one in expected) if fits else None)
-    assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
+        fits.append(-(-count // world) % layout.block_rows == 0 and all(facts.nbytes % 16 == 0 for facts in sent))
+    assert [len(plan.of_values) for plan in plans(model)] == [len(rows)] * all(fits)
 
 
 @pytest.mark.sample(3)
@@ -97,36 +97,33 @@ def launches_again(recipe: str) -> None:
             model.unshard()  # type: ignore[operator]
             assert all(torch.equal(layer.weight.data, one) for layer, one in zip(model, values, strict=True))  # type: ignore[arg-type]
             model.reshard()  # type: ignore[operator]
-    pack = local_tensor(next(model.parameters()))._packed.pack
-    assert pack.launches
-    assert all(len(launches) == 1 for launches in pack.launches.values())
+    (plan,) = plans(model)
+    assert plan.launches
+    assert all(len(launches) == 1 for launches in plan.launches.values())
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_2d"])
-def test_a_pack_is_dequantized_in_one_launch(two: Ranks, recipe: str) -> None:
+def test_a_group_is_dequantized_in_one_launch(two: Ranks, recipe: str) -> None:
     two.run(launches_again, recipe)
 
 
 def some_alone(recipe: str) -> None:
-    """A weight whose blocks are cut between ranks, beside others; and a group with no more than one that fits."""
+    """A weight whose blocks are cut between ranks, beside others."""
     block, world = import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows, dist.get_world_size()
-    for rows, expected in (
-        ([block * world, block * 3, block * world], [0, None, 1]),
-        ([block * 3, block * world, block * 3], [None, None, None]),
-    ):
+    for rows in ([block * world, block * 3, block * world], [block * 3, block * world, block * 3]):
         model, values = of_rows(recipe, rows)
         fully_shard(model)
         for _ in range(2):
             model.unshard()  # type: ignore[operator]
             assert all(torch.equal(layer.weight.data, one) for layer, one in zip(model, values, strict=True))  # type: ignore[arg-type]
             model.reshard()  # type: ignore[operator]
-        assert numbers(model) == expected
+        assert not plans(model)  # FSDP2 gathers them by their hooks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
-def test_weights_with_blocks_that_are_cut_travel_alone(two: Ranks, recipe: str) -> None:
+def test_weights_with_blocks_that_are_cut(two: Ranks, recipe: str) -> None:
     two.run(some_alone, recipe)
 
 
@@ -147,8 +144,8 @@ def switches(recipe: str) -> None:
         expected = train_step(reference, optimizers[0], step, width)
         assert train_step(model, optimizers[1], step, width, my_share()) == expected, (step, mode)
         weights = [layer.weight for layer in (*model.layers, model.head)]
-        places = [local(weight)._packed for weight in weights]
-        seen.append([place is not None and place.number != packed.ALONE for place in places])
+        found: list[Any] = [registry.find(local(weight)) for weight in weights]
+        seen.append([gathered.decision_of(one.param()).values for one in found])  # type: ignore[union-attr]
     alike = [mode == ON_GATHER for mode in modes]
     assert seen == [
         [one] * 3 if mode != "head" else [True, True, False] for mode, one in zip(modes, alike, strict=True)

@@ -52,7 +52,6 @@ from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2 import exchange as exchanges
 from layoutc.runtime.fsdp2 import on_gather as arriving
-from layoutc.runtime.fsdp2 import pack as packs
 from layoutc.runtime.fsdp2.exchange import GradientBuffer
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.fsdp2.wire import _index as block_indices
@@ -351,11 +350,11 @@ def callers_file() -> str:
 def looking_at_groups(watched: Watched) -> Iterator[None]:
     """Also looks where a group has just been gathered, where it has its gradients and still is, where the part of a
     gradient that FSDP2 takes has just been cut, where gradients that were exchanged are about to be added up, and where
-    weights are about to be dequantized on gather; and at planes that travel together, as long as they live."""
+    weights are about to be dequantized on gather."""
     looked_at = [(FSDPParamGroup, "_to_unsharded"), (FSDPParamGroup, "post_backward"), (SteadyGroup, "post_backward")]
     originals = {(cls, name): getattr(cls, name) for cls, name in looked_at}
     cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
-    dequantize, fill = arriving.dequantize_all, packs.Pack.fill
+    dequantize = arriving.dequantize_all
 
     def looking(original: Callable[..., Any]) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
@@ -377,20 +376,16 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         watched.look()
         return dequantize(arrivals)
 
-    def filling(self: Any, sent: Tensor, mesh: Any) -> None:
-        fill(self, sent, mesh)
-        watched.look(sent)
-
     for (cls, name), original in originals.items():
         setattr(cls, name, looking(original))
     FSDPParam._get_grad_inner_tensor = cutting
     exchanges.rank_sum = adding_up
-    arriving.dequantize_all, packs.Pack.fill = dequantizing, filling
+    arriving.dequantize_all = dequantizing
     try:
         yield
     finally:
         FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
-        arriving.dequantize_all, packs.Pack.fill = dequantize, fill
+        arriving.dequantize_all = dequantize
         for (cls, name), original in originals.items():
             setattr(cls, name, original)
 

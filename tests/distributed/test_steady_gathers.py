@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import product_modes
@@ -138,16 +137,3 @@ def follows_its_own_choice(recipe: str, cast: bool) -> None:
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_choice_between_gathers_is_followed(two: Ranks, cast: bool) -> None:
     two.run(follows_its_own_choice, "mxfp8", cast)
-
-
-def copies_start_anew(recipe: str) -> None:
-    """A deep copy of a shard has memory of its own, and no gathers behind it."""
-    model, _ = gathered_twice(recipe)
-    shard_of = local(model.head.weight)
-    assert shard_of._steady is not None
-    assert copy.deepcopy(shard_of)._steady is None
-    assert shard_of.detach()._steady is None
-
-
-def test_copies_have_no_gathers_behind_them(two: Ranks) -> None:
-    two.run(copies_start_anew, "mxfp8")

@@ -196,13 +196,13 @@ def test_values_that_gathers_leave_cost_the_host_and_the_card_less(cast: bool) -
     [
         (((64, 256), (64, 256)), 2, 2 * (32 * 128 + 2 * 16)),
         (((64, 256), (64, 256)), 1, 0),
-        (((64, 256),), 2, 0),  # nothing to travel with
+        (((64, 256),), 2, 32 * 128 + 2 * 16),
         (((64, 256), (64, 192)), 2, 0),  # the second has 2 x 12 bytes of scales
         (((64, 256), (64, 256), (48, 256)), 2, 0),  # 24 rows a rank cut a block
         (((368, 256), (384, 256)), 24, 2 * (16 * 128 + 16)),  # a rank has no rows of the first one
     ],
 )
-def test_which_planes_travel_in_one_tensor(shapes: tuple[tuple[int, int], ...], world: int, packed: int) -> None:
+def test_which_planes_are_never_copied_out(shapes: tuple[tuple[int, int], ...], world: int, packed: int) -> None:
     """By hand, of nvfp4: each rank sends blocks of whole rows, and planes of multiples of 16 bytes, not copied out."""
     model = SMALL.with_shapes(*shapes)
     uses = (replace(use("nvfp4"), on_gather=on) for on in (False, True))

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
-from layoutc.runtime.fsdp2.steady_group import Row
+from layoutc.runtime.fsdp2.gather_plan import GatherPlan
 from layoutc.runtime.sharding import gathered
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
@@ -216,16 +216,16 @@ def hostile(recipe: str) -> Iterator[None]:
 
         return sleeping
 
-    of_gathers, fill, arrive = gathered.allocate, Row.fill, Row.arrive
+    of_gathers, fill, arrive = gathered.allocate, GatherPlan.fill, GatherPlan.arrive
     gathered.allocate = poisoned_in_few_steps
-    Row.fill, Row.arrive = slept(fill), slept(arrive)  # type: ignore[method-assign]
+    GatherPlan.fill, GatherPlan.arrive = slept(fill), slept(arrive)  # type: ignore[method-assign]
     FSDPParam.alloc_all_gather_outputs = poisoned  # type: ignore[method-assign]
     cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = delayed(pre), delayed(post)
     try:
         yield
     finally:
         gathered.allocate = of_gathers
-        Row.fill, Row.arrive = fill, arrive  # type: ignore[method-assign]
+        GatherPlan.fill, GatherPlan.arrive = fill, arrive  # type: ignore[method-assign]
         FSDPParam.alloc_all_gather_outputs = allocate  # type: ignore[method-assign]
         cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre, post
 

@@ -2,7 +2,7 @@
 
 FSDP2 calls the pre-all-gather hooks of a group's parameters one after another. The first of them quantizes all weights
 of the group, and agrees on all their amaxes; the others take their part. Gathers in few steps quantize where the rank
-sends from (`into_pack`).
+sends from (`into_row`).
 
 A part is taken only by the weight whose turn it is, and only if its values are still those that were quantized. A
 weight that was written in between, or that nobody expected, is quantized by itself.
@@ -22,8 +22,6 @@ from torch import Tensor
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.fsdp2.pack import is_filling
-from layoutc.runtime.fsdp2.wire import Arrived
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -61,8 +59,8 @@ class GatherGroup:
     parts: list[Part | None] = field(default_factory=list)
     turn: int = 0  # whose part is taken next
 
-    def part_of(self, shard: CastOnGather, sharding: Sharding, early: bool) -> QuantizedTensor | None:
-        """A weight's part; None if it must be quantized by itself. early: it travels with an earlier weight.
+    def part_of(self, shard: CastOnGather, sharding: Sharding) -> QuantizedTensor | None:
+        """A weight's part; None if it must be quantized by itself.
 
         The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
         """
@@ -75,13 +73,10 @@ class GatherGroup:
                 return None
             made = quantized(members)
             self.parts = [Part(one, *_stamp(tensor)) for one, tensor in zip(made, members, strict=True)]
-        if self.turn != index and not early:
+        if self.turn != index:
             self.parts = []
             return None
-        part = self.parts[index]
-        self.parts[index] = None
-        while self.turn < len(self.parts) and self.parts[self.turn] is None:
-            self.turn += 1
+        part, self.parts[index], self.turn = self.parts[index], None, index + 1
         if self.turn == len(self.parts):
             self.parts = []
         return part.quantized if part is not None and part.is_of(shard) else None
@@ -100,7 +95,7 @@ def send(shard: CastOnGather, mesh: Any) -> Sent:
     sharding = registry.find(shard)
     if sharding is None or not sharding.is_of(shard) or hooks.simulated():
         return send_alone(shard, mesh)
-    part = group_of(sharding).part_of(shard, sharding, is_filling())
+    part = group_of(sharding).part_of(shard, sharding)
     return send_alone(shard, mesh) if part is None else _send(shard, part, mesh)
 
 
@@ -113,10 +108,7 @@ def send_alone(shard: CastOnGather, mesh: Any) -> Sent:
 def _send(shard: CastOnGather, quantized: Any, mesh: Any) -> Sent:
     """Through the hook of the recipe's class."""
     registry.stand_in(quantized, shard)
-    sent: Sent = quantized.fsdp_pre_all_gather(mesh)
-    if sent[1].route.world > 1:
-        sent[1].before = Arrived()  # what arrives is in the same memory in each gather
-    return sent
+    return quantized.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
 
 
 def members_of(sharding: Sharding) -> list[CastOnGather]:

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime import product_mode, strict
-from layoutc.runtime.cast import gather_group, into_pack
+from layoutc.runtime.cast import gather_group, into_row
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.fsdp2 import hooks, packed
+from layoutc.runtime.fsdp2 import all_gather, hooks
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
@@ -63,7 +63,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     QUANTIZED: ClassVar[type[QuantizedTensor]]
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
-    INTO_PACK = into_pack.IntoPack  # what quantizes into a pack of such weights
+    INTO_ROW = into_row.IntoRow  # what quantizes such weights where a rank sends them from
 
     store: Values  # {"values": all of them}: the very dict is what aliases and views share
     _plain: Tensor  # those that this view shows
@@ -74,7 +74,6 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
     own_products: Settings | None  # as of a QuantizedTensor
-    _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _copied: CopiedView | None  # of a copy of a view of a weight
 
@@ -107,7 +106,6 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         self.store, self._plain = planes, values
         self._views, self.transposed, self._detached, self.weight_name = (), False, False, None
         self._agreed, self._source, self.own_products, self._copied = Agreed(), None, None, None
-        self._packed = None
         return self
 
     def alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
@@ -251,7 +249,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     @registry.PreHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
-        return packed.send(self, mesh) or gather_group.send(self, mesh)
+        all_gather.decide(self)
+        return gather_group.send(self, mesh)
 
     def fsdp_post_all_gather(
         self,

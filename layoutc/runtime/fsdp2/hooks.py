@@ -24,7 +24,6 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
-from layoutc.runtime.parts import Parts
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import cards
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
@@ -52,13 +51,11 @@ class Gathered:
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
     routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
-    launches: dict[Any, Any] = field(default_factory=dict)  # that write values, of the pack that it is in
 
     def let_go(self) -> None:
         """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
         self.values = None
         self.joined.clear()
-        self.launches.clear()
 
 
 _gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary()  # by FSDPParam, which outlives shards
@@ -82,19 +79,24 @@ def holds_values() -> bool:
 
 # -------------------------------------------------------------------------------------------------- what the hooks call
 def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
-    """Prepares the gather of the pass that begins: which planes travel, and how.
-
-    Everything that can be wrong is raised here, on all ranks and before any collective: MissingOrientation for planes
-    that the shard lacks, LayoutError for what FSDP2 can't do with the layout, UnsupportedTorch.
-    """
-    layout, sharding = shard.LAYOUT, None
+    """Prepares the gather of the pass that begins. Raises as gathering_of, and UnsupportedTorch."""
     if (simulated := _simulated.get()) is not None:
         which, shape, rows = simulated
-        route = route_for(layout, which, mesh.size(), shape, rows, shard.store.matrix[1], 0)
-    elif (sharding := find(shard)) is None:
+        return gathering_of(
+            shard, None, route_for(shard.LAYOUT, which, mesh.size(), shape, rows, shard.store.matrix[1], 0)
+        )
+    if (sharding := find(shard)) is None:
         refuse(f"_module_state_mapping does not lead to {parameter_name(shard) or 'a weight'}, which FSDP2 gathers")
-    else:
-        route = route_of(sharding, shard)
+    return gathering_of(shard, sharding, route_of(sharding, shard))
+
+
+def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route) -> Gathering:
+    """Which planes travel, and how. sharding: None in `simulate`.
+
+    Everything that can be wrong is raised here, on all ranks and before any collective: MissingOrientation for planes
+    that the shard lacks, LayoutError for what FSDP2 can't do with the layout.
+    """
+    layout = shard.LAYOUT
     missing = [name for name in layout.travels[route.which] if name not in shard.store.planes]
     if missing:
         raise MissingOrientation(
@@ -191,8 +193,6 @@ def finish(
     others are gather outputs, which FSDP2 frees anyway. Of a weight that is dequantized on gather, the tensor has
     plain values, which are among the inner tensors.
     """
-    if gathering.before is not None:
-        gathering.before.planes = {name: plane for name, plane in planes.items() if name not in gathering.shared}
     if out is None and _leaves_values(shard):
         device = next(iter(planes.values())).device
         values = new_values(shard, gathering.route, dtype, device)
@@ -227,10 +227,10 @@ def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torc
     return values
 
 
-def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None, parts: Parts | None = None) -> None:
+def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None) -> None:
     """Gives an earlier gather's tensor the planes that have arrived; if it has values, they will be dequantized.
 
-    out: None for a tensor with values that this gather has made. parts: of planes that are not whole.
+    out: None for a tensor with values that this gather has made.
     """
     target = out._local_tensor if isinstance(out, DTensor) else out
     if isinstance(target, QuantizedTensor):
@@ -242,7 +242,7 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
     assert sharding is not None
     values = gathered_of(sharding).values
     assert values is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values, parts))
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ def is_awaited(param: Any) -> bool:
 
 @torch.no_grad()
 def dequantize_all(arrivals: Sequence[Arrival]) -> list[Launch] | None:
-    """Writes the values of weights, in one launch for those of a recipe and a dtype; see `_dequantize_into`."""
+    """Writes the values of weights, in one launch for those of a recipe and a dtype; see `dequantize_into`."""
     kinds: dict[Any, list[Arrival]] = defaultdict(list)
     for one in arrivals:
         kinds[one.recipe, one.values.dtype, one.values.device].append(one)

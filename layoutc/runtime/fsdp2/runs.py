@@ -82,7 +82,7 @@ class PlainInWords:
 
 
 class PlaneInPlace(NamedTuple):
-    """A plane of a shard, as words."""
+    """A plane of a shard, or of the whole weight, as words or bytes."""
 
     source: Tensor
     output: Tensor
@@ -119,10 +119,11 @@ class Run:
         foreach_copy_([row.narrow(0, place.start, place.numel) for place in self.places], sources)
 
     def arrive(self, received: Tensor) -> None:
-        """Allocates and writes the outputs, from the rows of all ranks, (ranks * nbytes,) uint8."""
+        """Writes the outputs, from the rows of all ranks, (ranks * nbytes,) uint8; those of plain parameters are
+        allocated."""
         outputs = [place.piece.output for place in self.places]
-        for output in outputs:
-            gathered.allocate(output)
+        for at in self._plain:
+            gathered.allocate(outputs[at])
         ranks = outputs[0].numel() // self.places[0].numel
         moving, staying = self._apart
         copies = _kept(
@@ -144,21 +145,23 @@ class Run:
         return [place.start for place in self.places]
 
     @cached_property
+    def _plain(self) -> list[int]:
+        """The positions of plain parameters."""
+        return [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)]
+
+    @cached_property
     def _apart(self) -> tuple[list[int], list[int]]:
         """The positions of outputs that lie elsewhere in most gathers, and those of the others. Small ones do, as plain
         parameters are: of large ones, FSDP2 mostly gets the same memory again. A launch takes those that move to begin
         at multiples of 16 bytes, which memory of their own does."""
-        plain = [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)]
-        moving = [at for at in plain if not self.places[at].piece.output.storage_offset()][:MOVING]
+        moving = [at for at in self._plain if not self.places[at].piece.output.storage_offset()][:MOVING]
         return moving, [at for at in range(len(self.places)) if at not in moving]
 
 
-def runs_of(pieces: Iterable[Part]) -> list[Run] | None:
-    """The runs of pieces; None if one does not lie at a multiple of its elements' size."""
+def runs_of(pieces: Iterable[Part]) -> list[Run]:
+    """The runs of pieces, which lie at multiples of their elements' sizes."""
     runs: dict[tuple[torch.dtype, torch.dtype], Run] = {}
     for piece, dtype, start, numel in pieces:
-        if start % dtype.itemsize:
-            return None
         run = runs.setdefault((piece.source.dtype, dtype), Run(dtype))
         run.places.append(Place(piece, start // dtype.itemsize, numel))
     return list(runs.values())
@@ -186,19 +189,15 @@ def _lies_in_words(tensor: Tensor) -> bool:
     return tensor.data_ptr() % size == 0 and tensor.storage_offset() * tensor.itemsize % size == 0
 
 
-def in_words(source: Tensor, output: Tensor, ranks: int) -> PlaneInPlace | None:
-    """A plane that is sent from where it lies, and where those of all ranks arrive, in bytes; None if words do not fit.
+def in_place(tensor: Tensor, start: int, ranks: int = 1) -> Part:
+    """A tensor of bytes that is copied from, or to, where it lies: as words where these fit.
 
-    A short shard's source has less than a rank's part of the output, so that both are asked.
+    tensor: this rank's part, or those of all ranks. start: of a rank's part in a row, in bytes.
     """
-    size, flat, output = WORD.itemsize, source.reshape(-1).view(torch.uint8), output.view(-1)
-    if flat.numel() % size or output.numel() % (ranks * size):
-        return None
-    if flat.storage_offset() % size or output.storage_offset() % size:
-        return None
-    if source.data_ptr() % size or source.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-        return None
-    return PlaneInPlace(flat.view(WORD), output.view(WORD))
+    flat, size = tensor.view(-1), WORD.itemsize
+    fits = flat.numel() % (ranks * size) == 0 and _lies_in_words(flat) and start % size == 0
+    flat = flat.view(WORD) if fits else flat
+    return PlaneInPlace(flat, flat), flat.dtype, start, flat.numel() // ranks
 
 
 def _kept(

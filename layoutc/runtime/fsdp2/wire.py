@@ -80,24 +80,14 @@ def route_for(
 
 
 @dataclass
-class Arrived:
-    """What a gather delivered: FSDP2's outputs, and the planes, but for those that all ranks have: views of outputs, or
-    joined."""
-
-    outputs: tuple[Tensor, ...] = ()
-    planes: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class Gathering:
-    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks except
-    `alone` and `before`."""
+    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks but for `alone`
+    and `joined`."""
 
     route: Route
     shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
     alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
-    before: Arrived | None = None  # of the pass's last gather, if planes lie in one piece; see `steady`
 
     @property
     def which(self) -> PassName:
@@ -180,9 +170,7 @@ def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ..
 def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
     """A plane of the whole weight, in its own dtype, from the bytes of all ranks."""
     leg, world = gathering.route.legs[name], gathering.route.world
-    if leg.joined is None:
-        plane = received.view(world * leg.sent, leg.width)
-    else:
+    if leg.joined is not None:
         plane = _joined(gathering, name, leg, received.device)
         sent = received.view(world, -1)[:, : leg.sent * leg.width]
         with keeping_version(plane):
@@ -192,8 +180,15 @@ def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
                 plane.view(leg.runs, world, -1).copy_(sent.view(world, leg.runs, -1).transpose(0, 1))
             else:
                 plane.view(world, -1).copy_(sent)
-    if plane.shape[0] != leg.rows:
-        plane = plane[: leg.rows]
+    return place_of(gathering, name, received)
+
+
+def place_of(gathering: Gathering, name: str, received: Tensor) -> Tensor:
+    """Where `arrived` leaves a plane of the whole weight: in what was received, or where planes are joined."""
+    leg = gathering.route.legs[name]
+    is_whole = leg.joined is None
+    plane = received.view(-1, leg.width) if is_whole else _joined(gathering, name, leg, received.device)
+    plane = plane if plane.shape[0] == leg.rows else plane[: leg.rows]
     return plane if leg.dtype == torch.uint8 else plane.view(leg.dtype)
 
 

@@ -1,5 +1,5 @@
 """What FSDP2 keeps of weights that it has gathered. Only `registry`, and
-`steady_group` and `steady_reduction`, read its private names too."""
+`steady_group` and `torch_private`, read its private names too."""
 
 from __future__ import annotations
 
@@ -129,12 +129,6 @@ def outputs_of(param: Any) -> list[Tensor]:
     return param.all_gather_outputs  # type: ignore[no-any-return]
 
 
-def metadata_of(param: Any) -> Any:
-    """What the pre-all-gather hook of an FSDPParam has handed to the other hook, while the gather goes on; None if it
-    has no hooks."""
-    return getattr(getattr(param, "_extensions_data", None), "all_gather_metadata", None)
-
-
 def allocate(values: Tensor) -> None:
     """Gives the tensor that a gather leaves values in its memory, as FSDP2 would before the post-all-gather hook."""
     storage, nbytes = values.untyped_storage(), values.nbytes
@@ -169,11 +163,10 @@ def forget(sharding: Sharding) -> None:
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
     for other in sharding.params_of_group():
-        if hasattr(shard := shard_of(other), "QUANTIZED"):
-            shard._packed = None
+        if hasattr(shard_of(other), "QUANTIZED"):
             other.all_gather_outputs = []
-    if (forget_rows := getattr(sharding.group(), "forget_rows", None)) is not None:
-        forget_rows()
+    if (forget_plans := getattr(sharding.group(), "forget_plans", None)) is not None:
+        forget_plans()
 
 
 def is_offloaded(param: Any) -> bool:

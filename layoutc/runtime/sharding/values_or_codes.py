@@ -24,15 +24,16 @@ def weights_of(sharding: Sharding) -> list[Any]:
     return [one for one in sharding.params_of_group() if hasattr(gathered.shard_of(one), "QUANTIZED")]
 
 
-def decide(sharding: Sharding) -> None:
+def decide(sharding: Sharding) -> bool:
     """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
     finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before.
+    True if it was open.
 
     Raises LayoutError where backward of an earlier forward pass would still read that; see `gathered.check_given_back`.
     """
     decision, mode = gathered.decision_of(sharding.param()), product_mode.current()
     if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
-        return
+        return False
     weights = weights_of(sharding)
     decisions = [(one, gathered.Decision(values, mode)) for one, values in zip(weights, are_left(weights), strict=True)]
     changed = [(one, now) for one, now in decisions if gathered.decision_of(one) != now]
@@ -44,8 +45,8 @@ def decide(sharding: Sharding) -> None:
         assert own is not None
         gathered.forget(own)
     for one, now in changed:
-        gathered.shard_of(one)._packed = None
         gathered.decide(one, now)
+    return bool(changed)
 
 
 def are_left(weights: Sequence[Any], own: Sequence[Settings | None] | None = None) -> list[bool]:
@@ -68,8 +69,8 @@ def _costs_nothing(param: Any) -> bool:
 
 
 def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
-    """True if a weight can travel in a pack: each rank sends whole blocks of rows, and planes of multiples of 16 bytes,
-    of a shard on the device."""
+    """True if a weight can be dequantized where it arrives: each rank sends whole blocks of rows, and planes of
+    multiples of 16 bytes, of a shard on the device."""
     group, layout = sharding.process_group, shard.LAYOUT
     if group is None or group.size() == 1 or sharding.dim or gathered.is_offloaded(param):
         return False

@@ -47,8 +47,6 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     own_products: Settings | None  # how it is multiplied by its own choice; None: as is set for all weights
     fused: Group | None  # of a weight that is quantized under one amax with others
     peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
-    _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
-    _packed: Any  # of a shard: `fsdp2.packed.Packed`, its place among those that it travels with
     readings: dict[tuple[str, Any], Any]  # by orientation: what its last products have left for the next ones
     flat: Any  # `flattening.Flat`, as it was flattened last
     stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
@@ -92,7 +90,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         )
         self.store, self.transposed, self.padding, self.readings = store, transposed, NOT_PADDED, {}
         self.weight_name = self.sent = self.fused = self.peers = self.flat = None
-        self.own_products = self._packed = self._steady = None
+        self.own_products = None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it

@@ -1,0 +1,183 @@
+"""Weights that are cast on gather, quantized into the row that a rank sends: in one launch for those of a kind.
+
+As long as shards lie where they did, kernels write each plane where the row has it; where there are none, planes are
+copied. What all ranks have without sending
+it (amaxes, and scales that follow from them) stays in one place, so that the launches that dequantize are kept as well:
+nobody reads it but the gather that it was made for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.gathers import ALIGNED
+from layoutc.runtime.cast import gather_group
+from layoutc.runtime.cast.shared_amax import decide_all
+from layoutc.runtime.facts import Facts
+from layoutc.runtime.sharding import shards
+from layoutc.runtime.streams import stream_of
+from layoutc.runtime.torch_private import foreach_copy_, traced
+
+if TYPE_CHECKING:
+    from layoutc.runtime.fsdp2.gather_plan import Weight
+
+_MOST = 16  # places that a row is sent from, whose launches are kept
+
+
+class Kind(NamedTuple):
+    """Weights of one recipe and dtype."""
+
+    members: tuple[int, ...]
+    launches: Any  # a LaunchPlan
+
+
+class Source:
+    """A weight's values, and where what follows from them is written."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.shard = weight, weight.shard
+        shard: Any = weight.shard()
+        shards.check_cuts(shard)
+        self.planes, self.matrix = shard.store, gather_group.matrix(shard)
+        self.address = shard.store["values"].data_ptr()
+        self.orientations = shard.LAYOUT.serves[weight.gathering.which]
+        self.facts = shard.LAYOUT.written(self.matrix.shape[0], self.matrix.shape[1], self.orientations)
+        self.amax: Tensor | None = None
+        self.stays: dict[str, Tensor] = {}  # planes that do not travel
+
+    def is_able(self) -> bool:
+        """True if a batch of kernels reads the values and writes what is sent; of a short shard less, which nobody
+        reads. Of blocks that cuts split, ranks ask one another first."""
+        kernels, x = self.weight.recipe.quantizing_kernels(self.matrix), self.matrix
+        if kernels is None or not kernels.batched or not x.is_contiguous() or not 0 < x.numel() < 2**31:
+            return False
+        return all(
+            leg.chosen is None and name in self.facts and self.facts[name].shape[0] <= leg.sent
+            for name, _, leg in self.weight.slots
+        )
+
+    def kept(self) -> dict[str, Facts]:
+        """What needs memory that stays: planes that do not travel, and under "" the amax that decides a scale."""
+        layout, travels = self.weight.recipe.LAYOUT, {slot.name for slot in self.weight.slots}
+        (m, k), which = self.matrix.shape, self.weight.gathering.which
+        found = {name: facts for name, facts in self.facts.items() if name not in travels}
+        found |= {name: layout.planes(m, k)[name] for name in layout.shared_in(which)}
+        if layout.shares_amax:
+            found[""] = Facts(layout.amax_shape(k), torch.float32)
+        return found
+
+    def keep(self, memory: dict[str, Tensor]) -> None:
+        """Takes it."""
+        self.amax, self.stays = memory.pop("", None), memory
+        gathering, layout = self.weight.gathering, self.weight.recipe.LAYOUT
+        shared = {name: memory[name] for name in layout.shared_in(gathering.which)}
+        self.weight.gathering = replace(gathering, shared=shared)
+
+    def holds(self) -> bool:
+        """True if the values are where they were, and have no other dtype."""
+        shard: Any = self.shard()
+        if shard is None or shard.store is not self.planes:
+            return False
+        values: Tensor = self.planes["values"]
+        return bool(values.data_ptr() == self.address)
+
+    def places_in(self, sent: Tensor) -> dict[str, Tensor]:
+        """All planes that kernels write: those that travel, in what the rank sends, and the others."""
+        found = dict(self.stays)
+        for name, start, _ in self.weight.slots:
+            facts = self.facts[name]
+            found[name] = sent[start : start + facts.nbytes].view(facts.dtype).view(facts.shape)
+        return {name: found[name] for name in self.facts}
+
+
+class IntoRow:
+    """Quantizes the weights of a group that are cast on gather, for as long as they stay where they are."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.sources = [Source(weight) for weight in weights]
+        self.is_able = all(one.is_able() for one in self.sources)
+        if self.is_able:
+            self._keep(self.sources[0].matrix.device)
+        self.launches: dict[tuple[int, int], list[Kind]] = {}
+        self.last: list[Tensor] = []  # the amaxes and planes that were copied last
+
+    def _keep(self, device: torch.device) -> None:
+        """Allocates what stays, in one piece: kernels count amaxes from the first one."""
+        wanted = [(one, name, facts) for one in self.sources for name, facts in one.kept().items()]
+        sizes = [-(-facts.nbytes // ALIGNED) * ALIGNED for _, _, facts in wanted]
+        memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        with torch.inference_mode(False):  # gathers that train use it as well
+            pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
+            for (one, name, facts), piece in zip(wanted, pieces, strict=True):
+                memory[id(one)][name] = piece[: facts.nbytes].view(facts.dtype).view(facts.shape)
+        for one in self.sources:
+            one.keep(memory[id(one)])
+
+    def holds(self) -> bool:
+        """True if the values are where they were."""
+        return all(one.holds() for one in self.sources)
+
+    def __call__(self, sent: Tensor) -> None:
+        """Quantizes into (nbytes,) uint8. Collective exactly as hooks are: other ranks may ask theirs."""
+        if self.is_able and not traced(self.sources[0].matrix):
+            self.by_kernels(sent)
+            return
+        for one, made in zip(self.sources, gather_group.quantized([one.shard() for one in self.sources]), strict=True):
+            weight, planes = one.weight, made.store.planes
+            for name, start, _ in weight.slots:
+                own = made.entries(name).reshape(-1).view(torch.uint8)
+                sent[start : start + own.numel()].copy_(own)
+            shared = {name: planes[name] for name in made.LAYOUT.shared_in(weight.gathering.which)}
+            weight.gathering = replace(weight.gathering, shared=shared)
+
+    def by_kernels(self, sent: Tensor) -> None:
+        """The same in one launch for weights of a kind."""
+        weights: list[Any] = [one.shard() for one in self.sources]
+        self._take(decide_all(weights, lambda at: self.sources[at].matrix))
+        for members, launches in self._kinds_into(sent):
+            amax = self.sources[members[0]].amax
+            launches(*() if amax is None else (amax,))
+
+    def _take(self, decided: Sequence[tuple[Tensor | None, dict[str, Tensor]]]) -> None:
+        """Copies what was decided to where launches read it, unless it lies there since the last gather."""
+        new: list[Tensor] = []
+        into: list[Tensor] = []
+        for source, (amax, planes) in zip(self.sources, decided, strict=True):
+            if amax is not None and source.amax is not None:
+                new.append(amax)
+                into.append(source.amax)
+            new += planes.values()
+            into += [source.stays[name] for name in planes]
+        if len(new) == len(self.last) and all(map(is_, new, self.last)):
+            return
+        self.last = new
+        if new:
+            foreach_copy_(into, new)
+
+    def _kinds_into(self, sent: Tensor) -> list[Kind]:
+        """The launches that write planes into this memory, from the current stream, on which tables are copied."""
+        key = sent.data_ptr(), stream_of(sent.device)
+        if (kinds := self.launches.get(key)) is not None:
+            return kinds
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for at, source in enumerate(self.sources):
+            alike[source.weight.recipe, source.matrix.dtype, source.orientations].append(at)
+        kinds = []
+        for (recipe, _, orientations), members in alike.items():
+            ones = [self.sources[at] for at in members]
+            amaxes = [one.amax for one in ones if one.amax is not None] or None
+            xs, outs = [one.matrix for one in ones], [one.places_in(sent) for one in ones]
+            launches = recipe.launches_into(xs, amaxes, orientations, outs)
+            assert launches is not None, "is_able has said that they fit into tables"
+            kinds.append(Kind(tuple(members), launches))
+        if len(self.launches) >= _MOST:
+            self.launches.clear()
+        self.launches[key] = kinds
+        return kinds

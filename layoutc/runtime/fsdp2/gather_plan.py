@@ -1,0 +1,308 @@
+"""What a group's gather sends and leaves in a pass: computed from layouts, shardings and modes.
+
+A row is what each rank sends: the tensors that hooks would return, in FSDP2's order, so that each rank may gather in
+one way or the other. Planes are copied into it, or values are quantized into it. What all ranks have sent becomes
+planes, of which gathered weights have views, or values, which are dequantized from where the rows lie.
+
+FSDP2 allocates what is gathered into once, in its first gather, so a plan is made after that. It holds as long as
+shards have the same memory. What fills up a slot, and rows that a short shard lacks, are left as they are: nobody reads
+them. Scales of blocks that cuts split arrive more than once, and are picked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.gathers import in_few_steps
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks, on_gather, wire
+from layoutc.runtime.fsdp2.runs import Part, Run, in_place, plain, runs_of
+from layoutc.runtime.fsdp2.wire import Gathering, Leg
+from layoutc.runtime.parts import Parts
+from layoutc.runtime.sharding import gathered, values_or_codes
+from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.streams import stream_of
+from layoutc.runtime.torch_private import foreach_copy_, keeping_version
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.reading import Launch
+
+_MOST = 16  # places that rows have lain in, whose launches are kept
+
+
+class Slot(NamedTuple):
+    """Where a plane lies in a row."""
+
+    name: str
+    start: int  # in bytes
+    leg: Leg
+
+
+class Source(NamedTuple):
+    """A plane of a shard, as it was when the plan was made."""
+
+    name: str
+    plane: Tensor
+    address: int
+
+
+@dataclass(eq=False)
+class Weight:
+    """A weight of a group in one pass."""
+
+    param: Any  # FSDPParam
+    sharding: Sharding
+    shard: Callable[[], Any]  # a weak reference
+    gathering: Gathering
+    slots: tuple[Slot, ...]
+    sources: tuple[Source, ...]  # the planes that are sent or shared; () of values that are quantized in each gather
+    outputs: list[Tensor]  # FSDP2's: of slots, then of those that the other pass fills
+    leaves_values: bool
+    rows: int  # of the longest shard's matrix
+    state: hooks.Gathered
+
+    @property
+    def recipe(self) -> type[QuantizedTensor]:
+        """The class that it is gathered as."""
+        found: type[QuantizedTensor] = self.shard().QUANTIZED
+        return found
+
+    @property
+    def values(self) -> Tensor:
+        """(m, k), that gathers write."""
+        assert self.state.values is not None
+        return self.state.values
+
+    def holds(self) -> bool:
+        """True if the shard would send what lies where it lay, to where it arrived."""
+        shard, param = self.shard(), self.param
+        if shard is None or gathered.shard_of(param) is not shard or gathered.outputs_of(param) is not self.outputs:
+            return False
+        if not self.sources:
+            return True
+        planes, writes = shard.store.planes, shard.store.writes
+        if writes.waiting or (writes.initial is not None and not gathered.trains(param)):
+            return False  # the second: it has been frozen, and `hooks.begin` frees them
+        return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in self.sources)
+
+    def arriving(self) -> Iterator[Part]:
+        """Planes as they arrive, in FSDP2's outputs; one that does not fill that, where it is joined."""
+        for (name, start, leg), output in zip(self.slots, self.outputs, strict=False):
+            fills = leg.joined is None or leg.chosen is not None
+            yield in_place(output if fills else self.gathering.joined[name], start, self.gathering.route.world)
+
+    def planes(self) -> dict[str, Tensor]:
+        """The whole weight's planes, where they are once all have arrived and been picked."""
+        pairs = zip(self.slots, self.outputs, strict=False)
+        return {name: wire.place_of(self.gathering, name, output) for (name, *_), output in pairs}
+
+    def picks(self) -> Iterator[tuple[Gathering, str, Tensor]]:
+        """Planes that arrive with scales of some blocks more than once: what `wire.arrived` makes them of."""
+        for (name, _, leg), output in zip(self.slots, self.outputs, strict=False):
+            if leg.chosen is not None:
+                yield self.gathering, name, output
+
+    def arrival(self, rows: Tensor, nbytes: int) -> on_gather.Arrival:
+        """Planes in the rows of all ranks, of so many bytes each: those of the first rank are named."""
+        found = dict(self.gathering.shared)
+        for name, start, leg in self.slots:
+            plane = rows[start : start + leg.sent * leg.width].view(leg.sent, leg.width)
+            found[name] = plane if leg.dtype == torch.uint8 else plane.view(leg.dtype)
+        parts = Parts(self.gathering.route.world, self.rows, nbytes)
+        return on_gather.Arrival(self.recipe, found, self.values, parts)
+
+
+class Quantizing(Protocol):
+    """What quantizes weights that are cast on gather into a row."""
+
+    def holds(self) -> bool:
+        """True if their values are where they were."""
+
+    def __call__(self, sent: Tensor) -> None:
+        """Writes the planes. Collective as the weights' hooks are."""
+
+
+class GatherPlan:
+    """The gather of a group in one pass."""
+
+    def __init__(self, weights: Sequence[Weight], parts: _Parts, quantizing: Quantizing | None) -> None:
+        self.nbytes, self.weights, self.quantizing = parts.nbytes, weights, quantizing
+        self.sending, self.plain = runs_of(parts.sent), parts.arriving
+        self.of_values = [one for one in weights if one.leaves_values]
+        self.of_codes = [one for one in weights if not one.leaves_values]
+        self.sharing = [one for one in self.of_codes if one.gathering.shared]
+        self.outputs = [output for one in self.of_codes for output in (*one.outputs, *one.gathering.joined.values())]
+        self.picks = [pick for one in self.of_codes for pick in one.picks()]
+        self.arriving: list[Run] | None = None  # until the first gather, as memory that is freed can't be viewed
+        self.planes: list[dict[str, Tensor]] = []  # of weights that are gathered as codes, where they arrive
+        self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's id; see `_copied`
+        self.launches: dict[tuple[int, ...], list[Launch]] = {}  # that dequantize, by where all of it lies
+
+    def holds(self) -> bool:
+        """True if shards would send what lies where it lay."""
+        if self.quantizing is not None and not self.quantizing.holds():
+            return False
+        return all(weight.holds() for weight in self.weights)
+
+    def fill(self, sent: Tensor) -> None:
+        """Writes what this rank sends, (nbytes,) uint8. Collective as hooks are."""
+        for weight in self.of_values:
+            on_gather.check_unwritten(weight.shard(), weight.values)
+        for run in self.sending:
+            run.fill(sent)
+        if self.quantizing is not None:
+            self.quantizing(sent)
+
+    def arrive(self, received: Tensor) -> None:
+        """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
+        for one in self.outputs:  # also what nobody reads: FSDP2's steps have it too, and budgets
+            gathered.allocate(one)
+        for run in self.arriving or self._views():
+            run.arrive(received)
+        if self.of_values:
+            self._dequantize(received)
+        for pick in self.picks:
+            wire.arrived(*pick)
+        copied = self._copied()
+        for weight, planes in zip(self.of_codes, self.planes, strict=True):
+            shared = copied.get(id(weight), weight.gathering.shared)
+            whole = {**planes, **shared} if shared else planes
+            hooks.deliver(weight.shard(), whole, gathered.gathered_of(weight.param))
+
+    @torch.inference_mode(False)  # whose views have no versions
+    def _views(self) -> list[Run]:
+        """What arrives as it lies, once FSDP2's outputs are allocated."""
+        self.planes = [one.planes() for one in self.of_codes]
+        pieces = [piece for one in self.of_codes for piece in one.arriving()]
+        self.arriving = runs_of([*self.plain, *pieces])
+        return self.arriving
+
+    def _copied(self) -> dict[int, dict[str, Tensor]]:
+        """Copies of planes that all ranks have, if shards may be quantized anew while their weights are still gathered:
+        in memory that each gather writes, as it writes all other planes."""
+        if not self.sharing or self.sharing[0].sharding.frees_after_pass:  # which is the same for all of a group
+            return {}
+        shared = [one.gathering.shared for one in self.sharing]
+        if not self.copies:
+            with torch.inference_mode(False):
+                self.copies = dict(zip(map(id, self.sharing), wire.copies_of_all(shared), strict=True))
+            return self.copies
+        targets = [plane for one in self.copies.values() for plane in one.values()]
+        with keeping_version(*targets):
+            foreach_copy_(targets, [plane for one in shared for plane in one.values()])
+        return self.copies
+
+    def _dequantize(self, received: Tensor) -> None:
+        """Allocates and writes values: by the launches of an earlier gather, if all of it lay where it lies now."""
+        places = [received.data_ptr()]
+        for weight in self.of_values:
+            values = weight.values
+            gathered.allocate(values)
+            places.append(values.data_ptr())
+            places += [plane.data_ptr() for plane in weight.gathering.shared.values()]
+        key = (*places, stream_of(received.device))
+        if (launches := self.launches.get(key)) is not None and not capturing(received.device):
+            for one in launches:
+                one.bound(*one.tensors)
+            return
+        made = on_gather.dequantize_all([one.arrival(received, self.nbytes) for one in self.of_values]) or []
+        kept = [again for one in made if (again := one.letting_go(received)) is not None]
+        if kept and len(kept) == len(made):
+            if len(self.launches) >= _MOST:
+                self.launches.clear()
+            self.launches[key] = kept
+
+
+# ---------------------------------------------------------------------------------------------------- computing a plan
+@dataclass
+class _Parts:
+    """The tensors of a row that are copied as they lie: this rank's; and plain parameters, as they arrive."""
+
+    sent: list[Part]
+    arriving: list[Part]
+    nbytes: int = 0
+
+
+def is_allocated(params: Sequence[Any]) -> bool:
+    """True once FSDP2 has gathered all of a group's FSDPParams."""
+    return all(gathered.outputs_of(param) and gathered.gathered_of(param) is not None for param in params)
+
+
+def plan_of(group: Any, world: int) -> GatherPlan | None:
+    """The plan of an FSDPParamGroup in the pass that gathers now; None where kernels do not reach all that it sends,
+    which FSDP2's own steps send then. Raises as `hooks.gathering_of`."""
+    parts, weights = _Parts([], []), []
+    for param in group.fsdp_params:
+        outputs, shard = gathered.outputs_of(param), gathered.shard_of(param)
+        if not hasattr(shard, "QUANTIZED"):
+            if not gathered.is_plain(param) or not outputs[0].numel() or parts.nbytes % outputs[0].itemsize:
+                return None
+            sent, arriving = plain(param, outputs[0].dtype, parts.nbytes, outputs[0].numel() // world)
+            parts.sent.append(sent)
+            parts.arriving.append(arriving)
+            parts.nbytes += outputs[0].nbytes // world
+            continue
+        # Of its own: what `find` gives may be that of another model, which has the same shard.
+        sharding = Sharding(weakref.ref(shard), weakref.ref(param), weakref.ref(group))
+        if (weight := _weight_of(param, shard, sharding, parts.nbytes)) is None:
+            return None
+        weights.append(weight)
+        parts.nbytes += sum(one.numel() for one in outputs) // world
+        parts.sent += [in_place(one, at) for one, at in _own(weight, shard)]
+    by_kernels = [one for one in weights if one.leaves_values or not one.sources]
+    if not in_few_steps([slot.start for one in by_kernels for slot in one.slots], parts.nbytes):
+        return None
+    cast = [one for one in weights if not one.sources]
+    quantizing: Quantizing | None = cast[0].shard().INTO_ROW(cast) if cast else None
+    return GatherPlan(weights, parts, quantizing)
+
+
+def pass_of(param: Any) -> PassName:
+    """The pass that gathers an FSDPParam."""
+    sharding = find(gathered.shard_of(param))
+    return "forward" if sharding is None else hooks.pass_of(sharding, hooks.gathered_of(sharding))
+
+
+def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight | None:
+    """A weight, from where it starts in a row on; None if it is sent in a way that a plan does not know."""
+    if sharding.dim or gathered.is_offloaded(param):
+        return None
+    is_cast, leaves_values = not isinstance(shard, QuantizedTensor), on_gather.is_awaited(param)
+    outputs = gathered.outputs_of(param)
+    if leaves_values and not values_or_codes.fits(param, sharding, shard):
+        return None
+    if not leaves_values and any(map(Tensor.is_inference, outputs)):  # whose planes only inference may write
+        return None
+    state, route = hooks.gathered_of(sharding), hooks.route_of(sharding, shard)
+    gathering = Gathering(route, joined=state.joined) if is_cast else hooks.gathering_of(shard, sharding, route)
+    legs = route.legs.values()
+    sizes = route.slots or tuple([leg.sent * leg.width for leg in legs])
+    assert [one.numel() for one in outputs] == [size * route.world for size in sizes], "what FSDP2 has allocated"
+    sources: tuple[Source, ...] = ()
+    if not is_cast:
+        gathering.shared = {name: shard.store.planes[name] for name in gathering.shared}  # and no copies
+        names = (*route.legs, *gathering.shared)
+        sources = tuple([Source(name, shard.store.planes[name], shard.store.planes[name].data_ptr()) for name in names])
+        if not all(shard.entries(name).is_contiguous() for name in route.legs):
+            return None
+    starts = accumulate(sizes, initial=start)
+    slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
+    rows = prod(sharding.padded_shape[:-1])
+    return Weight(param, sharding, weakref.ref(shard), gathering, slots, sources, outputs, leaves_values, rows, state)
+
+
+def _own(weight: Weight, shard: Any) -> Iterator[tuple[Tensor, int]]:
+    """What a shard sends of its planes, as bytes, and where that starts in a row."""
+    for name, start, _ in weight.slots if weight.sources else ():
+        if (own := shard.entries(name)).numel():
+            yield own.reshape(-1).view(torch.uint8), start
