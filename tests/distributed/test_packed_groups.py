@@ -407,6 +407,7 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
         ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
         ("int8_rowwise", False, False, 65, 16),
         ("fp8_rowwise", True, False, 66, 16),
+        ("mxfp8", True, False, 96, 64),  # 48 rows of blocks of 32, which forward's planes do not show
     ],
 )
 def test_parts_of_odd_sizes(two: Ranks, recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:

@@ -58,6 +58,9 @@ class Source:
         kernels, x = self.weight.recipe.quantizing_kernels(self.matrix), self.matrix
         if kernels is None or not kernels.batched or not x.is_contiguous() or not 0 < x.numel() < 2**31:
             return False
+        shard: Any = self.shard()
+        if (cuts := shards.row_sharding(shard)) is not None and cuts.splits_blocks(self.weight.recipe.LAYOUT):
+            return False
         return all(
             leg.chosen is None and name in self.facts and self.facts[name].shape[0] <= leg.sent
             for name, _, leg in self.weight.slots

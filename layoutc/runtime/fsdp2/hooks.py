@@ -50,11 +50,14 @@ class Gathered:
     stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
+    # What values were dequantized from last: made on FSDP2's stream of copies, which would write the next planes over
+    # these as soon as they are freed, and read on another.
+    read: Mapping[str, Tensor] = field(default_factory=dict)
     routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
 
     def let_go(self) -> None:
         """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
-        self.values = None
+        self.values, self.read = None, {}
         self.joined.clear()
 
 
@@ -240,9 +243,10 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None)
         return
     sharding = find(shard)
     assert sharding is not None
-    values = gathered_of(sharding).values
-    assert values is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
+    state = gathered_of(sharding)
+    assert state.values is not None
+    state.read = planes
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, state.values))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
