@@ -520,7 +520,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mesh for _, mesh, _ in asked] == [Mesh(world, 2, 1, 4, 1) for world in (16, 32) for _ in range(5)]
     other = totals.Setting(
         Picks(("*.up", "*.experts"), ("layers.0.up",), True),
-        Dtypes(2, 4, 2, State(masters=BF16, moments=(Stored(24),), small=4095)),
+        Dtypes(2, 4, 2, State(masters=BF16, moments=(Stored(24),), small=4095, writes_codes=True)),
         Load(192, 64),
         links_of(25e9, "nvlink", 4, None, "tree"),
         H200,
