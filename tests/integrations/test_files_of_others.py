@@ -886,7 +886,7 @@ def test_storage_of_codes_is_what_the_config_says(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a" / "model.safetensors")
     path.write_text(path.read_text().replace('"uint8"', '"bfloat16"'))
     for files in ("bitsandbytes", "bitsandbytes_double"):
-        convert_safetensors(tmp_path / "a", tmp_path / files, files=files)
+        convert_safetensors(tmp_path / "a", tmp_path / files, files=f"nf4_bitsandbytes/{files}")
         config = json.loads((tmp_path / files / "config.json").read_text())["quantization_config"]
         assert config["bnb_4bit_quant_storage"] == "bfloat16"
         held = tensors_in(tmp_path / files)["0.weight"]
