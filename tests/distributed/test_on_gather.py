@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import product_modes
 import pytest
@@ -18,13 +19,14 @@ from models import counted, recipe_module
 from storages import live_bytes
 from test_fsdp2_options import WIDTH, Block, sharded, stepped
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import layoutc
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.precompute import precompute_amaxes
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.fsdp2 import hooks, on_gather
 from layoutc.runtime.products.per_weight_mode import own_mode_holder
 from layoutc.runtime.sharding import registry
 
@@ -355,3 +357,29 @@ def leaves_nothing_of_a_failed_gather() -> None:
 
 def test_a_model_whose_gather_has_failed_can_be_deleted(two: Ranks) -> None:
     two.run(leaves_nothing_of_a_failed_gather)
+
+
+def keeps_what_values_are_read_from(recipe: str, world: int) -> None:
+    """All planes that values were made of are there until the weight is gathered again: a card may still read them."""
+    model = blocks(recipe, "cast", ON_GATHER)
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    mesh = DeviceMesh.from_group(group if world == 1 else dist.group.WORLD, "cpu")
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    read: list[weakref.ref[Tensor]] = []
+    dequantize = on_gather.dequantize_all
+
+    def noting(arrivals: Sequence[on_gather.Arrival]) -> Any:
+        read.extend(weakref.ref(plane) for one in arrivals for plane in one.planes.values())
+        return dequantize(arrivals)
+
+    with mock.patch.object(on_gather, "dequantize_all", noting), torch.no_grad():
+        model(torch.ones(8, WIDTH))
+        gc.collect()
+        assert read
+        assert all(plane() is not None for plane in read)
+
+
+@pytest.mark.parametrize(("recipe", "world"), [("fp8_current", 2), ("fp8_current", 1), ("nvfp4", 2)])
+def test_planes_that_values_are_read_from_stay_until_the_next_gather(two: Ranks, recipe: str, world: int) -> None:
+    two.run(keeps_what_values_are_read_from, recipe, world)
