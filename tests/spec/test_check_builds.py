@@ -25,6 +25,7 @@ from places import ROOT
 
 from layoutc.build import pipeline
 from layoutc.conformance.material import array
+from layoutc.conformance.model.codes import codes_of
 from layoutc.conformance.model.weights import Model, planes_of
 from layoutc.diagnostics.diagnostic import has_errors
 from layoutc.layout.layout import resolve
@@ -252,6 +253,31 @@ scale: {scale}
     refused = ("min-max" in scale and "integer" not in fmt) or ("four" in scale and one_magnitude)
     refused |= name == "e1m0_high" and "two-level" in scale  # whose product of ranges overflows fp32
     assert try_spec(text, 3) is not refused
+
+
+@pytest.mark.parametrize("values", [[0.5, 0, -2, 7, "nan", -0.1, 3], ["nan", 3, 0, "nan", -1, 0, 1]], ids=str)
+def test_values_after_nan_are_written(values: list[float | str]) -> None:
+    """And of two of 0 the first alone, by the model as well as by the reference."""
+    listed = yaml.safe_dump({"codebook": {"values": values, "ties": "even"}}, default_flow_style=True, width=200)
+    text = f"""\
+layoutc: 1
+name: made_up
+summary: made up by a test
+shape: {{m: 1, k: 8}}
+formats: {listed}
+element: {{format: codebook}}
+scale: {{format: f32, rule: scale-first}}
+orientations:
+  rowwise: {{block: {{m: 1, k: 8}}, data: {{layout: m k}}, scale: {{layout: m k/8}}}}
+"""
+    assert try_spec(text, 3)
+    spec, _, _ = pipeline.read(text.encode(), "made_up.yaml")
+    assert spec is not None
+    codes = codes_of(resolve(spec).sources[0].quantization.element)
+    numbers = {float(value): at for at, value in reversed(list(enumerate(values))) if value != "nan"}
+    x = np.array(list(numbers), np.float32)
+    assert codes.encode(x, "nearest").tolist() == list(numbers.values())
+    assert [codes.search(float(one), "nearest") for one in x] == list(numbers.values())
 
 
 def test_what_can_not_be_printed_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,8 +83,7 @@ class Codes:
         """Code -> value, for codes that rounding can give."""
         found = {c: v for c, v in enumerate(self.values) if isinstance(v, Fraction)}
         if self.format.values:
-            listed = [value for code, value in found.items() if code < len(self.format.values)]
-            return {c: v for c, v in found.items() if c < len(self.format.values) and v not in listed[:c]}
+            return {c: v for c, v in found.items() if c < len(self.format.values) and v not in self.values[:c]}
         if not (self.format.integer and self.format.symmetric):
             return found
         return {code: value for code, value in found.items() if -value in found.values()}
