@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy_models import recipe, reference
 from quantized_cases import same, same_bits
-from test_kernels import bits, weight
+from test_kernels import QUANTIZING, bits, weight
 from torch import Tensor
 from weight_recipes import WEIGHTS
 
@@ -37,7 +37,7 @@ pytestmark = [
 NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
 SINGLE = ["grad_fp8", "grad_int4", "nvfp4_gradient"]  # a seed for each matrix
 APART = ["fp8_channel_bf16"]  # a launch for each source
-GROUPED = [name for name in NAMES if name not in SINGLE]
+GROUPED = [name for name in QUANTIZING if name not in SINGLE]
 USABLE = launch.usable
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -58,13 +58,15 @@ class Shards:
 def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which: Any) -> None:
     """Byte for byte, for each pass, each recipe; and the post hook gives the quantized weight."""
     module, x = module_of(recipe), values_for(recipe)
-    model = nn.Linear(x.shape[1], 256, bias=False)
-    model.weight.data.copy_(x)
+    if module.LAYOUT.amax_of_matrices:  # shards of whole matrices, which need no amax of one another
+        x = torch.stack([x[:128], 3 * x[128:]])
+    model = nn.Linear(x.shape[-1], 256, bias=False)
+    model.weight = nn.Parameter(x.clone())
     layoutc.cast_on_gather_(model, module)
     layoutc.precompute_amaxes(model)
-    quantized, world, sent = module.quantize(x), 2, []
+    quantized, world, sent, rows = module.quantize(x), 2, [], len(x) // 2
     with hooks.simulate(which, x.shape, 128):
-        for cast, expected in zip(model.weight.data.split(128), quantized.split(128), strict=True):
+        for cast, expected in zip(model.weight.data.split(rows), quantized.split(rows), strict=True):
             mine, note = cast.fsdp_pre_all_gather(Shards(world))
             theirs, _ = expected.fsdp_pre_all_gather(Shards(world))
             assert [raw(a).tolist() for a in mine] == [raw(b).tolist() for b in theirs]
@@ -121,6 +123,23 @@ def test_a_view_means_that_view_of_the_quantized_weight(recipe: str) -> None:
         weight[128:].zero_()
     assert not values[128:].any()
     assert values[:128].all()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_compressed_tensors_experts", "nvfp4_modelopt_experts"])
+def test_a_view_of_a_stack_keeps_the_amax_of_each_of_its_matrices(recipe: str) -> None:
+    """Whatever the view's shape makes of the matrices."""
+    module = module_of(recipe)
+    values = values_for(recipe).view(4, 64, 128) * torch.tensor([1, 10, 100, 0.1]).view(4, 1, 1)
+    cuts: list[Any] = [lambda w: w[:2], lambda w: w[1], lambda w: w[1][:32], lambda w: w[:, :32]]
+    cuts += [lambda w: w.unbind()[3], lambda w: w.split(1)[2]]
+    for view in (*cuts, lambda w: w.view(-1, 128), lambda w: w.view(2, 128, 128), lambda w: w.transpose(1, 2)):
+        found, expected = view(module.CastTensor(values)).quantize(), view(module.quantize(values))
+        assert found.shape == expected.shape
+        for name, plane in expected.planes().items():
+            assert torch.equal(raw(found.planes()[name]), raw(plane)), name
+    whole = values_for(recipe)
+    stacked = module.CastTensor(whole).view(4, 64, 128).quantize()
+    assert torch.equal(stacked.dequantize(), module.quantize(whole).dequantize().view(4, 64, 128))
 
 
 def test_operators_of_a_model_are_counted_and_have_quantized_values() -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_kernels import NAMES, kernels, pytestmark, recipe, shapes
+from test_kernels import NAMES, QUANTIZING, kernels, pytestmark, recipe, shapes
 
 __all__ = ["pytestmark"]
 UNEVEN = [name for name in NAMES if max(recipe(name).LAYOUT.multiple_m, recipe(name).LAYOUT.multiple_k) > 1]
@@ -56,7 +56,7 @@ def test_planes_of_another_shape_or_dtype_are_refused(name: str) -> None:
                 made.lay_out(planes | {plane: other}, m, k, rows_of(name))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if kernels(name).quantize_tile is not None])
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_outs_of_another_shape_dtype_or_alignment_are_refused(name: str) -> None:
     """Before one of them is written."""
     made, layout = kernels(name), recipe(name).LAYOUT

@@ -41,19 +41,22 @@ class Agreed:
     owner: int | None = None  # the id of the planes that it was precomputed for
     fused: Group | None = None  # of a weight that is quantized under one amax with others
 
-    def decide(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def decide(
+        self, tensor: CastOnGather, matrix: Tensor, shape: Sequence[int]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
         it.
 
-        matrix: the shard's values, (rows, k). Collective over the shards that FSDP2 holds, unless `precompute_amaxes`
-        was called after the last write. Raises UnsupportedOperator for a recipe with a history in a traced graph.
+        matrix: the shard's values, (rows, k). shape: of these; that of all values where `tensor` is a view of them.
+        Collective over the shards that FSDP2 holds, unless `precompute_amaxes` was called after the last write. Raises
+        UnsupportedOperator for a recipe with a history in a traced graph.
         """
         layout, cls = tensor.LAYOUT, tensor.QUANTIZED
         if not layout.shares_amax:
             return None, {}
         # FSDP2 gathers outside of graphs, so a dispatch mode there is a flop counter or a debugger, not a tracer.
         if traced(matrix) and registry.find(tensor) is None:
-            return self._traced(tensor, matrix)
+            return self._traced(tensor, matrix, shape)
         if self.is_ahead(tensor) and (self.owner == id(tensor.store) or registry.find(tensor) is not None):
             return self.current(tensor)
         if self.fused is not None:  # those that it is gathered with may be of its group
@@ -64,7 +67,7 @@ class Agreed:
             return next(own for one, own in zip(joined, decided, strict=True) if one._agreed is self)
         groups, _ = shards.amax_groups(tensor)
         if layout.amax_of_matrices:
-            amax_of_rows = agree_on_amax(cls, matrix, None, groups, None, matrices=layout.amaxes_of(tensor.shape))
+            amax_of_rows = agree_on_amax(cls, matrix, None, groups, None, matrices=layout.amaxes_of(shape))
             return with_history(layout, amax_of_rows, None)
         amax = operators.shared_amax(cls, matrix)
         if not layout.history:
@@ -137,7 +140,9 @@ class Agreed:
         """`amax` and `plane` on a device: with CPU offload, shards are quantized on both."""
         return (one if one is None or one.device == device else one.to(device) for one in (self.amax, self.plane))
 
-    def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _traced(
+        self, tensor: CastOnGather, matrix: Tensor, shape: Sequence[int]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.fused is not None:
             raise UnsupportedOperator(
                 f"{tensor.label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
@@ -148,7 +153,7 @@ class Agreed:
                 f"{tensor.label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
                 "shard it with fully_shard, whose gathers run outside of graphs, or leave its module uncompiled"
             )
-        amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(tensor.shape))
+        amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(shape))
         return with_history(tensor.LAYOUT, amax, None)
 
     def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
@@ -226,7 +231,7 @@ def decide_all(
     agreed = [tensor._agreed for tensor in tensors]
     for at, tensor in enumerate(tensors):
         if tensor.LAYOUT.amax_of_matrices:
-            decided[at] = agreed[at].decide(tensor, matrix_of(at))
+            decided[at] = agreed[at].decide(tensor, matrix_of(at), tensor.shape)
     sharing = [at for at, one in enumerate(tensors) if one.LAYOUT.shares_amax and not one.LAYOUT.amax_of_matrices]
     missing = [at for at in sharing if not agreed[at].is_ahead(tensors[at])]
     fused = {group for at in missing if (group := agreed[at].fused) is not None}

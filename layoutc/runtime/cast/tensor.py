@@ -204,7 +204,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Quantizes values, with the amax that the weight's shards share."""
         row_sharding, matrix = shards.row_sharding(self), self._matrix_of(values)
-        amax, extra = self._agreed.decide(self, matrix)
+        amax, extra = self._agreed.decide(self, matrix, values.shape)
         (matrix,) = with_halos([self.LAYOUT], [matrix], [row_sharding])
         planes = operators.quantize(self.QUANTIZED, matrix, amax, orientations) | extra
         return self.quantized(planes, matrix, orientations, row_sharding, values)
