@@ -16,7 +16,7 @@ from typing import Any
 RUNS = Path(__file__).parents[2] / "tests" / "bench" / "runs"
 ORDER = (
     *("back_to_back", "graphs", "links", "gradient_codes", "gathers", "host", "reductions", "optimizer", "kernels"),
-    *("memory", "experts", "plans", "estimates", "losses", "tuning", "checkpoints", "files"),
+    *("memory", "experts", "plans", "estimates", "losses", "forms", "tuning", "checkpoints", "files"),
 )
 NAMES = {
     "bf16": "bf16 weights",
