@@ -60,12 +60,14 @@ def amax_jobs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterato
 def kernel_jobs(
     name: str, cls: type[QuantizedTensor], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    """Everything that a recipe's kernels do with a weight; what does not read x, from bf16 alone."""
+    """Everything that a recipe's kernels do with a weight; what does not read x, from bf16 alone. Where no kernel
+    quantizes, the reference makes the planes, and that is no job."""
     kernels, layout, label = part(cls, "kernels").KERNELS, cls.LAYOUT, str(dtype)[6:]
     m, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) * 0.02
     amax = cls.shared_amax(x) if layout.shares_amax else None
-    for orientations in sorted({layout.orientations, *((one,) for one in layout.orientations)}, key=len):
+    asked = {layout.orientations, *((one,) for one in layout.orientations)}
+    for orientations in sorted(asked, key=len) if kernels.quantize_tile is not None else ():
 
         def quantize(orientations: tuple[str, ...] = orientations) -> Work:
             own = x.clone()
@@ -74,7 +76,7 @@ def kernel_jobs(
 
         written = kernels.quantize(x, amax, orientations)
         yield Job(name, f"quantize {'+'.join(orientations)}", label, size([x, *written.values()]), quantize)
-    planes: dict[str, Tensor] = kernels.quantize(x, amax, layout.orientations)
+    planes = cls.quantize_matrix(x, amax, layout.orientations)
     stored = planes | ({"amax": layout.stored_amax(amax)} if amax is not None and "amax" in layout.stored else {})
     if not layout.history:
         yield from _buffer_jobs(name, kernels, cls, x, amax, stored, label)
@@ -138,10 +140,10 @@ def _group_jobs(
     kernels, every = part(cls, "kernels").KERNELS, layout.orientations
     each = [None] * GROUPED if amaxes is None else amaxes
     shaped = [one if one is None else one.view(layout.amax_shape(k)) for one in each]
-    outs = [kernels.quantize(x, one, every) for x, one in zip(xs, shaped, strict=True)]
+    outs = [cls.quantize_matrix(x, one, every) for x, one in zip(xs, shaped, strict=True)]
     suffix = f"{GROUPED} weights of {m}x{k}"
     works: dict[str, tuple[int, Callable[[], object]]] = {}
-    if kernels.batched:
+    if kernels.batched and kernels.quantize_tile is not None:
         nbytes = size(xs) + sum(size(out.values()) for out in outs)
         loop = lambda: [kernels.quantize(*one) for one in zip(xs, shaped, [every] * GROUPED, outs, strict=True)]  # noqa: E731
         works[f"quantize {suffix}, a launch each"] = nbytes, loop

@@ -197,10 +197,12 @@ def _time_kernels(
             _note(timed(job, shape, copied), say, results["kernels"])
     for name, cls in classes:
         try:
-            part(cls, "kernels")
+            kernels = part(cls, "kernels").KERNELS
         except ImportError as error:
             say(f"  {name}: no kernels ({error})")
             continue
+        if kernels.quantize_tile is None:
+            say(f"  {name}: no kernel quantizes, so that is not timed")
         for dtype in DTYPES:
             for job in kernel_jobs(name, cls, shape, dtype, device):
                 _note(timed(job, shape, copied), say, results["kernels"])

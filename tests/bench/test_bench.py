@@ -143,6 +143,22 @@ def test_every_job_of_a_recipe_runs(name: str) -> None:
     assert all(job.nbytes > 0 for job in jobs.values())
 
 
+@pytest.mark.usefixtures("kernels_on_cpu")
+def test_what_no_kernel_quantizes_is_dequantized_and_the_rest_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, said = "nvfp4_modelopt_experts", list[str]()
+    cls = recipe_class(name)
+    jobs = [job for dtype in bench_jobs.DTYPES for job in bench_jobs.kernel_jobs(name, cls, (32, 64), dtype, CPU)]
+    assert [(job.work, job.dtype) for job in jobs] == [("dequantize rowwise", "bfloat16")]
+    assert jobs[0].nbytes == 32 * 64 * 2 + sum(plane.nbytes for plane in cls.LAYOUT.planes(32, 64).values())
+    assert jobs[0].make()() is not None
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(clocks, "copy_rates", lambda _: (1.0, 1.0))
+    for listed in ("amax_jobs", "kernel_jobs"):
+        monkeypatch.setattr(measure, listed, lambda *_: ())
+    measure._time_kernels([(name, cls)], (32, 64), False, said.append, {"copy_bytes_per_us": {}, "kernels": []})
+    assert said[-1] == f"  {name}: no kernel quantizes, so that is not timed"
+
+
 def test_each_hook_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent is a tuple; a weight that is gathered into another is no result."""
     monkeypatch.setattr(clocks, "host", lambda call: 1.0 if isinstance(call(), tuple) else 2.0)

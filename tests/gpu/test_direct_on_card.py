@@ -43,13 +43,16 @@ def work(kernels: recipe_kernels.Kernels, layout: Any, x: torch.Tensor) -> list[
     if layout.shares_amax:
         amax = amaxes.matrix_amax(x, layout.amax_columns)
     seed = {"seed": torch.ones(1, dtype=torch.int64, device="cuda")} if layout.stochastic else {}
-    planes = kernels.quantize(x, amax, every, **seed)
+    cls = importlib.import_module(f"layoutc.recipes.{layout.name}").Tensor
+    planes = cls.quantize_matrix(x, amax, every, **seed)  # by the reference where no kernel quantizes
     held = planes if amax is None else {**planes, "amax": amax}
     values = [kernels.dequantize(held, m, k, orientation, torch.bfloat16) for orientation in every]
     if layout.history:
         return [*planes.values(), *values]
-    laid_out, quantized = kernels.lay_out(held, m, k, every), kernels.quantize_buffers(x, amax, every, **seed)
-    return [*planes.values(), *values, *laid_out.values(), *quantized.values()]
+    laid_out = kernels.lay_out(held, m, k, every)
+    if kernels.quantize_tile is None:
+        return [*planes.values(), *values, *laid_out.values()]
+    return [*planes.values(), *values, *laid_out.values(), *kernels.quantize_buffers(x, amax, every, **seed).values()]
 
 
 def bits(made: list[torch.Tensor]) -> list[torch.Tensor]:

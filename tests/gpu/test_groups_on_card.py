@@ -84,8 +84,8 @@ def check(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_gives_the_bytes_of_one_launch_each(name: str, dtype: torch.dtype) -> None:
-    if not kernels(name).batched:
-        pytest.skip("a pass over rows comes first, or each matrix has a seed of its own")
+    if not kernels(name).batched or kernels(name).quantize_tile is None:
+        pytest.skip("a pass over rows comes first, or each matrix has a seed of its own, or the reference quantizes")
     layout = recipe(name).LAYOUT
     for orientations in {layout.orientations, *((one,) for one in layout.orientations)}:
         check(name, matrices(name, dtype, 14), orientations)
