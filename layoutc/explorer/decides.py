@@ -65,7 +65,7 @@ def decided(layout: Layout, path: tuple[str | int, ...], data: dict[str, object]
         case ("scale", *_):
             return tuple(_planes(_without_own(layout, data, "scale"), _SCALES))
         case ("tensor", *_):
-            return ("plane:amax",)
+            return tuple(_planes(layout.sources, ("level",))) or ("plane:amax",)
         case ("formats", str(name), *_):
             return tuple(_of_format(layout, name))
         case ("gemm", "scale", *_):

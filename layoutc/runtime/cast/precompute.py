@@ -21,9 +21,10 @@ def precompute_amaxes(model: nn.Module) -> None:
 
     Optional. Call it on all ranks after optimizer.step(); gathers then reduce nothing until a weight is written again.
     Without it, each gather of a weight whose shards share an amax reduces its own; the bytes are the same. Weights of
-    recipes that share no amax are skipped. If you write some shards of a weight below its DTensor and not the others,
-    call it again on all ranks. In a step that a CUDA graph captures it does nothing: gathers reduce their own there. A
-    replay writes weights without telling, so call it before the gathers that come after one, if you call it at all.
+    recipes that share no amax, or have one for each matrix, are skipped. If you write some shards of a weight below its
+    DTensor and not the others, call it again on all ranks. In a step that a CUDA graph captures it does nothing:
+    gathers reduce their own there. A replay writes weights without telling, so call it before the gathers that come
+    after one, if you call it at all.
 
     torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
 

@@ -93,13 +93,23 @@ def agree_on_amax(
     if not layout.shares_amax or (amax is None and not takes):
         return None
     if layout.amax_of_matrices:
-        each = matrix.reshape(matrices, -1).abs() if matrices else matrix.new_zeros(0, 1)
-        found = each.amax(1).float() if each.shape[1] else each.new_zeros(matrices, dtype=torch.float32)
-        found = reduce_max(found, group, tag) if amax is None else _checked(layout, amax, matrix, matrices)
-        return found.expand(matrices).repeat_interleave(len(matrix) // max(1, matrices)).view(-1, 1)
+        if amax is None:
+            return for_rows(reduce_max(amax_of_each(matrix, matrices), group, tag), matrix)
+        return for_rows(_checked(layout, amax, matrix, matrices).expand(matrices), matrix)
     if amax is None:
         return reduce_max(operators.shared_amax(cls, matrix), group, tag)
     return _checked(layout, amax, matrix)
+
+
+def amax_of_each(matrix: Tensor, matrices: int) -> Tensor:
+    """(m, k) values of a stack -> the amax of each of its matrices, (matrices,) fp32."""
+    each = matrix.reshape(matrices, -1).abs() if matrices else matrix.new_zeros(0, 1)
+    return each.amax(1).float() if each.shape[1] else each.new_zeros(matrices, dtype=torch.float32)
+
+
+def for_rows(amaxes: Tensor, matrix: Tensor) -> Tensor:
+    """The amax of each matrix of a stack of (m, k) values -> that of each row's, (m, 1)."""
+    return amaxes.repeat_interleave(len(matrix) // max(1, len(amaxes))).view(-1, 1)
 
 
 def _checked(layout: Layout, amax: Tensor, matrix: Tensor, matrices: int = 1) -> Tensor:

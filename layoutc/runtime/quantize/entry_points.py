@@ -100,6 +100,7 @@ def _amax_text(layout: Layout) -> str:
     if not layout.shares_amax:
         return "amax: must be None, and group has no effect, since no scale depends on other shards."
     shape = "(1,)" if layout.amax_columns is None else f"(1, blocks of {layout.amax_columns} columns)"
+    shape += ", or (matrices,), one for each matrix of a stack," if layout.amax_of_matrices else ""
     text = f"amax: {shape} fp32. Default: that of x, or the maximum over the ranks of `group`. Collective with a group."
     return f"{text} The scale follows from the history of `out`." if layout.history else text
 

@@ -19,7 +19,9 @@ from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.quantize.amax import (
     Groups,
     agree_on_amax,
+    amax_of_each,
     check_same,
+    for_rows,
     join,
     reduce_max,
     shared_amaxes,
@@ -130,23 +132,30 @@ def requantize_batch_(
     blocks, there is one more all-gather per group. Default: no target is a shard whose blocks are cut. Raises as
     `quantize` does with an `out`, before anything is written.
     """
-    of_one = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
-    sharing = [(target, values) for target, values in of_one if not target.LAYOUT.amax_of_matrices]
-    shared: dict[int, Tensor | None] = {}
-    for target, values in (one for one in of_one if one[0].LAYOUT.amax_of_matrices):
-        matrix = as_matrix(values, (target.store.rows, target.store.matrix[1]))
-        count = target.LAYOUT.amaxes_of(target.shape)
-        shared[id(target)] = agree_on_amax(type(target), matrix, None, groups, None, matrices=count)
-    if sharing:
-        matrices = [
-            (type(target), as_matrix(values, (target.store.rows, target.store.matrix[1]))) for target, values in sharing
-        ]
-        amaxes, shapes = shared_amaxes(matrices)
-        amaxes = reduce_max(amaxes, groups)
-        pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
-        join(pieces, [target.fused for target, _ in sharing])
-        for (target, values), piece, shape in zip(sharing, pieces, shapes, strict=True):
-            shared[id(target)] = (piece if len(shape) == 1 else piece.view(shape)).to(values.device)
+    sharing = [
+        (target, values, as_matrix(values, (target.store.rows, target.store.matrix[1])))
+        for target, values in batch
+        if target.LAYOUT.shares_amax
+    ]
+    of_weights = [one for one in sharing if not one[0].LAYOUT.amax_of_matrices]
+    of_matrices = [one for one in sharing if one[0].LAYOUT.amax_of_matrices]
+    found: list[Tensor] = []
+    shapes: list[tuple[int, ...]] = []
+    if of_weights:
+        amaxes, shapes = shared_amaxes([(type(target), matrix) for target, _, matrix in of_weights])
+        found.append(amaxes)
+    for target, _, matrix in of_matrices:
+        found.append(amax_of_each(matrix, target.LAYOUT.amaxes_of(target.shape)))
+        shapes.append((len(found[-1]),))
+    shared: dict[int, Tensor] = {}
+    if found:
+        packed = found[0] if len(found) == 1 else torch.cat([one.to(found[0].device) for one in found])
+        pieces = torch.split(reduce_max(packed, groups), [prod(shape) for shape in shapes])
+        sharing = of_weights + of_matrices
+        join(pieces, [target.fused for target, *_ in sharing])
+        for (target, values, matrix), piece, shape in zip(sharing, pieces, shapes, strict=True):
+            amax = (piece if len(shape) == 1 else piece.view(shape)).to(values.device)
+            shared[id(target)] = for_rows(amax, matrix) if target.LAYOUT.amax_of_matrices else amax
     requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
 
 
