@@ -166,13 +166,13 @@ def _left(piece: Piece) -> int:
 
 
 def _left_beside_values(piece: Piece, plan: Plan) -> int:
-    """The same of a weight that is cast and dequantized on gather. Those of a group that kernels quantize where it is
-    sent from keep their shared planes; with a history also the amax that the cast remembers."""
+    """The same of a weight that is cast and dequantized on gather: the shared planes that values were read from stay
+    until the next gather; with a history also the amax that the cast remembers."""
     history = plan.layout.history
-    if piece.packed:
-        shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
-        return shared + (FP32 if history else 0)
-    return FP32 + FP32 * history if history else 0
+    if history and not piece.packed:
+        return FP32 + FP32 * history
+    shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
+    return shared + (FP32 if history else 0)
 
 
 def indices(pieces: Iterable[Piece]) -> int:

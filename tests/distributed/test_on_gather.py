@@ -21,6 +21,7 @@ from test_fsdp2_options import WIDTH, Block, sharded, stepped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import layoutc
 from layoutc.runtime.cast import gather_group
@@ -360,24 +361,24 @@ def test_a_model_whose_gather_has_failed_can_be_deleted(two: Ranks) -> None:
 
 
 def keeps_what_values_are_read_from(recipe: str, world: int) -> None:
-    """All planes that values were made of are there until the weight is gathered again: a card may still read them."""
+    """All memory that values were made of is there until the weight is gathered again: a card may still read it."""
     model = blocks(recipe, "cast", ON_GATHER)
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     mesh = DeviceMesh.from_group(group if world == 1 else dist.group.WORLD, "cpu")
     for block in model:
         fully_shard(block, mesh=mesh)
-    read: list[weakref.ref[Tensor]] = []
+    read: list[StorageWeakRef] = []
     dequantize = on_gather.dequantize_all
 
     def noting(arrivals: Sequence[on_gather.Arrival]) -> Any:
-        read.extend(weakref.ref(plane) for one in arrivals for plane in one.planes.values())
+        read.extend(StorageWeakRef(plane.untyped_storage()) for one in arrivals for plane in one.planes.values())
         return dequantize(arrivals)
 
     with mock.patch.object(on_gather, "dequantize_all", noting), torch.no_grad():
         model(torch.ones(8, WIDTH))
         gc.collect()
         assert read
-        assert all(plane() is not None for plane in read)
+        assert not any(memory.expired() for memory in read)
 
 
 @pytest.mark.parametrize(("recipe", "world"), [("fp8_current", 2), ("fp8_current", 1), ("nvfp4", 2)])

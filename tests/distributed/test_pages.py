@@ -8,7 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,10 @@ def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
 
 
 def runs_program(file: Path, arguments: list[str]) -> str:
-    """What a program prints that torchrun starts, in ranks that are there already."""
+    """What a program prints that torchrun starts in its folder, in ranks that are there already."""
     printed = io.StringIO()
     with (
+        chdir(file.parent),
         mock.patch.object(sys, "argv", [str(file), *arguments]),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),

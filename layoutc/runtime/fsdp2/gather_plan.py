@@ -181,7 +181,9 @@ class GatherPlan:
 
     @torch.inference_mode(False)  # whose views have no versions
     def _views(self) -> list[Run]:
-        """What arrives as it lies, once FSDP2's outputs are allocated."""
+        """What arrives as it lies, once FSDP2's outputs are allocated; what hooks kept of their gather is let go."""
+        for one in self.of_values:
+            one.state.read = None
         self.planes = [one.planes() for one in self.of_codes]
         pieces = [piece for one in self.of_codes for piece in one.arriving()]
         self.arriving = runs_of([*self.plain, *pieces])

@@ -50,14 +50,14 @@ class Gathered:
     stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
-    # What values were dequantized from last: made on FSDP2's stream of copies, which would write the next planes over
-    # these as soon as they are freed, and read on another.
-    read: Mapping[str, Tensor] = field(default_factory=dict)
+    # The gather whose planes values were dequantized from last: some were made on FSDP2's stream of copies, which would
+    # write the next planes over these as soon as they are freed, and are read on another.
+    read: Gathering | None = None
     routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
 
     def let_go(self) -> None:
         """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
-        self.values, self.read = None, {}
+        self.values = self.read = None
         self.joined.clear()
 
 
@@ -196,13 +196,17 @@ def finish(
     others are gather outputs, which FSDP2 frees anyway. Of a weight that is dequantized on gather, the tensor has
     plain values, which are among the inner tensors.
     """
-    if out is None and _leaves_values(shard):
+    leaves_values = _leaves_values(shard)
+    if leaves_values and (sharding := find(shard)) is not None:
+        gathered_of(sharding).read = gathering
+    if out is None and leaves_values:
         device = next(iter(planes.values())).device
         values = new_values(shard, gathering.route, dtype, device)
         deliver(shard, planes, None)
         return values, (values, *to_be_freed(gathering, [gathering.route], device))
     if out is None:
-        cls, route, home, sharding = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch), find(shard)
+        cls, route, home = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch)
+        sharding = find(shard)
         if shard.LAYOUT.passes_differ and route.which != "both":
             planes = GatheredPlanes(planes, home, route.matrix)
         tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
@@ -243,10 +247,9 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None)
         return
     sharding = find(shard)
     assert sharding is not None
-    state = gathered_of(sharding)
-    assert state.values is not None
-    state.read = planes
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, state.values))
+    values = gathered_of(sharding).values
+    assert values is not None
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
