@@ -230,11 +230,11 @@ def quantize(x, *, seed=None, **options):
         r"\1(all_gather_outputs[0].flip(0), *all_gather_outputs[1:]),",
         ("gather",),
     ),
-    "backward sends its codes in reverse": (
+    "forward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
         SEND,
-        SENT + '        return (sent[0].flip(0) if note.which == "backward" else sent[0], *sent[1:]), note\n',
+        SENT + '        return (sent[0].flip(0) if note.which == "forward" else sent[0], *sent[1:]), note\n',
         ("gather",),
     ),
     "short shards are not filled up": (
@@ -443,6 +443,6 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
 
 # Faults that processes must find, as MUTANTS.
 IN_PROCESSES: dict[str, tuple[str, ...]] = {
-    "backward sends its codes in reverse": ("fsdp2",),
+    "forward sends its codes in reverse": ("fsdp2",),
     "bytes are not copied": ("reshard", "fsdp2-checkpoint"),
 }

@@ -148,7 +148,7 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             label = source.value((*where, last), f"{size or tensor.sizes[last]} values of {bits} bits")
             per = max(1, word // bits)
             own, rest = tensor.sizes[last], max(1, size // tensor.sizes[last])
-            run = next(n for n in range(1, per + 1) if n * rest % per == 0 and n * bits % 8 == 0)
+            run = next(n for n in range(1, 8 * per + 1) if n * rest % per == 0 and n * bits % 8 == 0)
             fits = -(-own // run) * run
             help = f"write `{last}: {fits}`, or a dtype of fewer bits"
             yield source.find("LC363", f"the last dim does not fill entries of {tensor.dtype}", label, help=help)
