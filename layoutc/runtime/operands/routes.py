@@ -27,7 +27,7 @@ class Routes(NamedTuple):
 
 def routes_of(chosen: Tensor, experts: int) -> Routes:
     """chosen: (tokens, chosen of each), the experts of each token, from 0 to experts - 1."""
-    by_expert, order = torch.sort(chosen.reshape(-1))
+    by_expert, order = torch.sort(chosen.reshape(-1), stable=True)  # sorts on CPUs are not by themselves
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     every = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
