@@ -99,6 +99,8 @@ class SteadyGroup(FSDPParamGroup):
         if (plan is None and which in self._plans) or not gather_plan.is_allocated(self.fsdp_params):
             return None
         made = self._plans[which] = gather_plan.plan_of(self, self._all_gather_process_group.size())
+        # What it allocated for good, what runs on this stream may still use; gathers write it on theirs.
+        self._wait_all_gather_streams_on_event(streams.current(self.device, self.device_handle).record_event())
         return made if made is not None and made.holds() else None
 
     def post_backward(self, *unused: Any) -> None:
