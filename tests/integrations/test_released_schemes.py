@@ -204,13 +204,21 @@ def nf4(state: Tensors, quant_storage: torch.dtype) -> tuple[Tensors, dict[str, 
 
 
 def read_by_bitsandbytes(tensors: Tensors, name: str) -> Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    """By its CPU code; by its code for any device where blocks run across rows, which the former counts row by row."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
 
     beside = {key: one for key, one in tensors.items() if key.startswith(f"{name}.")}
     state = QuantState.from_dict(
         {key.removeprefix(f"{name}."): one for key, one in beside.items()}, torch.device("cpu")
     )
-    values: Tensor = dequantize_4bit(tensors[name], state)
+    values: Tensor
+    if state.shape[-1] % state.blocksize:
+        scale = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        codes = tensors[name].reshape(-1)
+        values = _dequantize_4bit_compute(codes, scale, state.code, state.blocksize, state.shape, state.dtype)
+    else:
+        values = dequantize_4bit(tensors[name], state)
     return values
 
 
@@ -447,6 +455,12 @@ OTHER_BLOCKS = {
     "nf4_128_double": Blocks(
         partial(bitsandbytes, double=True, blocksize=128), read_by_bitsandbytes, "bitsandbytes_double, groups of 128"
     ),
+    "nf4_512": Blocks(
+        partial(bitsandbytes, blocksize=512), read_by_bitsandbytes, "bitsandbytes, blocks of 512 across rows"
+    ),
+    "nf4_512_double": Blocks(
+        partial(bitsandbytes, double=True, blocksize=512), read_by_bitsandbytes, "_double, blocks of 512 across rows"
+    ),
 }
 
 
@@ -501,6 +515,78 @@ def test_blocks_of_other_sizes_are_read_as_values(name: str, tmp_path: Path, two
         quantize_as_stored(Mlp(by.dtype), path)
     with pytest.raises(LayoutError, match=r"up_proj.weight: the files have it quantized.* convert=True"):
         load_safetensors(Mlp(by.dtype), path)
+
+
+@pytest.mark.parametrize(("kind", "double"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)])
+def test_rows_that_are_no_whole_blocks_are_read_as_values_beside_codes(
+    kind: str, double: bool, two: Ranks, tmp_path: Path
+) -> None:
+    """In blocks of the recipe's size, beside a weight of whole blocks, which keeps its codes; odd numbers of values,
+    rows shorter than a block, and names that tell the kind where config.json does not."""
+    from safetensors.torch import save_file
+
+    tensors: Tensors = {}
+    for name, value in Ragged().state_dict().items():
+        tensors |= in_bits4(name, value, quant_type=kind, compress_statistics=double)
+    path, binding, recipe = tmp_path / "in", "bitsandbytes_double" if double else "bitsandbytes", f"{kind}_bitsandbytes"
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    config = {"quantization_config": nf4_config(double) | {"bnb_4bit_quant_type": kind}}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    expected = {name: read_by_bitsandbytes(tensors, name) for name in Ragged().state_dict()}
+
+    assert load_safetensors(plain := Ragged(zeros=True), path, convert=True) == ((), ())
+    convert_safetensors(path, tmp_path / "plain", dtype="bfloat16")
+    assert all(torch.equal(param, expected[name]) for name, param in plain.named_parameters())
+    assert all(torch.equal(one, expected[name]) for name, one in tensors_in(tmp_path / "plain").items())
+    assert two.run(ragged_on_ranks, str(path), str(tmp_path / "plain")) == [True, True]
+    with pytest.raises(LayoutError, match=rf"3 weights, such as even.weight, .*blocks of 64 across rows.*{recipe}"):
+        quantize_as_stored(Ragged(), path)
+
+    layoutc.quantize_(mixed := Ragged(zeros=True), recipe, filter_fn=lambda _, name: name == "whole")
+    load_safetensors(mixed, path, convert=True)
+    assert torch.equal(mixed.whole.weight.dequantize(torch.bfloat16), expected["whole.weight"])
+    assert torch.equal(mixed.odd.weight, expected["odd.weight"])
+    export_safetensors(mixed, tmp_path / "out", files=binding, source=path)
+    kept = {name: one for name, one in tensors.items() if name.startswith("whole.")}
+    assert all(torch.equal(tensors_in(tmp_path / "out")[name], one) for name, one in kept.items())
+    export_safetensors(mixed, tmp_path / "scales", files="bitsandbytes", source=path)  # of codes of scales too
+    assert tensors_in(tmp_path / "scales")["whole.weight.absmax"].dtype is torch.float32
+    with pytest.raises(LayoutError, match=rf"even.weight: {recipe} takes .* columns in multiples of 64"):
+        convert_safetensors(path, tmp_path / "refused", files=binding)  # which tells the recipe by the source's
+
+    (path / "config.json").unlink()
+    for source_files in (binding, f"{recipe}/{binding}"):
+        convert_safetensors(path, tmp_path / source_files, dtype="bfloat16", source_files=source_files)
+        assert same_files(tmp_path / source_files, tmp_path / "plain", but=())
+
+
+class Ragged(nn.Module):
+    """Rows of whole blocks of 64 values, of parts of them, and shorter ones; of odd numbers of values."""
+
+    def __init__(self, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, m, k in (("whole", 96, 128), ("even", 80, 96), ("odd", 7, 33), ("short", 6, 32)):
+            setattr(self, name, nn.Linear(k, m, bias=False, dtype=torch.bfloat16))
+        for param in self.parameters() if zeros else ():
+            param.data.zero_()
+
+
+def in_bits4(name: str, value: Tensor, **how: Any) -> Tensors:
+    """A weight as bitsandbytes has it in a state dict."""
+    from bitsandbytes.functional import quantize_4bit
+
+    codes, kept = quantize_4bit(value, blocksize=64, **how)
+    return {name: codes} | {f"{name}.{key}": one for key, one in kept.as_dict(packed=True).items()}
+
+
+def ragged_on_ranks(path: str, plain: str) -> bool:
+    model, expected = Ragged(zeros=True), tensors_in(Path(plain))
+    fully_shard(model)
+    load_safetensors(model, path, convert=True)
+    full = {name: param.full_tensor() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+    return all(torch.equal(full[name], value) for name, value in expected.items())
 
 
 def test_a_recipe_of_ones_own_holds_other_blocks_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Files whose blocks have other sizes along rows than a recipe's, or scales of another dtype: read as values.
+"""Files whose blocks have other sizes along rows than a recipe's, run on from row to row, or have scales of another
+dtype: read as values.
 
 Such a weight is one of the recipe's after each block is padded to whole blocks of the recipe, and its scale repeated
 for them. So any class of plain codes, scales and zero points decodes groups of all sizes by its own arithmetic; nothing
@@ -52,9 +53,9 @@ class Regrouped(QuantizedTensor):
         ]
         return torch.cat(pieces).to(dtype or self.dtype).view(self.shape)
 
-    def _decoded(self, planes: Mapping[str, Tensor]) -> Tensor:
-        """Some rows' values, fp32."""
-        (m, width), k = planes["rowwise_data"].shape, self.store.matrix[1]
+    def _decoded(self, planes: Mapping[str, Tensor], k: int | None = None) -> Tensor:
+        """Some rows' values, fp32. k: their columns, where these are not the weight's."""
+        (m, width), k = planes["rowwise_data"].shape, k or self.store.matrix[1]
         columns, own = self.COLUMNS or k, self.OF.LAYOUT.column_multiple
         blocks, times = cdiv(k, columns), cdiv(columns, own)
         data = _wider(planes["rowwise_data"], blocks * columns * width // k).view(m, blocks, columns * width // k)
@@ -64,8 +65,49 @@ class Regrouped(QuantizedTensor):
         return values.view(m, blocks, times * own)[..., :columns].reshape(m, blocks * columns)[:, :k]
 
 
+class Flat(Regrouped):
+    """A weight in files whose blocks are counted over all of its values, so that they run on across rows."""
+
+    COLUMNS: ClassVar[int]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As QuantizedTensor has it."""
+        data, scale = self.store.planes["rowwise_data"], self.store.planes[SCALE].view(-1, 1)
+        width = round(self.COLUMNS / (self.OF.LAYOUT.stored["rowwise_data"].columns_per_value or 1))
+        data, (m, k) = _wider(data, len(scale) * width).view(-1, width), self.store.matrix
+        each = AT_A_TIME // width
+        pieces = [
+            self._decoded({"rowwise_data": data[at : at + each], SCALE: scale[at : at + each]}, self.COLUMNS)
+            for at in range(0, len(scale), each)
+        ]
+        return torch.cat(pieces).view(-1)[: m * k].to(dtype or self.dtype).view(self.shape)
+
+
 def _wider(codes: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(codes, (0, width - codes.shape[-1]))
+
+
+@lru_cache(maxsize=64)
+def _flat_of(cls: type[QuantizedTensor], columns: int) -> type[Flat]:
+    """The class that decodes blocks of so many values of the flattened weight; it fits no weight of whole blocks."""
+    layout = cls.LAYOUT
+    code = round(layout.stored["rowwise_data"].columns_per_value or 1)
+
+    def planes(m: int, k: int) -> dict[str, Facts]:
+        blocks = cdiv(m * k, columns) if k % columns else 0
+        data, scale = layout.dtypes["rowwise_data"], layout.dtypes[SCALE]
+        return {"rowwise_data": Facts((1, cdiv(m * k, code)), data), SCALE: Facts((1, blocks), scale)}
+
+    changed = replace(
+        layout,
+        layout_id=f"{layout.layout_id}/flat{columns}",
+        column_multiple=1,
+        multiple_k=1,
+        stored={"rowwise_data": Plane(ALL, None), SCALE: Plane(ALL, None)},
+        planes=planes,
+    )
+    facts = {"LAYOUT": changed, "OF": cls, "COLUMNS": columns, "RESIZED": True}
+    return type(f"Flat{cls.__name__}", (Flat, cls), facts)
 
 
 @lru_cache(maxsize=64)
@@ -101,12 +143,15 @@ def regrouped(
 ) -> Iterator[tuple[type[Regrouped], Binding]]:
     """Classes and bindings that read files whose config has a binding's key for the columns of a block: one for
     each size there, with scales of 16 bits in any dtype of 16 or 32. Sizes that each weight's text states are those
-    that bitsandbytes has."""
+    that bitsandbytes has, which counts blocks over the flattened weight."""
     if not _is_plain(layout := cls.LAYOUT):
         return
     own, scale = layout.stored[SCALE].columns_per_value, binding.planes[SCALE]
     in_halves = layout.dtypes[SCALE] in HALVES
     for columns, changed in _stated(binding, config):
+        if columns and binding.text is not None:
+            words = f"{binding.name}, blocks of {columns} across rows"
+            yield _flat_of(cls, columns), changed._replace(name=words)
         if columns == own and not in_halves:
             continue
         yield (

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.held.regrouped import Regrouped
+from layoutc.checkpoint.held.regrouped import Flat, Regrouped
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
@@ -66,14 +66,23 @@ def quantize_as_stored(
 
 def _check_is_held(fit: choosing.Fit) -> None:
     """Raises LayoutError, with what would work, for weights that no recipe holds as they are."""
-    if issubclass(fit.bound.cls, Regrouped):
-        raise LayoutError(
-            f"{len(fit.names)} weights, such as {fit.names[0]}, are in files of {fit.bound.label}, which no recipe "
-            "holds as they are. load_safetensors(model, folder, convert=True) reads them as values, into a plain model "
-            "or any recipe; `layoutc convert` writes them in another. To train them as they are, make a recipe of it: "
-            f"`layoutc new mine --from {fit.bound.cls.LAYOUT.name}`, their blocks and dtype in it, `layoutc build "
-            "specs/mine.yaml`, layoutc.quantize_(model, 'mine')"
+    cls = fit.bound.cls
+    if not issubclass(cls, Regrouped):
+        return
+    recipe = cls.LAYOUT.name
+    instead = (
+        f"To train them as they are, make a recipe of it: `layoutc new mine --from {recipe}`, their blocks and dtype "
+        "in it, `layoutc build specs/mine.yaml`, layoutc.quantize_(model, 'mine')"
+    )
+    if issubclass(cls, Flat):
+        instead = (
+            f"The others keep their codes if layoutc.quantize_(model, {recipe!r}, filter_fn=...) quantizes them first"
         )
+    raise LayoutError(
+        f"{len(fit.names)} weights, such as {fit.names[0]}, are in files of {fit.bound.label}, which no recipe "
+        "holds as they are. load_safetensors(model, folder, convert=True) reads them as values, into a plain model "
+        f"or any recipe; `layoutc convert` writes them in another. {instead}"
+    )
 
 
 def quantize_each(model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]], fused: bool = False) -> dict[str, str]:

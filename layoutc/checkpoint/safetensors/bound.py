@@ -263,11 +263,21 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound
     LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says; DamagedError, which
     is one, if what states a shape can't be what was written.
     """
-    layout, planes = bound.cls.LAYOUT, bound.binding.planes
+    layout, planes, alone = (
+        bound.cls.LAYOUT,
+        bound.binding.planes,
+        bound._replace(binding=bound.binding._replace(parts=())),
+    )
     data, found = next(plane for plane in planes if plane.endswith("_data")), dict[str, Found]()
     for name, stored in named_in(bound, tensors, told).items():
         shape = places.weight_shape(planes[data], stored.shape, layout.stored[data].columns_per_value or 1)
-        shape = shape or _stated_shape(bound, name, tensors)
+        if shape is None and (shape := _stated_shape(bound, name, tensors)) is not None:
+            if recognize.is_for_another(alone, name, shape, tensors, told):
+                continue
+            try:
+                layout.check_shape(shape, name)
+            except ValueError as error:
+                raise LayoutError(str(error)) from error
         weight = find(name, shape, bound, tensors, whole=True) if shape else None
         if weight is None:
             raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
@@ -296,12 +306,7 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
     sizes = sizes_in(template, text)
     if sizes.keys() != {"rows", "columns"}:
         raise LayoutError(f"{tensor} in the files does not state the two sizes of a weight: {short(text)}")
-    shape = sizes["rows"], sizes["columns"]
-    try:
-        bound.cls.LAYOUT.check_shape(shape, name)
-    except ValueError as error:
-        raise LayoutError(str(error)) from error
-    return shape
+    return sizes["rows"], sizes["columns"]
 
 
 def _check_stated(about: str, stored: Stored, one: Stated) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +91,11 @@ def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], eve
     if config.get("quant_method") not in {one.binding.config.get("quant_method") for one in every}:
         config = {key: value for key, value in config.items() if key != "quant_method"}  # others write such files too
     wrong = [contradicts(one.binding, config) for one in named]
-    if all(wrong) and (first := wrong[0]) is not None:
-        where, there, here = first
+    if all(wrong):
+        nearest = min(named, key=lambda one: len(differences(one.binding, config)))
+        where, there, here = wrong[named.index(nearest)] or ("", "", "")
         raise LayoutError(
-            f"{path}: config.json has {there!r} as {where} of its quantization_config, but files of {named[0].label} "
+            f"{path}: config.json has {there!r} as {where} of its quantization_config, but files of {nearest.label} "
             f"have {here!r}: name a binding of such files, or correct config.json if it is wrong"
         )
     return [one for one, differs in zip(named, wrong, strict=True) if differs is None]
@@ -164,6 +165,15 @@ def check_alike(bound: Sequence[Bound], what: str, how: str) -> None:
     """
     if any(dict(one.binding.planes) != dict(bound[0].binding.planes) for one in bound):
         raise several(bound, what, how)
+
+
+def one_of(named: Sequence[Bound], of_source: Collection[str]) -> Bound:
+    """The binding that a name means: of several recipes', that of the source's. of_source: layout ids. Raises
+    LayoutError."""
+    bound = [one for one in named if one.layout_id in of_source] or named
+    if len(bound) > 1:
+        raise LayoutError(f"several recipes have such files: choose one of {', '.join(one.label for one in bound)}")
+    return bound[0]
 
 
 def several(bound: Sequence[Bound], what: str, how: str) -> LayoutError:

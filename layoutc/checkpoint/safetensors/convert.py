@@ -78,7 +78,7 @@ class Job(NamedTuple):
     @property
     def quantizes(self) -> bool:
         """True if its values are quantized; false if they are plain, or codes are kept."""
-        ids = [one.cls.LAYOUT.layout_id for one in (getattr(self.source, "bound", None), self.into) if one is not None]
+        ids = [one.layout_id for one in (getattr(self.source, "bound", None), self.into) if one is not None]
         return self.into is not None and len({*ids}) == len(ids)
 
 
@@ -115,7 +115,8 @@ def convert_safetensors(
 ) -> Converted:
     """Writes a folder of safetensors anew, as another program holds it; in one process, without a model.
 
-    files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
+    files: the binding to write, such as `mxfp8/compressed_tensors`, or `compressed_tensors` alone where that is one, or
+    one of the source's recipe; or dtype: plain values of weights that are
     quantized, as torch.bfloat16 or its name. Weights that both bindings hold alike keep their bytes; others are
     dequantized and quantized anew, those that engines join, by the binding's `fused`, under one amax. match: patterns
     of names, as fnmatch reads them, of plain tensors of two dims to quantize as well. Other plain tensors are copied.
@@ -148,8 +149,9 @@ def convert_safetensors(
     path, out = Path(source), Path(folder)
     check_new(out, "convert")
     contents, every = read_folder(path), recognize.installed()
-    into = _one(recognize.chosen(files, every)) if files is not None else None
-    found = _quantized(path, contents, every, source_files, into)
+    named = recognize.chosen(files, every) if files is not None else []
+    found = _quantized(path, contents, every, source_files, named)
+    into = choosing.one_of(named, {weight.bound.layout_id for weight in found.values()}) if named else None
     slices, noted = Slices(), Noted([], {})
     _check_decoded(path, contents, found, every)
     if into is not None and not found and not match:
@@ -174,7 +176,7 @@ def convert_safetensors(
             now = Modules(*(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, _is_quantized)))
             was = Modules(_modules(contents.tensors.keys() - found.keys()), _modules(found))
             quantization = quantization_of([into], before if goes_on else {}, now, was)
-            if all(weight.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id for weight in found.values()):
+            if all(weight.bound.layout_id == into.layout_id for weight in found.values()):
                 quantization |= {key: before[key] for key in OF_STORAGE if key in before and key in quantization}
         if into is not None or config.keys() - {*KEYS}:
             write_config(partly, config, quantization)
@@ -200,25 +202,20 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _one(bound: Sequence[Bound]) -> Bound:
-    if len(bound) > 1:
-        raise LayoutError(f"several recipes have such files: choose one of {', '.join(one.label for one in bound)}")
-    return bound[0]
-
-
 # ----------------------------------------------------------------------------------------------------------------- plan
 def _quantized(
-    path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Bound | None
+    path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Sequence[Bound]
 ) -> dict[str, Found]:
-    """The weights that the source holds quantized, each by the binding that it has. Raises LayoutError."""
+    """The weights that the source holds quantized, each by the binding that it has; into: what may be written, whose
+    recipes come first. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
     if not (told := choosing.told(path, files, every)):
         return {}
     choosing.check_holds(path, files, told, contents.tensors)
     fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
-    target = into.cls.LAYOUT.layout_id if into is not None else ""
-    for one in sorted(told, key=lambda one: one.cls.LAYOUT.layout_id != target):  # first the one whose bytes are kept
+    targets = {one.layout_id for one in into}
+    for one in sorted(told, key=lambda one: one.layout_id not in targets):  # first the one whose bytes are kept
         try:
             found = weights_in(one, contents.tensors, told)
         except LayoutError as error:
@@ -323,7 +320,7 @@ def _weight(
     same = isinstance(source, Found) and source.bound.binding == alone.binding
     kept = kept_in(source, slices.read) if isinstance(source, Found) and same else None
     like = dict[str, Stored]()
-    if isinstance(source, Found) and source.bound.cls.LAYOUT.layout_id == into.cls.LAYOUT.layout_id:
+    if isinstance(source, Found) and source.bound.layout_id == into.layout_id:
         named = {plane: tensor_name(into.binding.planes[plane].name, name) for plane in source.planes}
         like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items() if not one.meanings}
     if not same:  # the dims of a single value are the program's own

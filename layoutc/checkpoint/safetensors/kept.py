@@ -82,7 +82,10 @@ class Origin(NamedTuple):
         Raises LayoutError if tensors are missing, or have other shapes than the binding says; DamagedError, which is
         one, for texts that can't be what was written.
         """
+        others = [Bound(bound.cls, one) for one in bound.cls.LAYOUT.files.values()]
         if _planes_say_all(bound) or not recognize.is_held(bound, name, shape, self.tensors):
+            return None
+        if recognize.is_for_another(bound, name, shape, self.tensors, others):
             return None
         found = find(name, shape, bound, self.tensors)
         return kept_in(found, self.slices.read) if found is not None else None

@@ -40,6 +40,11 @@ class Bound(NamedTuple):
         return f"{self.cls.LAYOUT.name}/{self.binding.name}"
 
     @property
+    def layout_id(self) -> str:
+        """What decides a weight's bytes."""
+        return self.cls.LAYOUT.layout_id
+
+    @property
     def converts(self) -> bool:
         """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
@@ -209,6 +214,8 @@ def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mappin
     matrices, fit = prod(shape[:-2]) if shape is not None and len(shape) > 2 else None, EXACT
     parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
     planes, of_weight = bound.binding.planes, dict[str, Facts]()
+    if bound.binding.text is not None and tensor_name(bound.binding.text[0], parts[0]) not in tensors:
+        return 0  # its name has the kind of codes
     data = tensors.get(next((tensor_name(one.name, parts[0]) for key, one in planes.items() if "data" in key), ""))
     if shape is None and data is not None:
         code = next(key for key in planes if "data" in key)
