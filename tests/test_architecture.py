@@ -158,8 +158,12 @@ def room_of(name: str) -> str:
 @cache
 def imported(path: Path) -> frozenset[str]:
     """Full names of all modules that a file imports, wherever in the file."""
+    return names_in(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def names_in(tree: ast.Module) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -167,6 +171,15 @@ def imported(path: Path) -> frozenset[str]:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in NAMES else str(node.module))
     return frozenset(found)
+
+
+@cache
+def imported_at_once(path: Path) -> frozenset[str]:
+    """Of those, what is imported as soon as the file is: not inside of functions, and not for type checkers."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node))]
+    return names_in(tree)
 
 
 def ours(path: Path) -> set[str]:
@@ -252,6 +265,25 @@ def test_generated_code_needs_torch_and_the_runtime_alone() -> None:
     for path in GENERATED:
         assert packages(path) <= ({"torch", "triton"} if path.name == "kernels.py" else {"torch"}), path
         assert all(name.startswith("layoutc.runtime") for name in ours(path)), path
+
+
+def test_what_users_import_needs_no_triton() -> None:
+    """torch's wheels for CPUs, macOS and Windows come without it."""
+    from layoutc import _RUNTIME
+
+    doors = [
+        *_RUNTIME.values(),
+        *(name for name in NAMES if re.match(r"layoutc\.(bench|checkpoint|integrations)\.", name)),
+    ]
+    seen: dict[str, str] = dict.fromkeys(doors, "a user")
+    left = list(seen)
+    while left:
+        name = left.pop()
+        for other in imported_at_once(NAMES[name]):
+            assert other.partition(".")[0] != "triton", f"{name}, which {seen[name]} imports, imports {other}"
+            if other in NAMES and other not in seen:
+                seen[other] = name
+                left.append(other)
 
 
 # How many there are today: these numbers only fall.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from layoutc.bench.clocks import Make, Work
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.kernels import amaxes, batches
-from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.quantize.batch_buffers import buffers_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.recipe_kernels import Kernels  # needs Triton; hooks are measured without
 
 GROUPED = 16  # weights of a batch, which together have the wanted shape
 DTYPES = (torch.bfloat16, torch.float32)

@@ -26,6 +26,7 @@ from layoutc.diagnostics.diagnostic import nearest
 
 GROUP = "layoutc.specs"
 SUFFIXES = (".yaml", ".yml")
+FEW = 8  # recipes that a message lists
 LAYOUT = "layout.py"  # of a built package; it states what it was built from
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -115,9 +116,15 @@ def find(name: str, folder: Path, everywhere: bool = False) -> Path:
         hint = f"One comes with {holding[0]}: leave out --specs, or write --specs {holding[0]}."
     elif meant := nearest(name, names):
         hint = f"Did you mean {meant}?"
+    elif inside := [path for path in _folders_in(Path(name)) if _built(str(path))]:
+        hint = f"{name} is a folder of recipes: name one, as {inside[0]}."
     else:
         hint = " ".join([f"It has {', '.join(own)}."] * bool(own) + _listed(others, folder))
     raise click.UsageError(f"{problem} '{name}'. {hint}".rstrip())
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def _built(argument: str) -> Path | None:
@@ -172,7 +179,11 @@ def completed(context: click.Context, parameter: click.Parameter, begun: str) ->
 def _listed(shipped: dict[str, dict[str, Path]], folder: Path) -> list[str]:
     """What each package ships, in words, except the one that ships the folder itself."""
     elsewhere = {package: specs for package, specs in shipped.items() if folders()[package] != folder.absolute()}
-    return [f"{package} ships {', '.join(specs)}." for package, specs in elsewhere.items() if specs]
+    return [
+        f"{package} ships {', '.join(specs) if len(specs) <= FEW else f'{len(specs)}, which `layoutc list` names'}."
+        for package, specs in elsewhere.items()
+        if specs
+    ]
 
 
 def _is_given() -> bool:

@@ -24,7 +24,8 @@ Recipe = str | os.PathLike[str] | ModuleType
 
 GROUP = "layoutc.recipes"
 BUILT = Path("generated")  # the default of `layoutc build --out`
-SPECS = (".yaml", ".yml")
+SPECS = Path("specs")  # the default of --specs
+SUFFIXES = (".yaml", ".yml")
 WAYS = "give a name, the folder that `layoutc build` wrote for it, its spec's path, or its imported module"
 
 
@@ -33,9 +34,9 @@ def find(recipe: Recipe) -> ModuleType:
     if isinstance(recipe, ModuleType):
         return _checked(recipe)
     if not isinstance(recipe, str | os.PathLike):
-        raise ValueError(f"{recipe!r} names no recipe: {WAYS}")
+        raise ValueError(f"a {type(recipe).__name__} names no recipe: {WAYS}")
     path = Path(recipe)
-    if path.suffix in SPECS:
+    if path.suffix in SUFFIXES:
         return _of_spec(path)
     if isinstance(recipe, os.PathLike) or len(path.parts) != 1:
         return _of_folder(path)
@@ -49,7 +50,12 @@ def find(recipe: Recipe) -> ModuleType:
     for folder in (BUILT / recipe, path):
         if _is_package(folder):
             return _of_folder(folder)
-    raise ValueError(_unknown(recipe, [*_own().RECIPES, *shipped, *_built_names()]))
+    for spec in (SPECS / f"{recipe}{suffix}" for suffix in SUFFIXES):
+        if spec.is_file():  # and not built
+            return _of_spec(spec)
+    if _packages_in(path):
+        return _of_folder(path)
+    raise ValueError(_unknown(recipe, [one for one in (*shipped, *_packages_in(BUILT)) if one not in _own().RECIPES]))
 
 
 def points() -> list[EntryPoint]:
@@ -99,10 +105,11 @@ def _checked(module: object) -> ModuleType:
     raise ValueError(f"{what}; {WAYS}")
 
 
-def _unknown(name: str, names: list[str]) -> str:
-    folded = {one.replace("_", "-"): one for one in sorted(names)}
+def _unknown(name: str, others: list[str]) -> str:
+    folded = {one.replace("_", "-"): one for one in sorted([*_own().RECIPES, *others])}
     close = difflib.get_close_matches(name.casefold().replace("_", "-")[:80], folded, n=1)
-    hint = f"Did you mean {folded[close[0]]}?" if close else f"Known are {', '.join(names)}."
+    there = f"There are {', '.join(others)}, and layoutc's own, which" if others else "Those that there are,"
+    hint = f"Did you mean {folded[close[0]]}?" if close else f"{there} `layoutc list` names."
     return (
         f"there is no recipe {name!r} in layoutc.recipes, in an installed package or in {BUILT.absolute()}. {hint} Of "
         f"your own, {WAYS}"
@@ -114,16 +121,15 @@ def _is_package(folder: Path) -> bool:
     return (folder / "__init__.py").is_file() and (folder / "layout.py").is_file()
 
 
-def _built_names() -> Iterator[str]:
-    if BUILT.is_dir():
-        yield from sorted(path.name for path in BUILT.iterdir() if _is_package(path))
+def _packages_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if _is_package(path)) if folder.is_dir() else []
 
 
 def _of_folder(folder: Path) -> ModuleType:
     if _is_package(folder):
         return _checked(_imported(folder.resolve()))
-    inside = sorted(path.name for path in folder.iterdir() if _is_package(path)) if folder.is_dir() else []
-    what = f"holds several: {', '.join(inside)}; name one, as {folder / inside[0]}" if inside else "is none"
+    inside = _packages_in(folder)
+    what = f"is a folder of recipes: {', '.join(inside)}; name one, as {folder / inside[0]}" if inside else "is none"
     raise ValueError(f"a recipe's package was expected, and {folder} {what}. {WAYS.capitalize()}")
 
 

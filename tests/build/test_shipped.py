@@ -129,10 +129,10 @@ def test_a_name_that_nothing_has_is_answered_with_those_there_are(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    everything = ", ".join(sorted(path.stem for path in SPECS.glob("*.yaml")))
+    ships = f"layoutc ships {len(list(SPECS.glob('*.yaml')))}, which `layoutc list` names."
     refused = run(command, "zebra")
     assert refused.exit_code == 2
-    assert refused.output.endswith(f"Error: there is no recipe 'zebra'. layoutc ships {everything}.\n")
+    assert refused.output.endswith(f"Error: there is no recipe 'zebra'. {ships}\n")
     assert run(command, "nvfp5").output.endswith("Error: there is no recipe 'nvfp5'. Did you mean nvfp4?\n")
     Path("mine").mkdir()
     Path("mine/own.yaml").write_bytes((SPECS / "mxfp8.yaml").read_bytes())
@@ -222,9 +222,13 @@ def test_own_recipe_is_found_by_name_spec_folder_and_module(
 def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("new", "changed_since", "--from", "mxfp8").exit_code == 0
-    with pytest.raises(ValueError, match=r"has not been built: run `layoutc build specs/changed_since\.yaml`"):
-        layoutc.quantize_(linear(), "specs/changed_since.yaml")
+    for way in ("specs/changed_since.yaml", "changed_since"):
+        with pytest.raises(ValueError, match=r"has not been built: run `layoutc build specs/changed_since\.yaml`"):
+            layoutc.quantize_(linear(), way)
     assert run("build").exit_code == 0
+    with pytest.raises(ValueError, match="generated is a folder of recipes: changed_since; name one, as generated/ch"):
+        layoutc.quantize_(linear(), "generated")
+    assert "generated is a folder of recipes: name one, as generated/changed_since." in run("show", "generated").output
     spec = Path("specs/changed_since.yaml")
     spec.write_text(spec.read_text() + "\n# a remark\n")
     with pytest.raises(ValueError, match=r"has not been built; .* was built from another text"):
@@ -238,9 +242,10 @@ def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatc
     ("recipe", "match"),
     [
         ("nvfp5", "Did you mean nvfp4"),
+        ("zebra", "Those that there are, `layoutc list` names"),
         ("no/such", "no/such is none"),
         (torch, "torch is no recipe's package"),
-        (3, "3 names no recipe"),
+        (3, "a int names no recipe"),
     ],
 )
 def test_what_names_no_recipe_is_refused_with_the_ways(recipe: object, match: str) -> None:

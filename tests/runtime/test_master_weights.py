@@ -21,6 +21,7 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.train import replaced_parameters
 
 WIDTH = 64
+PASS_THE_CLASS = r"pass the class, MasterWeights\(AdamW, model\.parameters\(\), \.\.\.\)"
 
 
 def values_of(seed: int = 0, shape: tuple[int, ...] = (WIDTH, WIDTH)) -> Tensor:
@@ -477,10 +478,34 @@ def test_weight_that_another_model_still_trains_is_no_leftover() -> None:
     assert not torch.equal(second.weight, before)
 
 
-def test_optimizer_in_place_of_its_class_is_refused() -> None:
-    model = nn.Linear(64, 64)
-    with pytest.raises(TypeError, match=r"pass the class, MasterWeights\(AdamW, params, \.\.\.\)"):
-        layoutc.MasterWeights(torch.optim.AdamW(model.parameters()), model.parameters())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda model: layoutc.MasterWeights(torch.optim.AdamW(model.parameters()), model.parameters()),
+            PASS_THE_CLASS,
+        ),
+        (lambda model: layoutc.MasterWeights(torch.optim.AdamW(model.parameters())), PASS_THE_CLASS),
+        (
+            lambda model: layoutc.MasterWeights(model.parameters(), lr=1e-3),
+            r"MasterWeights takes the optimizer's class f",
+        ),
+        (
+            lambda model: layoutc.MasterWeights(model, torch.optim.AdamW),
+            r"first: MasterWeights\(torch\.optim\.AdamW, mo",
+        ),
+        (lambda model: layoutc.MasterWeights(torch.optim.AdamW, model), r"not a Linear: pass model\.parameters\(\)"),
+        (
+            lambda model: layoutc.MasterWeights(torch.optim.AdamW, lr=1e-3),
+            r"no parameters to step: pass model\.parameters",
+        ),
+        (lambda model: layoutc.AdamW(model), r"AdamW takes parameters, not a Linear: pass model\.parameters\(\)"),
+    ],
+    ids=["optimizer", "optimizer alone", "no class", "swapped", "model", "no parameters", "own AdamW"],
+)
+def test_what_is_no_class_and_no_parameters_is_refused(make: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        make(nn.Linear(64, 64))
 
 
 class SAM(torch.optim.SGD):

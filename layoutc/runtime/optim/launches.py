@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import batches, launch
-from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.optim.states import as_matrix
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.direct import Bound  # needs Triton, which CPUs do without
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
 _FIELDS = 16  # of a table
@@ -173,6 +175,7 @@ class Updates:
             self._addresses = ()  # what a replay copies, eager steps do not know of
 
     def _bound(self, form: Form, grads_aligned: bool, slots: list[int]) -> list[tuple[Bound, list[Tensor]]]:
+        from layoutc.runtime.kernels.direct import Bound, Constants
         from layoutc.runtime.optim.kernels import update_kernel
 
         plan = _tiles(form)

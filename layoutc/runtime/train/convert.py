@@ -82,8 +82,8 @@ def quantize_(
 
     Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
     take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
-    ValueError for a pattern like no name, and if nothing is chosen that is plain; ShardAlignmentError or LayoutError
-    for tensor-parallel shards that the recipe can't have.
+    ValueError for a pattern like no name, and if nothing is chosen that is plain; TypeError for a model that is no
+    module; ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't have.
 
     Example:
 
@@ -93,6 +93,7 @@ def quantize_(
         >>> model[0].weight.shape
         torch.Size([128, 128])
     """
+    _check_model(model, "quantize_")
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
@@ -123,6 +124,7 @@ def cast_on_gather_(
         >>> model[0].weight.dtype
         torch.float32
     """
+    _check_model(model, "cast_on_gather_")
     package = installed.find(recipe)
     package.LAYOUT.check_weights()
     casts: type[CastOnGather] = package.CastTensor
@@ -221,6 +223,11 @@ def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller
     weights = [use.name for use in uses(roots) if use.param.dim() > 1]
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     return f"{caller}: {what} no weight of the model, which has {len(weights)} of two dims or more: {shown or 'none'}"
+
+
+def _check_model(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}(model, recipe) takes the model first, and a {type(model).__name__} is no nn.Module")
 
 
 def _is_ours(param: Tensor) -> bool:

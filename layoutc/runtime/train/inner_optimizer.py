@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.torch_private import local_tensor, spec_of, version_of
@@ -35,6 +35,23 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
+
+
+def listed(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[Any]:
+    """The parameters or groups that `owner` is given, with the class of the inner optimizer. Raises TypeError, with
+    what to write, for an optimizer in place of its class, and for a model, or nothing, in place of parameters."""
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        name = type(optimizer_class).__name__
+        raise TypeError(f"{owner} makes the optimizer itself: pass the class, {owner}({name}, model.parameters(), ...)")
+    if isinstance(optimizer_class, nn.Module) or not callable(optimizer_class):
+        raise TypeError(
+            f"{owner} takes the optimizer's class first: {owner}(torch.optim.AdamW, model.parameters(), ...)"
+        )
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{owner} takes parameters, not a {type(params).__name__}: pass model.parameters()")
+    if isinstance(params, tuple) and not params:
+        raise TypeError(f"{owner} has no parameters to step: pass model.parameters()")
+    return list(params)
 
 
 def steps_shard(inner: torch.optim.Optimizer, master: Tensor) -> bool:

@@ -60,18 +60,13 @@ class MasterWeights(FollowsParameters):
     _rewriting: WriteBack | None = None
 
     def __init__(
-        self, optimizer_class: Callable[..., torch.optim.Optimizer], params: Iterable[Any], **options: Any
+        self, optimizer_class: Callable[..., torch.optim.Optimizer], params: Iterable[Any] = (), **options: Any
     ) -> None:
         """`params` and `options` are those of `optimizer_class`, a class or a function.
 
         After fully_shard masters are as small as shards.
         """
-        if isinstance(optimizer_class, torch.optim.Optimizer):
-            name = type(optimizer_class).__name__
-            raise TypeError(
-                f"MasterWeights makes the optimizer itself: pass the class, MasterWeights({name}, params, ...)"
-            )
-        params = list(params)
+        params = inner_optimizer.listed(type(self).__name__, optimizer_class, params)
         groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for group in groups:
             members = group["params"]
