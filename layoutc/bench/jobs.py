@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layoutc.bench.clocks import Make, Work
 from layoutc.ints.sizes import cdiv, up
-from layoutc.runtime.kernels import amaxes, batches
+from layoutc.runtime.kernels import amaxes
 from layoutc.runtime.quantize.batch_buffers import buffers_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -138,9 +138,9 @@ def _group_jobs(
     layout, label = cls.LAYOUT, str(dtype)[6:]
     m, k = up(cdiv(shape[0], GROUPED), layout.multiple_m), shape[1]
     xs = [torch.randn(m, k, device=device, dtype=dtype) * 0.02 for _ in range(GROUPED)]
-    amaxes = batches.batch_amaxes(xs, layout.amax_columns) if layout.shares_amax else None
+    shared = amaxes.batch_amaxes(xs, layout.amax_columns) if layout.shares_amax else None
     kernels, every = part(cls, "kernels").KERNELS, layout.orientations
-    each = [None] * GROUPED if amaxes is None else amaxes
+    each = [None] * GROUPED if shared is None else shared
     shaped = [one if one is None else one.view(layout.amax_shape(k)) for one in each]
     outs = [cls.quantize_matrix(x, one, every) for x, one in zip(xs, shaped, strict=True)]
     suffix = f"{GROUPED} weights of {m}x{k}"
@@ -149,7 +149,7 @@ def _group_jobs(
         nbytes = size(xs) + sum(size(out.values()) for out in outs)
         loop = lambda: [kernels.quantize(*one) for one in zip(xs, shaped, [every] * GROUPED, outs, strict=True)]  # noqa: E731
         works[f"quantize {suffix}, a launch each"] = nbytes, loop
-        works[f"quantize {suffix}, one launch"] = nbytes, lambda: kernels.quantize_batch(xs, amaxes, every, outs)
+        works[f"quantize {suffix}, one launch"] = nbytes, lambda: kernels.quantize_batch(xs, shared, every, outs)
     swizzled = bool(layout.swizzled)
     tensors = [_tensor(cls, out, one, (m, k)) for out, one in zip(outs, shaped, strict=True)]
     nbytes = GROUPED * _moved(tensors[0].planes().values(), tensors[0].buffers(swizzled=swizzled))

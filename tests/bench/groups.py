@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.kernels import amaxes, batches
+from layoutc.runtime.kernels import amaxes
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.weights import requantize_batch_
 
@@ -128,15 +128,15 @@ def batch_amax(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: list[Fig
     """Grouped amax against torch's grouped norm, and against a launch each."""
     xs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
     expected = torch.cat([amaxes.matrix_amax(x, None) for x in xs])
-    assert same(expected, batches.batch_amax(xs))
+    assert same(expected, amaxes.batch_amax(xs))
     assert same(expected, torch.stack(torch._foreach_norm(xs, ord=torch.inf)).float())
     nbytes = sum(x.numel() * x.element_size() for x in xs)
     label = f"{len(xs)} x {shapes[0][0]}x{shapes[0][1]}" if len(set(shapes)) == 1 else f"{len(xs)} mixed"
     which = f"{label} {str(dtype)[6:]}"
     foreach = lambda: torch._foreach_norm(xs, ord=torch.inf)  # noqa: E731
-    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: batches.batch_amax(xs), rows)
+    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: amaxes.batch_amax(xs), rows)
     loop = lambda: [amaxes.matrix_amax(x, None) for x in xs]  # noqa: E731
-    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: batches.batch_amax(xs), rows)
+    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: amaxes.batch_amax(xs), rows)
 
 
 def lay_out(name: str, shapes: list[tuple[int, int]], rows: list[Figures]) -> None:

@@ -145,7 +145,7 @@ def test_amaxes_of_a_group(block_k: int | None) -> None:
     xs = [x for dtype in DTYPES for x in matrices("fp8_current", dtype, 30)]
     xs += [torch.randn(300, 200, device="cuda").t(), torch.randn(0, 64, device="cuda")]
     expected = torch.cat([amaxes.matrix_amax(x, block_k).flatten() for x in xs])
-    assert torch.equal(expected.view(torch.int32), batches.batch_amax(xs, block_k).view(torch.int32))
+    assert torch.equal(expected.view(torch.int32), amaxes.batch_amax(xs, block_k).view(torch.int32))
 
 
 def batch_of(names: list[str], count: int) -> tuple[list[Any], list[Any]]:
@@ -194,7 +194,7 @@ def test_tables_follow_streams_and_survive_eviction() -> None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000)
-                results.append((index, xs, batches.batch_amax(xs)))
+                results.append((index, xs, amaxes.batch_amax(xs)))
     torch.cuda.synchronize()
     for index, _, found in results:
         assert found.tolist() == [index * 10.0 + one + 1 for one in range(3)]

@@ -35,7 +35,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, launch, rank_chunks, rank_sums
+from layoutc.runtime.kernels import (
+    amaxes,
+    batches,
+    conversion_checks,
+    copies,
+    launch,
+    rank_chunks,
+    rank_sums,
+)
 from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.operands import kernels as of_rows
 from layoutc.runtime.operands import of_experts
@@ -134,7 +142,7 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     """(name, kernel, constants, tile, dtype) of the amaxes of a batch, of sums over ranks, and of copies."""
     kernel = batch.amax_batch_kernel
     for dtype in ("bf16", "fp32"):
-        tile_m, tile_k, warps = batches.AMAX_TILE
+        tile_m, tile_k, warps = amaxes.BATCH_TILE
         yield f"amax_batch {dtype}", kernel, {"BLOCK_K": tile_k, "WHOLE": True}, Tile(tile_m, tile_k, warps), dtype
         tile = Tile(*amaxes.column_tile(1))
         yield f"amax_batch columns {dtype}", kernel, {"BLOCK_K": 1, "WHOLE": False}, tile, dtype

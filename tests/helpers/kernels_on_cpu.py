@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels import launch, plans
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,4 +13,5 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(plans, "cache", plans.Plans(2048))
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)

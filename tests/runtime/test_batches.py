@@ -23,7 +23,7 @@ from weight_recipes import WEIGHTS
 import layoutc.recipes
 from layoutc.runtime import numerics
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels import amaxes, batches, launch
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.quantize.weights import requantize_batch_, requantize_many_
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -106,7 +106,7 @@ def test_more_matrices_than_a_table_holds(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(batches, "ROWS", (2, 4))
     xs = [weight(m, k, seed) for seed, (m, k) in enumerate(ragged("fp8_block", 11))]
     compare("fp8_block", xs, ("rowwise",))
-    assert torch.equal(bits(batches.batch_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
+    assert torch.equal(bits(amaxes.batch_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
     rows = [(3, 0), (4, 1), (2**31 - 5, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
     cuts = [[row[1] for row in cut] for cut in batches._launches(rows)]
     assert cuts == [[0, 1], [2, 3, 4, 5], [6, 7]]
@@ -161,11 +161,11 @@ def test_amaxes_of_a_batch(block_k: int | None, count: int) -> None:
     xs = [x.nan_to_num(1.0, 2.0, -3.0) if seed % 2 else x for seed, x in enumerate(xs)]
     xs += [weight(40, 20, 5).t(), weight(16, 64, 6)[:0]]
     expected = torch.cat([numerics.matrix_amax(x, block_k).flatten() for x in xs])
-    found = batches.batch_amax(xs, block_k)
+    found = amaxes.batch_amax(xs, block_k)
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
     assert torch.equal(bits(expected), bits(found))
-    assert batches.batch_amax([]).shape == (0,)
+    assert amaxes.batch_amax([]).shape == (0,)
 
 
 def test_a_table_is_made_once_for_the_same_places() -> None:
@@ -173,12 +173,12 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     batches._tables.cache_clear()
     xs = [weight(32, 64, seed) for seed in range(3)]
     outs = [poisoned("fp8_current", x, ("rowwise",)) for x in xs]
-    amaxes = batches.batch_amaxes(xs, None)
+    shared = amaxes.batch_amaxes(xs, None)
     for _ in range(3):
-        kernels("fp8_current").quantize_batch(xs, [amax.clone() for amax in amaxes[:1]] * 3, ("rowwise",), outs)
+        kernels("fp8_current").quantize_batch(xs, [amax.clone() for amax in shared[:1]] * 3, ("rowwise",), outs)
     assert batches._tables.cache_info().misses == 2
     outs[1] = poisoned("fp8_current", xs[1], ("rowwise",))
-    kernels("fp8_current").quantize_batch(xs, [amaxes[0]] * 3, ("rowwise",), outs)
+    kernels("fp8_current").quantize_batch(xs, [shared[0]] * 3, ("rowwise",), outs)
     assert batches._tables.cache_info().misses == 3
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import product_modes
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from layoutc.runtime.kernels import reading
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd
 from layoutc.runtime.torch_private import without_torch_function
+from layoutc.runtime.weight import operators
 
 # Codes of both orientations and of one, packed codes, no products in low precision, one orientation.
 RECIPES = ("fp8_block", "mxfp8", "nvfp4", "int4_group32", "mxfp8_frozen")
@@ -156,42 +157,48 @@ class Launched:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, out: Tensor, *planes: Tensor) -> None:
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
         self.calls += 1
-        out.fill_(self.calls)
+        tensors[-1].fill_(self.calls)
+
+
+def again(kept: LaunchPlan, planes: Any) -> Tensor | None:
+    """The values of planes, if they are as the launch reads them."""
+    return None if (read := kept.read_of(planes)) is None else kept(*read)[0]
 
 
 @pytest.fixture
-def kept() -> tuple[reading.Reading, dict[str, Tensor], Launched]:
-    """A kept launch of two planes, on the CPU as under Triton's interpreter."""
+def kept() -> tuple[LaunchPlan, dict[str, Tensor], Launched]:
+    """A plan of two planes, on the CPU as under Triton's interpreter."""
     planes = {"data": torch.zeros(64, dtype=torch.uint8), "scale": torch.zeros(4)}
-    launched = Launched()
-    bound: Any = launched
-    return reading.Reading(bound, planes, (8, 8), torch.bfloat16), planes, launched
+    launched: Any = Launched()
+    launched.takes, launched.card = 3, -1
+    plan = LaunchPlan([launched]).reading(planes).making({"values": torch.empty(8, 8, dtype=torch.bfloat16)})
+    return plan, planes, launched
 
 
 def test_a_kept_launch_follows_memory_that_is_freed_and_allocated_anew(kept: Any) -> None:
     """As FSDP2 does after each pass: freed planes are for the ordinary way, which says so."""
-    again, planes, launched = kept
-    out = again(planes)
+    plan, planes, launched = kept
+    out = again(plan, planes)
     assert out.shape == (8, 8)
     assert out.dtype == torch.bfloat16
     assert out[0, 0] == 1
     storage = planes["data"].untyped_storage()
     storage.resize_(0)
-    assert again(planes) is None
+    assert again(plan, planes) is None
     storage.resize_(64)
-    assert again(planes)[0, 0] == 2 == launched.calls
+    assert again(plan, planes)[0, 0] == 2 == launched.calls
 
 
 def test_a_kept_launch_is_for_planes_as_kernels_read_them(kept: Any) -> None:
-    again, planes, launched = kept
-    again({**planes, "data": planes["data"].clone()})
+    plan, planes, launched = kept
+    again(plan, {**planes, "data": planes["data"].clone()})
     assert launched.calls == 1
-    assert again({"data": planes["data"]}) is None
-    assert again({**planes, "data": torch.zeros(68, dtype=torch.uint8)[1:65]}) is None
-    assert again({**planes, "data": torch.zeros(128, dtype=torch.uint8)[::2]}) is None
-    assert again({**planes, "data": planes["data"].to("meta")}) is None
+    assert again(plan, {"data": planes["data"]}) is None
+    assert again(plan, {**planes, "data": torch.zeros(68, dtype=torch.uint8)[1:65]}) is None
+    assert again(plan, {**planes, "data": torch.zeros(128, dtype=torch.uint8)[::2]}) is None
+    assert again(plan, {**planes, "data": planes["data"].to("meta")}) is None
     assert launched.calls == 1
 
 
@@ -240,37 +247,22 @@ def test_what_a_transform_has_left_is_followed(mode: Mode, name: str) -> None:
         assert torch.equal(plainly, followed)
 
 
-def test_a_kept_launch_is_for_planes_of_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, planes = Launched(), {"data": OnCard(1)}
-    held: Any = planes
-    bound: Any = launched
-    monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(2, 2))
-    again = reading.Reading(bound, held, (2, 2), torch.float32)
-    again._card = 1  # its template is on a CPU, as there is no card
-    assert again(held) is not None
-    assert again({"data": OnCard(0)}) is None  # type: ignore[dict-item]
-    assert launched.calls == 1
+def test_a_kept_launch_is_for_planes_of_one_card() -> None:
+    launched: Any = Launched()
+    launched.takes, launched.card = 1, 1
+    plan, held = LaunchPlan([launched]).reading(("data",)), OnCard(1)
+    assert plan.read_of({"data": held}) == [held]  # type: ignore[dict-item]
+    assert plan.read_of({"data": OnCard(0)}) is None  # type: ignore[dict-item]
 
 
-class Kept:
-    """In place of a kept launch, for matrices of one shape."""
-
-    shape = (256, 128)
-
-    def __call__(self, planes: Any) -> Tensor:
-        return torch.zeros(self.shape)
-
-
-@pytest.mark.parametrize("change", ["pieces wait", "another matrix", "rows of others"])
+@pytest.mark.parametrize("change", ["pieces wait", "rows of others"])
 def test_a_kept_launch_is_not_asked_where_it_does_not_fit(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While pieces wait, reading a weight raises; FSDP2's copies of shards may take over other planes."""
     _, weight, _ = case("fp8_block", (5,), torch.float32, False)
-    monkeypatch.setitem(weight.readings, ("rowwise", torch.float32), Kept())
+    monkeypatch.setattr(operators, "values_again", lambda *_: torch.zeros(256, 128))
     assert not autograd.values_of(weight, "rowwise", torch.float32).any()
     if change == "pieces wait":
         monkeypatch.setattr(weight.store.writes, "waiting", [object()])
-    elif change == "another matrix":
-        monkeypatch.setattr(weight.store, "matrix", (128, 128))
     else:
         monkeypatch.setattr(weight.store, "halo", weight.store.halo._replace(before=128))
     monkeypatch.setattr(type(weight), "values_of", lambda *_: torch.ones(256, 128))

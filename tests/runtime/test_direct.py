@@ -5,7 +5,7 @@ No card is needed: Triton's own binder says what it specializes on, and a driver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from layoutc.runtime.kernels import direct, launch  # noqa: E402
+from layoutc.runtime.kernels import direct, launch_plan, plans  # noqa: E402
+from layoutc.runtime.kernels.launch_plan import LaunchPlan  # noqa: E402
 from layoutc.runtime.triton import kernels  # noqa: E402
 
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
@@ -306,12 +307,13 @@ def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: p
             drivers.card = before
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(direct, "current_card", lambda: drivers.card)
+    for module in (direct, launch_plan):
+        monkeypatch.setattr(module, "current_card", lambda: drivers.card)
     ran: dict[int, Any] = {}
     for card in (1, 0, 1, 0):
         monkeypatch.setattr(direct, "card_of", lambda _, card=card: card)
         if card not in ran:
-            ran[card] = direct.Bound(kernel, (4,), args, 8, None, constants)
+            ran[card] = bound_to(kernel, args, constants)
         if bound:
             ran[card](*tensors_of(args))
         else:
@@ -421,6 +423,12 @@ def bound_and_args() -> tuple[tuple[Any, ...], direct.Constants]:
     return args[:split], direct.Constants(args[split:])
 
 
+def bound_to(
+    kernel: Any, args: tuple[Any, ...], constants: direct.Constants, stays: Sequence[torch.Tensor] = ()
+) -> LaunchPlan:
+    return LaunchPlan.of(kernel, direct.Arguments((4,), args, 8, None, constants), stays)
+
+
 def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
@@ -429,7 +437,7 @@ def test_a_bound_launch_gets_tensors_alone(launches: Any) -> None:
     """It launches what `run` launches with the same arguments; the first one compiles."""
     kernel, calls, ordinary = launches
     args, constants = bound_and_args()
-    bound = direct.Bound(kernel, (4,), args, 8, None, constants)
+    bound = bound_to(kernel, args, constants)
     direct.run(kernel, (4,), args, 8, None, constants)
     for _ in range(3):
         bound(*tensors_of(args))
@@ -440,7 +448,7 @@ def test_a_bound_launch_gets_tensors_alone(launches: Any) -> None:
     addresses = iter(tensor.data_ptr() for tensor in other)
     expected = [next(addresses) if isinstance(arg, torch.Tensor) else arg for arg in args]
     assert list(calls[4][1][9:]) == [*expected, *constants]
-    with pytest.raises(ValueError, match="argument 2 is longer"):
+    with pytest.raises(ValueError, match=f"for {len(other)} tensors was given {len(other) + 1}"):
         bound(*tensors_of(args), SPACE)
 
 
@@ -449,7 +457,7 @@ def test_a_bound_launch_keeps_a_tensor(launches: Any) -> None:
     kernel, calls, ordinary = launches
     args, constants = bound_and_args()
     kept = tensors_of(args)[-1]
-    bound = direct.Bound(kernel, (4,), args, 8, None, constants, kept=kept)
+    bound = bound_to(kernel, args, constants, [kept])
     for _ in range(3):
         bound(*tensors_of(args)[:-1])
     assert len(ordinary) == 1
@@ -460,7 +468,7 @@ def test_a_bound_launch_keeps_a_tensor(launches: Any) -> None:
 def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> None:
     kernel, calls, ordinary = launches
     args, constants = bound_and_args()
-    bound, tensors = direct.Bound(kernel, (4,), args, 8, None, constants), tensors_of(args)
+    bound, tensors = bound_to(kernel, args, constants), tensors_of(args)
     bound(*tensors)
     odd = SPACE[4 : 4 + tensors[0].nbytes].view(tensors[0].dtype)
     for _ in range(2):
@@ -475,7 +483,7 @@ def test_a_bound_launch_takes_other_dtypes_of_the_same_size(launches: Any) -> No
     """They are read as those that it was bound with: nothing is compiled anew, at whichever alignment."""
     kernel, _, ordinary = launches
     args, constants = bound_and_args()
-    bound, (first, *others) = direct.Bound(kernel, (4,), args, 8, None, constants), tensors_of(args)
+    bound, (first, *others) = bound_to(kernel, args, constants), tensors_of(args)
     other = torch.int32 if first.itemsize == 4 else torch.int8
     bound(first, *others)
     bound(first.view(other), *others)
@@ -490,7 +498,7 @@ def test_a_bound_launch_passes_nothing_by(launches: Any, monkeypatch: pytest.Mon
     """Hooks that a profiler sets later, and options that are changed later."""
     kernel, _, ordinary = launches
     args, constants = bound_and_args()
-    bound = direct.Bound(kernel, (4,), args, 8, None, constants)
+    bound = bound_to(kernel, args, constants)
     bound(*tensors_of(args))
     bound(*tensors_of(args))
     assert len(ordinary) == 1
@@ -502,10 +510,13 @@ def test_a_bound_launch_passes_nothing_by(launches: Any, monkeypatch: pytest.Mon
     assert len(ordinary) == 2
 
 
-def test_prepared_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MOST", 3)
-    kept: launch.Launches[int] = launch.Launches()
-    for index in range(10):
-        kept[index] = index
-        assert kept[index] == index
-        assert len(kept) <= 3
+def test_plans_that_are_kept_are_bounded() -> None:
+    """The newer half stays. What has no plan is asked once."""
+    kept, made = plans.Plans(4), list[int]()
+    for index in (0, 0, 1, 2, 3, 4, 3, 1):
+        assert kept.of(index, lambda index=index: (made.append(index), index)[1]) == index  # type: ignore[misc]
+        assert len(kept) <= 4
+    assert made == [0, 1, 2, 3, 4, 1]
+    assert kept.at(None, lambda: 5) is None
+    assert [kept.of("none", lambda: made.append(9)) for _ in range(2)] == [None, None]
+    assert made[-2:] == [1, 9]

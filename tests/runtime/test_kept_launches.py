@@ -13,8 +13,7 @@ from quantized_cases import same_bits
 from torch import Tensor
 
 from layoutc.runtime.facts import needed_planes
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.weight import operators
+from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -28,8 +27,7 @@ def on_cpus(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], list[Tensor]]], list[Tensor]]:
     """Runs an operator by the launch that an earlier call has left, and by nothing else."""
-    for name in ("_quantizing", "_laying_out"):
-        monkeypatch.setattr(operators, name, launch.Launches())
+    monkeypatch.setattr(plans, "cache", plans.Plans())
 
     def run(operator: Callable[[], list[Tensor]]) -> list[Tensor]:
         with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from quantized_cases import same_bits
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.operands import launched, scaled_mm
 from layoutc.runtime.products import autograd, choice, linear, steady_linear
 from layoutc.runtime.storage.planes import GatheredPlanes, Home
@@ -55,10 +55,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choice, "not_here", lambda cards, device: "")
     monkeypatch.setattr(scaled_mm, "multiply", noted)
     monkeypatch.setattr(scaled_mm, "multiply_into", lambda out, *args, **how: out.copy_(noted(*args, out.dtype, **how)))
-    monkeypatch.setattr(launched, "_quantizing", launch.Launches())
+    monkeypatch.setattr(plans, "cache", plans.Plans(2048))
     multiplied.clear()
-    monkeypatch.setattr(steady_linear, "_forwards", launch.Launches())
-    monkeypatch.setattr(steady_linear, "_backwards", launch.Launches())
     linear._plan.cache_clear()
     yield
     linear._plan.cache_clear()
@@ -83,6 +81,10 @@ def step(x: Tensor, held: Any, grad: Tensor, bias: Tensor | None = None) -> list
     out = F.linear(x, held, bias)
     out.backward(grad)  # type: ignore[no-untyped-call]
     return [out.detach(), *(one.grad for one in (x, held) if one.grad is not None)]
+
+
+def found_of(kind: Any) -> list[Any]:
+    return [found for found in plans.cache.values() if isinstance(found, kind)]
 
 
 def ordinary(monkeypatch: pytest.MonkeyPatch, *args: Any) -> list[Tensor]:
@@ -186,10 +188,8 @@ def test_weights_that_share_an_input_quantize_it_once(monkeypatch: pytest.Monkey
     with layoutc.products("low_precision"):
         F.linear(x, held), F.linear(x, other)
         launches: list[Any] = []
-        quantize = launched.Quantizing.__call__
-        monkeypatch.setattr(
-            launched.Quantizing, "__call__", lambda self, flat: (launches.append(flat), quantize(self, flat))[1]
-        )
+        quantize = launched.quantize
+        monkeypatch.setattr(launched, "quantize", lambda plan, x: (launches.append(x), quantize(plan, x))[1])
         y = x * 2
         first, second = F.linear(y, held), F.linear(y, other)
         assert len(launches) == 1
@@ -216,8 +216,7 @@ def test_it_follows_the_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert all(map(same_bits, after, ordinary(monkeypatch, x, held, grad)))
         held.store.planes["rowwise_data"] = weight(recipe).store.planes["rowwise_data"]
         assert all(map(same_bits, step(x, held, grad), ordinary(monkeypatch, x, held, grad)))
-        laid = next(iter(steady_linear._backwards.values()))
-        assert laid is not None
+        (laid,) = found_of(steady_linear.Backward)
         assert laid.weight is not None
         held.store.planes["rowwise_data"].untyped_storage().resize_(0)
         assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
@@ -244,7 +243,7 @@ def test_what_can_not_be_read_is_not_remembered() -> None:
     held, (x, _) = weight("fp8_block"), case(0)
     held.store.planes["rowwise_data"].untyped_storage().resize_(0)
     assert steady_linear.forward(x, held, None, "low_precision", "quantized") is None
-    assert not steady_linear._forwards
+    assert not found_of(steady_linear.Forward)
     assert steady_linear.forward(x, weight("fp8_block"), None, "low_precision", "quantized") is not None
 
 

@@ -21,14 +21,13 @@ from layoutc.ints.gathers import ALIGNED
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts
+from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, traced
 
 if TYPE_CHECKING:
     from layoutc.runtime.fsdp2.gather_plan import Weight
-
-_MOST = 16  # places that a row is sent from, whose launches are kept
 
 
 class Kind(NamedTuple):
@@ -108,7 +107,7 @@ class IntoRow:
         self.is_able = all(one.is_able() for one in self.sources)
         if self.is_able:
             self._keep(self.sources[0].matrix.device)
-        self.launches: dict[tuple[int, int], list[Kind]] = {}
+        self.launches = Plans()  # by where a row is sent from
         self.last: list[Tensor] = []  # the amaxes and planes that were copied last
 
     def _keep(self, device: torch.device) -> None:
@@ -166,9 +165,9 @@ class IntoRow:
 
     def _kinds_into(self, sent: Tensor) -> list[Kind]:
         """The launches that write planes into this memory, from the current stream, on which tables are copied."""
-        key = sent.data_ptr(), stream_of(sent.device)
-        if (kinds := self.launches.get(key)) is not None:
-            return kinds
+        return self.launches.of((sent.data_ptr(), stream_of(sent.device)), lambda: self._kinds(sent))
+
+    def _kinds(self, sent: Tensor) -> list[Kind]:
         alike: dict[Any, list[int]] = defaultdict(list)
         for at, source in enumerate(self.sources):
             alike[source.weight.recipe, source.matrix.dtype, source.orientations].append(at)
@@ -177,10 +176,7 @@ class IntoRow:
             ones = [self.sources[at] for at in members]
             amaxes = [one.amax for one in ones if one.amax is not None] or None
             xs, outs = [one.matrix for one in ones], [one.places_in(sent) for one in ones]
-            launches = recipe.launches_into(xs, amaxes, orientations, outs)
+            launches = recipe.batch_plan(xs, amaxes, orientations, outs)
             assert launches is not None, "is_able has said that they fit into tables"
             kinds.append(Kind(tuple(members), launches))
-        if len(self.launches) >= _MOST:
-            self.launches.clear()
-        self.launches[key] = kinds
         return kinds

@@ -16,28 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.gathers import in_few_steps
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import hooks, on_gather, wire
 from layoutc.runtime.fsdp2.runs import Part, Run, in_place, plain, runs_of
 from layoutc.runtime.fsdp2.wire import Gathering, Leg
+from layoutc.runtime.kernels.plans import Plans, place_of
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
-from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.reading import Launch
-
-_MOST = 16  # places that rows have lain in, whose launches are kept
 
 
 class Slot(NamedTuple):
@@ -146,7 +140,7 @@ class GatherPlan:
         self.arriving: list[Run] | None = None  # until the first gather, as memory that is freed can't be viewed
         self.planes: list[dict[str, Tensor]] = []  # of weights that are gathered as codes, where they arrive
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's id; see `_copied`
-        self.launches: dict[tuple[int, ...], list[Launch]] = {}  # that dequantize, by where all of it lies
+        self.launches = Plans()  # that dequantize, by where all of it lies
 
     def holds(self) -> bool:
         """True if shards would send what lies where it lay."""
@@ -206,23 +200,17 @@ class GatherPlan:
 
     def _dequantize(self, received: Tensor) -> None:
         """Allocates and writes values: by the launches of an earlier gather, if all of it lay where it lies now."""
-        places = [received.data_ptr()]
+        places = [received]
         for weight in self.of_values:
-            values = weight.values
-            gathered.allocate(values)
-            places.append(values.data_ptr())
-            places += [plane.data_ptr() for plane in weight.gathering.shared.values()]
-        key = (*places, stream_of(received.device))
-        if (launches := self.launches.get(key)) is not None and not capturing(received.device):
-            for one in launches:
-                one.bound(*one.tensors)
+            gathered.allocate(weight.values)
+            places += [weight.values, *weight.gathering.shared.values()]
+        place = place_of(places, received.device)
+        if (launches := self.launches.get(place)) is not None:
+            launches()
             return
-        made = on_gather.dequantize_all([one.arrival(received, self.nbytes) for one in self.of_values]) or []
-        kept = [again for one in made if (again := one.letting_go(received)) is not None]
-        if kept and len(kept) == len(made):
-            if len(self.launches) >= _MOST:
-                self.launches.clear()
-            self.launches[key] = kept
+        launches = on_gather.dequantize_all([one.arrival(received, self.nbytes) for one in self.of_values])
+        if place is not None:
+            self.launches[place] = launches
 
 
 # ---------------------------------------------------------------------------------------------------- computing a plan

@@ -23,7 +23,7 @@ from layoutc.runtime.torch_private import reset_version, version_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.reading import Launch
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 
 class Arrival(NamedTuple):
@@ -91,14 +91,14 @@ def is_awaited(param: Any) -> bool:
 
 
 @torch.no_grad()
-def dequantize_all(arrivals: Sequence[Arrival]) -> list[Launch] | None:
+def dequantize_all(arrivals: Sequence[Arrival]) -> LaunchPlan | None:
     """Writes the values of weights, in one launch for those of a recipe and a dtype; see `dequantize_into`."""
     kinds: dict[Any, list[Arrival]] = defaultdict(list)
     for one in arrivals:
         kinds[one.recipe, one.values.dtype, one.values.device].append(one)
-    launches: list[Launch] | None = []
+    plans: list[LaunchPlan] = []
     for (recipe, *_), members in kinds.items():
         planes, values, parts = [list(one) for one in list(zip(*members, strict=True))[1:]]
-        made = recipe.dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)
-        launches = None if launches is None or made is None else launches + made
-    return launches
+        if (plan := recipe.dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)) is not None:
+            plans.append(plan)
+    return plans[0].joined(plans) if plans and len(plans) == len(kinds) else None

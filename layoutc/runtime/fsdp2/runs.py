@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels.copies import MOVING, WORD, copies_in, copies_out
+from layoutc.runtime.kernels.plans import Plans, place_of
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.direct import LaunchPlan
-
-_MOST = 16  # places that tensors have lain in, whose launches are kept
-Kept = dict[tuple[int, ...], "LaunchPlan"]  # by addresses, and the stream on which a table was copied to the card
 
 
 class Piece(Protocol):
@@ -105,13 +98,14 @@ class Run:
 
     dtype: torch.dtype
     places: list[Place] = field(default_factory=list)
-    _in: Kept = field(default_factory=dict)
-    _out: Kept = field(default_factory=dict)
+    _in: Plans = field(default_factory=Plans)
+    _out: Plans = field(default_factory=Plans)
 
     def fill(self, sent: Tensor) -> None:
         """Copies this rank's parts into its row, (nbytes,) uint8."""
         sources = [place.piece.source for place in self.places]
-        copies = _kept(self._in, sources, sent.device, lambda: copies_in(sources, self._starts, self.dtype, sent))
+        lie = place_of(sources, sent.device)
+        copies = self._in.at(lie, lambda: copies_in(sources, self._starts, self.dtype, sent))
         if copies is not None:
             copies(sent)
             return
@@ -126,12 +120,8 @@ class Run:
             gathered.allocate(outputs[at])
         ranks = outputs[0].numel() // self.places[0].numel
         moving, staying = self._apart
-        copies = _kept(
-            self._out,
-            [outputs[at] for at in staying],
-            received.device,
-            lambda: copies_out(outputs, self._starts, ranks, received, moving),
-        )
+        lie = place_of([outputs[at] for at in staying], received.device)
+        copies = self._out.at(lie, lambda: copies_out(outputs, self._starts, ranks, received, moving))
         if copies is not None:
             copies(received, *[outputs[at] for at in moving])
             return
@@ -198,17 +188,3 @@ def in_place(tensor: Tensor, start: int, ranks: int = 1) -> Part:
     fits = flat.numel() % (ranks * size) == 0 and _lies_in_words(flat) and start % size == 0
     flat = flat.view(WORD) if fits else flat
     return PlaneInPlace(flat, flat), flat.dtype, start, flat.numel() // ranks
-
-
-def _kept(
-    kept: Kept, tensors: list[Tensor], device: torch.device, make: Callable[[], LaunchPlan | None]
-) -> LaunchPlan | None:
-    """The launches for tensors that lie where these do; None where there are none."""
-    if capturing(device):
-        return None
-    key = (*map(Tensor.data_ptr, tensors), stream_of(device))
-    if (found := kept.get(key)) is None and (made := make()) is not None:
-        if len(kept) >= _MOST:
-            kept.clear()
-        found = kept[key] = made
-    return found

@@ -1,8 +1,10 @@
-"""Amaxes of one matrix on a card: of all of it, or of each block of columns."""
+"""Amaxes on a card: of all of a matrix, or of each block of its columns; of one matrix, or of many in one launch."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,24 +12,15 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.launch import Launches
+from layoutc.runtime.kernels import batches, launch, plans
 from layoutc.runtime.streams import stream_of
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.direct import Bound
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
-_bound: Launches[Bound] = Launches()
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
+BATCH_TILE = (1, 8192, 8)  # the same of many matrices, each of which it reads as one long row
 ZEROS = 512  # how many amaxes are made at a time, 16 bytes each
-
-
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """The modules that launch kernels and define them. They are imported here because both need Triton."""
-    from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import reductions
-
-    return direct, reductions
 
 
 def column_tile(block_k: int) -> tuple[int, int, int]:
@@ -59,12 +52,10 @@ def _shape(x: Tensor, block_k: int | None) -> tuple[int, ...]:
     return (1,) if block_k is None else (1, cdiv(x.shape[1], block_k))
 
 
-def measuring(x: Tensor, block_k: int | None) -> Bound:
-    """The launch that raises amaxes of matrices like x, from zeros: products measure the same sizes in each step."""
-    key = x.shape, x.stride(), x.dtype, x.device, block_k
-    if (bound := _bound.get(key)) is None:
-        bound = _bound[key] = _bind(x, block_k)
-    return bound
+def measuring(x: Tensor, block_k: int | None) -> LaunchPlan:
+    """What raises amaxes of matrices like x, from zeros: products measure the same sizes in each step."""
+    key = "amax", x.shape, x.stride(), x.dtype, x.device, block_k
+    return plans.cache.of(key, lambda: _plan(x, block_k))
 
 
 def passing_zero(device: torch.device) -> Tensor:
@@ -84,16 +75,88 @@ def passing_zero(device: torch.device) -> Tensor:
 _zeros: dict[tuple[int | None, int], list[Tensor]] = {}
 
 
-def _bind(x: Tensor, block_k: int | None) -> Bound:
+def _plan(x: Tensor, block_k: int | None) -> LaunchPlan:
     """A launch that reads amaxes as integers, which are in the same order."""
-    direct, kernels = _kernels()
+    from layoutc.runtime.kernels.direct import Arguments, Constants
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+    from layoutc.runtime.triton.reductions import amax_kernel
+
     amax = torch.zeros(_shape(x, block_k), dtype=torch.int32, device=x.device)
     m, k = x.shape
     tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)
     block = tile_k if block_k is None else block_k
     cover = covered(tile_k, block)
     even = m % tile_m == 0 and k % cover == 0
-    constants = direct.Constants((block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)))
+    constants = Constants((block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)))
     args = x, amax, m, k, *x.stride(), amax.shape[-1]
-    made: Bound = direct.Bound(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps, None, constants)
-    return made
+    return LaunchPlan.of(amax_kernel, Arguments(launch.programs(m, k, tile_m, cover), args, warps, None, constants))
+
+
+# ------------------------------------------------------------------------------------------------------ many matrices
+def batch_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
+    """The amax of each of n matrices in fp32, bf16 or fp16, (n,) fp32; NaN propagates.
+
+    block_k: instead, the amaxes of each `block_k` columns of each matrix, as matrix_amax returns them, flattened and
+    concatenated. Raises ValueError if the matrices are on several devices.
+    """
+    offsets = list(accumulate((_count(x, block_k) for x in xs), initial=0))
+    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
+    raise_amaxes(packed, offsets, xs, block_k)
+    return packed.view(torch.float32)
+
+
+def batch_amaxes(xs: Sequence[Tensor], block_k: int | None) -> Sequence[Tensor]:
+    """batch_amax, split by matrix."""
+    return torch.split(batch_amax(xs, block_k), [_count(x, block_k) for x in xs])
+
+
+def _count(x: Tensor, block_k: int | None) -> int:
+    """How many amaxes a matrix has."""
+    return 1 if block_k is None else cdiv(x.shape[1], block_k)
+
+
+def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
+    """Raises entries of `packed` to the amaxes of matrices, in place.
+
+    packed: (n,) int32, the bits of fp32 magnitudes. offsets: where the amaxes of each matrix begin. Raises ValueError
+    if the matrices and `packed` are on several devices.
+    """
+    plan, single = amax_plan(packed, offsets, xs, block_k)
+    plan(packed)
+    for index in single:
+        amax = matrix_amax(xs[index], block_k).view(torch.int32).reshape(-1)
+        packed[offsets[index] : offsets[index] + amax.numel()] = amax
+
+
+def amax_plan(
+    packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
+) -> tuple[LaunchPlan, list[int]]:
+    """What does `raise_amaxes` with any `packed` of that size, as long as matrices stay where they are; and which of
+    them are in no table."""
+    from layoutc.runtime.kernels.direct import Arguments, Constants
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+    from layoutc.runtime.triton.batch import DTYPES, amax_batch_kernel
+
+    device_index = packed.get_device()
+    if any(x.get_device() != device_index for x in xs):
+        raise ValueError("matrices whose amaxes are computed together must be on one device")
+    kinds: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, x in enumerate(xs):
+        kinds[x.dtype].append(index)
+    tile_m, tile_k, warps = BATCH_TILE if block_k is None else column_tile(block_k)
+    block = tile_k if block_k is None else block_k
+    cover = covered(tile_k, block)
+    level, found, alone = launch.hardware(packed.device), [], []
+    for dtype, members in kinds.items():
+        matrices, starts = [xs[index] for index in members], [offsets[index] for index in members]
+        shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
+        tables, single = batches.of_matrices(
+            matrices, shapes, starts, [batches.addresses_of(matrices)], [True], (tile_m, cover), (tile_m, cover)
+        )
+        fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
+        for table in tables:
+            constants = Constants((*fixed, *table.kind, level))
+            arguments = Arguments((table.programs,), (table.entries, packed), warps, None, constants)
+            found.append(LaunchPlan.of(amax_batch_kernel, arguments, [table.entries]))
+        alone += [members[index] for index in single]
+    return LaunchPlan.joined(found), alone

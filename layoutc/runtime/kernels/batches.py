@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate, compress
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
-from layoutc.runtime.kernels import amaxes, launch
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.streams import stream_of
 
 ROWS = (32, 256)  # how many matrices a table has room for; every program searches all rows for its matrix
 CACHED = 512  # batches whose tables are cached; the least recently used go first
-AMAX_TILE = (1, 8192, 8)  # rows, columns and warps of a program; it reads a contiguous matrix as one long row
 _MOST = 2**31 - 1  # the most programs of a launch, and the most elements of a matrix in a table
 
 
@@ -43,6 +42,11 @@ class Table(NamedTuple):
     programs: int
     aligned: bool
     even: bool
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What kernels are compiled for: ROWS, ALIGNED and EVEN."""
+        return self.rows, self.aligned, self.even
 
 
 # ------------------------------------------------------------------------------------------------------------- quantize
@@ -72,13 +76,13 @@ def split(
     if shared and not _same_dtype_and_device(shared, torch.float32, device_index):
         raise ValueError(f"{layout.name}: amaxes of a batch must be float32, and on the device of its matrices")
     shapes = [x.shape for x in xs]
-    columns, wide = [_addresses(xs)], [True]
+    columns, wide = [addresses_of(xs)], [True]
     for name, expected in zip(names, _written(layout, tuple(names), tuple(orientations), *shapes), strict=True):
         columns.append(_plane_addresses(layout, name, expected, outs, device_index) if expected else (0,) * len(xs))
         wide.append(bool(expected) and len(expected[0].shape) > 1)
-    base, *_ = starts = _addresses(shared) if shared else (0,) * len(xs)
+    base, *_ = starts = addresses_of(shared) if shared else (0,) * len(xs)
     offsets = [(start - base) // 4 for start in starts]  # in fp32 values from the first amax
-    return _matrices(xs, shapes, offsets, columns, wide, span, step)
+    return of_matrices(xs, shapes, offsets, columns, wide, span, step)
 
 
 @lru_cache(maxsize=CACHED)
@@ -95,7 +99,7 @@ def _plane_addresses(
 ) -> tuple[int, ...]:
     """The address of one plane of each matrix. Raises ValueError if a kernel can't write into one of them."""
     planes = [out[name] for out in outs]
-    addresses = _addresses(planes)
+    addresses = addresses_of(planes)
     same = [plane.shape for plane in planes] == [shape for shape, _ in expected]
     same = same and _same_dtype_and_device(planes, expected[0].dtype, device_index)
     if not (same and _all_contiguous(planes) and reduce(or_, addresses) % 4 == 0):
@@ -106,77 +110,8 @@ def _plane_addresses(
     return addresses
 
 
-# --------------------------------------------------------------------------------------------------------------- amaxes
-def batch_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
-    """The amax of each of n matrices in fp32, bf16 or fp16, (n,) fp32; NaN propagates.
-
-    block_k: instead, the amaxes of each `block_k` columns of each matrix, as matrix_amax returns them, flattened and
-    concatenated. Raises ValueError if the matrices are on several devices.
-    """
-    offsets = list(accumulate((_count(x, block_k) for x in xs), initial=0))
-    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
-    raise_amaxes(packed, offsets, xs, block_k)
-    return packed.view(torch.float32)
-
-
-def batch_amaxes(xs: Sequence[Tensor], block_k: int | None) -> Sequence[Tensor]:
-    """batch_amax, split by matrix."""
-    return torch.split(batch_amax(xs, block_k), [_count(x, block_k) for x in xs])
-
-
-def _count(x: Tensor, block_k: int | None) -> int:
-    """How many amaxes a matrix has."""
-    return 1 if block_k is None else cdiv(x.shape[1], block_k)
-
-
-def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
-    """Raises entries of `packed` to the amaxes of matrices, in place.
-
-    packed: (n,) int32, the bits of fp32 magnitudes. offsets: where the amaxes of each matrix begin. Raises ValueError
-    if the matrices and `packed` are on several devices.
-    """
-    from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton.batch import amax_batch_kernel
-
-    launches, single = amax_launches(packed, offsets, xs, block_k)
-    for table, rest, warps in launches:
-        direct.run(amax_batch_kernel, (table.programs,), (table.entries, packed, *rest), warps)
-    for index in single:
-        amax = amaxes.matrix_amax(xs[index], block_k).view(torch.int32).reshape(-1)
-        packed[offsets[index] : offsets[index] + amax.numel()] = amax
-
-
-def amax_launches(
-    packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
-) -> tuple[list[tuple[Table, tuple[Any, ...], int]], list[int]]:
-    """For each launch of `raise_amaxes`: a table, the kernel's arguments after `packed`, warps; and the matrices that
-    are in no table."""
-    from layoutc.runtime.triton.batch import DTYPES
-
-    device_index = packed.get_device()
-    if any(x.get_device() != device_index for x in xs):
-        raise ValueError("matrices whose amaxes are computed together must be on one device")
-    kinds: dict[torch.dtype, list[int]] = defaultdict(list)
-    for index, x in enumerate(xs):
-        kinds[x.dtype].append(index)
-    tile_m, tile_k, warps = AMAX_TILE if block_k is None else amaxes.column_tile(block_k)
-    block = tile_k if block_k is None else block_k
-    cover = amaxes.covered(tile_k, block)
-    level, launches, alone = launch.hardware(packed.device), [], []
-    for dtype, members in kinds.items():
-        matrices, starts = [xs[index] for index in members], [offsets[index] for index in members]
-        shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
-        tables, single = _matrices(
-            matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, cover), (tile_m, cover)
-        )
-        fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
-        launches += [(one, (*fixed, one.rows, one.aligned, one.even, level), warps) for one in tables]
-        alone += [members[index] for index in single]
-    return launches, alone
-
-
 # --------------------------------------------------------------------------------------------------------------- tables
-def _matrices(
+def of_matrices(
     xs: Sequence[Tensor],
     shapes: Sequence[tuple[int, ...]],
     offsets: Sequence[int],
@@ -229,7 +164,7 @@ def _same_dtype_and_device(tensors: Sequence[Tensor], dtype: torch.dtype, device
     return same_dtype == same_device == len(tensors)
 
 
-def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+def addresses_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from layoutc.runtime.kernels import batches, launch
 
 if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.direct import LaunchPlan
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 WORD = torch.int64  # as which bytes are copied
 TILE, WARPS = 2048, 8
@@ -83,15 +83,16 @@ def _copies(
     options: tuple[Any, ...],
 ) -> LaunchPlan | None:
     """others: the kernel's arguments after the row."""
-    from layoutc.runtime.kernels.direct import Bound, Constants, LaunchPlan
+    from layoutc.runtime.kernels.direct import Arguments, Constants
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
     tile, wide = (1, TILE), [False, True, True, True, False][: len(fields)]
     tables, alone = batches.tables_of(row.device, [*zip(*fields[:2], strict=True)], fields, wide, tile, tile)
     if alone:
         return None
-    launches = []
+    found = []
     for table in tables:
         constants = Constants((*dtypes, TILE, table.rows, table.aligned, *options))
-        args = table.entries, row, *others
-        launches.append(Bound(kernel, (table.programs,), args, WARPS, None, constants, table.entries))
-    return LaunchPlan(launches)
+        arguments = Arguments((table.programs,), (table.entries, row, *others), WARPS, None, constants)
+        found.append(LaunchPlan.of(kernel, arguments, [table.entries]))
+    return LaunchPlan.joined(found)

@@ -104,8 +104,10 @@ def run(
     num_warps: int,
     maxnreg: int | None = None,
     constants: Constants | None = None,
-) -> None:
+) -> Compiled | None:
     """kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False), in less time.
+
+    Returns what launches the same for tensors that are aligned as these; None where Triton's own launcher must.
 
     args: the kernel's arguments in order, with its constants at the end unless `constants` has them. It runs on the
     card that tensors are on, whichever is the current one. Fusion stays off because bytes depend on it: a fused
@@ -116,13 +118,13 @@ def run(
         with torch.cuda.device(card):
             return run(kernel, grid, args, num_warps, maxnreg, constants)
     at, values = _key_of(kernel, card, args, num_warps, maxnreg, constants)
-    launch = _launches.get(at)
-    if at is None or launch is None:
+    if (launch := _launches.get(at)) is None:
         compiled = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         if at is not None and isinstance(compiled, CompiledKernel):
-            _launches[at] = Compiled.of(compiled)
-        return
+            launch = _launches[at] = Compiled.of(compiled)
+        return launch
     launch(card, grid[0], values)
+    return launch
 
 
 def card_of(args: Sequence[Any]) -> int:
@@ -135,97 +137,31 @@ def is_elsewhere(card: int) -> bool:
     return card >= 0 and current_card() != card
 
 
-class Bound:
-    """A launch whose sizes, options and constants are bound: it is called with tensors alone.
-
-    args, and the others: as for `run`, with example tensors. Calls take as many tensors, in the same order, on the same
-    device, of the same dtypes or of others of the same size, which are read as if they had those. kept: the tensor
-    among them that is bound as well.
-    """
-
-    __slots__ = ("_args", "_at", "_card", "_dtypes", "_launches", "_options", "_state", "_values")
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int],
-        args: tuple[Any, ...],
-        num_warps: int,
-        maxnreg: int | None,
-        constants: Constants,
-        kept: Tensor | None = None,
-    ) -> None:
-        self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg is not kept)
-        self._dtypes = [args[index].dtype for index in self._at]
-        self._args = [None if index in self._at else arg for index, arg in enumerate(args)]
-        self._options, self._card = (kernel, grid, num_warps, maxnreg, constants), card_of(args)
-        self._values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in (*self._args, *constants)]
-        self._launches: dict[int, Compiled] = {}  # by a bit for each tensor that is not aligned
-        self._state: tuple[Any, ...] = ()
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launches on the current stream of the tensors' card."""
-        if is_elsewhere(self._card):
-            with torch.cuda.device(self._card):
-                return self(*tensors)
-        kernel, grid, num_warps, maxnreg, constants = self._options
-        values, every = self._values.copy(), 0
-        for at, tensor in zip(self._at, tensors, strict=True):
-            values[at] = address = tensor.data_ptr()
-            every |= address
-        odd = self._odd(values) if every & 15 else 0
-        launch = self._launches.get(odd)
-        if launch is not None and self._state == _state() and _split(kernel) is not None:
-            launch(self._card, grid[0], values)
-            return
-        args = self._args.copy()
-        for at, tensor, dtype in zip(self._at, tensors, self._dtypes, strict=True):
-            args[at] = tensor if tensor.dtype == dtype else tensor.view(dtype)
-        run(kernel, grid, tuple(args), num_warps, maxnreg, constants)
-        if self._state != _state():
-            self._launches.clear()
-            self._state = _state()
-        at_key, _ = _key_of(kernel, self._card, tuple(args), num_warps, maxnreg, constants)
-        if (made := _launches.get(at_key)) is not None:
-            self._launches[odd] = made
-
-    def _odd(self, values: Sequence[int]) -> int:
-        """A bit for each tensor that is not at a multiple of 16 bytes."""
-        return sum(1 << bit for bit, at in enumerate(self._at) if values[at] & 15)
-
-
-class LaunchPlan(tuple[Bound, ...]):
-    """Launches, each with a table that it keeps: good while what the tables list stays in place, on the stream that
-    they were copied on."""
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launches all, with the tensors whose addresses are no part of a table."""
-        for bound in self:
-            bound(*tensors)
-
-
-def _state() -> tuple[Any, ...]:
-    """What a compiled kernel depends on beside its arguments."""
-    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+def state_of(kernel: Any) -> tuple[Any, ...] | None:
+    """What a compiled kernel depends on beside its arguments; None if hooks, as of a profiler, see each launch."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return None
+    return runtime.debug, knobs.compilation.instrumentation_mode
 
 
 def _key_of(
     kernel: Any, card: int, args: tuple[Any, ...], num_warps: int, maxnreg: int | None, constants: Constants | None
 ) -> tuple[Hashable, list[Any]]:
     """The key of a launch on a card, None if Triton's own launcher must be used; and the values of all arguments."""
-    split = _split(kernel)
-    specialization, values = (None, []) if split is None else key(args, split, constants)
+    state = None if (split := _split(kernel)) is None else state_of(kernel)
+    if split is None or state is None:
+        return None, []
+    specialization, values = key(args, split, constants)
     if specialization is None:
         return None, values
-    return (kernel.fn, card, num_warps, maxnreg, *_state(), *specialization), values
+    return (kernel.fn, card, num_warps, maxnreg, *state, *specialization), values
 
 
 def _split(kernel: Any) -> int | None:
     """How many of a kernel's parameters are not constants; None if Triton's own launcher must be used."""
-    if type(kernel) is not jit.JITFunction or kernel.pre_run_hooks or not supported():
-        return None
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler has set them
+    if type(kernel) is not jit.JITFunction or not supported():
         return None
     try:
         return _splits[kernel.fn]

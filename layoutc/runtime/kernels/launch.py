@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache, lru_cache, reduce
 from operator import or_
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -184,19 +183,6 @@ def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
         made = torch.empty(tuple(shape), dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
-
-
-Launch = TypeVar("Launch")
-_MOST = 1024  # sizes that are kept: tokens may differ from step to step
-
-
-class Launches(dict[Hashable, Launch]):
-    """Launches by what they depend on. Bounded: all are dropped when there are too many."""
-
-    def __setitem__(self, key: Hashable, launch: Launch) -> None:
-        if len(self) >= _MOST:
-            self.clear()
-        super().__setitem__(key, launch)
 
 
 def quantized_like(

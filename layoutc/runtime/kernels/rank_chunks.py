@@ -6,48 +6,25 @@ in the step before: these are arguments of the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels import batches, launch, plans
 from layoutc.runtime.streams import stream_of
+
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE, WARPS = 4096, 8
 GRADS = 16  # of a launch, as arguments of the kernel
-
-
-class _Launch:
-    """One that copies GRADS gradients of a group, some more than once if they are fewer."""
-
-    def __init__(self, table: batches.Table, members: Sequence[int]) -> None:
-        self._table = table
-        self._members = [*members, *[members[0]] * (GRADS - len(members))]
-        self._bound: dict[tuple[Any, ...], Callable[..., None]] = {}
-
-    def __call__(self, grads: Sequence[Tensor], aligned: bool, out: Tensor) -> None:
-        """aligned: whether all of the gradients begin at multiples of 16 bytes."""
-        chosen = [grads[member] for member in self._members]
-        key = aligned, grads[0].dtype, out.dtype, out.shape[1]
-        if key not in self._bound:
-            self._bound[key] = self._bind(chosen, aligned, out)
-        self._bound[key](out, *chosen)
-
-    def _bind(self, chosen: Sequence[Tensor], aligned: bool, out: Tensor) -> Callable[..., None]:
-        from layoutc.runtime.kernels import direct
-        from layoutc.runtime.triton.batch import rank_chunks_kernel
-
-        entries, rows, programs, table_aligned, _ = self._table
-        constants = direct.Constants((TILE, rows, aligned and table_aligned))
-        args = entries, out, out.shape[1], *chosen
-        return direct.Bound(rank_chunks_kernel, (programs,), args, WARPS, None, constants, entries)
 
 
 def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
@@ -61,29 +38,42 @@ def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
     dtype = grads[0].dtype
     if dtype not in launch.FLOATS or out.dtype not in (dtype, torch.float32):
         return False
-    launches = _launches(out.device, stream_of(out.device), ranks, *[grad.shape for grad in grads])
     aligned = reduce(or_, map(Tensor.data_ptr, grads)) % 16 == 0
-    for one in launches:
-        one(grads, aligned, out)
-    return bool(launches)
+    like = ranks, aligned, dtype, out.dtype, out.shape[1], *[grad.shape for grad in grads]
+    # On the current stream, tables are copied to the card before they are read.
+    key = "rank_chunks", out.device, stream_of(out.device), like
+    parts = plans.cache.of(key, lambda: _plans(grads, ranks, out, aligned))
+    for plan, members in parts:
+        plan(out, *[grads[member] for member in members])
+    return bool(parts)
 
 
-@lru_cache(maxsize=batches.CACHED)
-def _launches(device: torch.device, stream: int, ranks: int, *shapes: torch.Size) -> list[_Launch]:
-    """For gradients of these shapes; none if one of them is too large for a table. stream: the current one, on which
-    tables are copied to the card before they are read."""
-    numels = [shape.numel() for shape in shapes]
-    chunks = [cdiv(shape[0], ranks) * (numel // shape[0]) for shape, numel in zip(shapes, numels, strict=True)]
+def _plans(grads: Sequence[Tensor], ranks: int, out: Tensor, aligned: bool) -> list[tuple[LaunchPlan, list[int]]]:
+    """Launches of GRADS gradients, some of them more than once if they are fewer; none if one is too large for a table.
+
+    aligned: whether all of the gradients begin at multiples of 16 bytes.
+    """
+    from layoutc.runtime.kernels.direct import Arguments, Constants
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+    from layoutc.runtime.triton.batch import rank_chunks_kernel
+
+    numels = [grad.numel() for grad in grads]
+    chunks = [cdiv(grad.shape[0], ranks) * (numel // grad.shape[0]) for grad, numel in zip(grads, numels, strict=True)]
     starts = [*accumulate(chunks, initial=0)][:-1]
-    found: list[_Launch] = []
-    for first in range(0, len(shapes), GRADS):
+    found = []
+    for first in range(0, len(grads), GRADS):
         part = slice(first, first + GRADS)
-        members = range(len(shapes))[part]
+        members = [*range(len(grads))[part]]
         covers = [(ranks, chunk) for chunk in chunks[part]]
         columns = [ranks] * len(members), chunks[part], starts[part], range(len(members)), numels[part]
         wide, tile = [False, True, True, False, True], (1, TILE)
-        tables, alone = batches.tables_of(device, covers, [*map(tuple, columns)], wide, tile, tile)
+        tables, alone = batches.tables_of(out.device, covers, [*map(tuple, columns)], wide, tile, tile)
         if alone:
             return []
-        found += [_Launch(table, members) for table in tables]
+        members += [first] * (GRADS - len(members))
+        for entries, rows, programs, table_aligned, _ in tables:
+            constants = Constants((TILE, rows, aligned and table_aligned))
+            args = entries, out, out.shape[1], *[grads[member] for member in members]
+            plan = LaunchPlan.of(rank_chunks_kernel, Arguments((programs,), args, WARPS, None, constants), [entries])
+            found.append((plan, members))
     return found

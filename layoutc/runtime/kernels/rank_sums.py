@@ -22,15 +22,13 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime import installed
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.launch import Launches
+from layoutc.runtime.kernels import launch, plans
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.direct import Bound
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE, WARPS = 4096, 8
 CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
-_bound: Launches[Bound] = Launches()
 
 
 def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:
@@ -42,10 +40,8 @@ def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:
         by = torch.full((), divisor, dtype=torch.float32, device=out.device)  # a card multiplies by a number's inverse
         torch.div(sum_in_order(parts), by, out=out)
         return
-    key = parts.shape, parts.dtype, parts.device, divisor
-    if (bound := _bound.get(key)) is None:
-        bound = _bound[key] = _bind(parts, out, divisor)
-    bound(parts, out)
+    key = "rank_sum", parts.shape, parts.dtype, parts.device, divisor
+    plans.cache.of(key, lambda: _plan(parts, out, divisor))(parts, out)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -56,15 +52,15 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-def _bind(parts: Tensor, out: Tensor, divisor: int) -> Bound:
-    from layoutc.runtime.kernels import direct
+def _plan(parts: Tensor, out: Tensor, divisor: int) -> LaunchPlan:
+    from layoutc.runtime.kernels.direct import Arguments, Constants
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.triton.reductions import rank_sum_kernel
 
     ranks, numel = parts.shape
     number, divides = scaling(divisor)
-    args, constants = (parts, out, numel, ranks, number), direct.Constants((divides, TILE))
-    made: Bound = direct.Bound(rank_sum_kernel, (cdiv(numel, TILE),), args, WARPS, None, constants)
-    return made
+    args, constants = (parts, out, numel, ranks, number), Constants((divides, TILE))
+    return LaunchPlan.of(rank_sum_kernel, Arguments((cdiv(numel, TILE),), args, WARPS, None, constants))
 
 
 def scaling(divisor: int) -> tuple[float, bool]:
@@ -112,7 +108,6 @@ class Codes:
                 f"exchange_gradients: {self.layout.name} can't hold gradients on the wire: {reason}. Recipes that can "
                 "have `use: wire` in their specs"
             )
-        self._launches: Launches[Any] = Launches()
 
     def _refused(self) -> str:
         layout = self.layout
@@ -173,24 +168,25 @@ class Codes:
         return values
 
     def _quantizing(self, values: Tensor, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
-        from layoutc.runtime.kernels import direct
-        from layoutc.runtime.triton.kernels import quantize_rows_kernel
-
         p0, p1, p2 = _three(row.planes_in(rows).values())
-        tensors = [one for one in (values, rest, p0, p1, p2, seed) if one is not None]
-        key = "quantize", values.shape, values.dtype, values.device, rest is not None
-        if (bound := self._launches.get(key)) is None:
-            ranks, n = values.shape
-            kernels = self._kernels
+        given = values, rest, p0, p1, p2, seed
+
+        def plan() -> LaunchPlan:
+            from layoutc.runtime.kernels.direct import Arguments, Constants
+            from layoutc.runtime.kernels.launch_plan import LaunchPlan
+            from layoutc.runtime.triton.kernels import quantize_rows_kernel
+
+            (ranks, n), kernels = values.shape, self._kernels
             input_max = torch.finfo(values.dtype).max if kernels.takes_input_max else None
             gaps = _three([stride - entries for stride, entries in zip(row.strides, row.entries, strict=True)])
             fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE, CODES_PIECES
-            constants = direct.Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)))
-            args = values, rest, p0, p1, p2, seed, input_max, None, ranks, n, row.k, *gaps
+            constants = Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)))
+            args = *given, input_max, None, ranks, n, row.k, *gaps
             grid = (ranks * cdiv(row.k, CODES_TILE),)
-            bound = direct.Bound(quantize_rows_kernel, grid, args, CODES_WARPS, None, constants)
-            self._launches[key] = bound
-        bound(*tensors)
+            return LaunchPlan.of(quantize_rows_kernel, Arguments(grid, args, CODES_WARPS, None, constants))
+
+        key = self.layout, "quantize_rows", values.shape, values.dtype, values.device, rest is not None
+        plans.cache.of(key, plan)(*[one for one in given if one is not None])
 
     # ------------------------------------------------------------------------------------------------ what was received
     def add(self, rows: Tensor, out: Tensor, number: float, divides: bool, seed: Tensor | None = None) -> None:
@@ -210,19 +206,23 @@ class Codes:
             seed += 1
 
     def _adding(self, rows: Tensor, out: Tensor, number: float, divides: bool, seed: Tensor | None, row: Row) -> None:
-        from layoutc.runtime.kernels import direct
-        from layoutc.runtime.triton.kernels import sum_rows_kernel
+        given = *_three(row.planes_in(rows).values()), out, seed
 
-        p0, p1, p2 = _three(row.planes_in(rows).values())
-        key = "add", rows.shape, out.shape, out.dtype, out.device, number, divides, seed is None
-        if (bound := self._launches.get(key)) is None:
+        def plan() -> LaunchPlan:
+            from layoutc.runtime.kernels.direct import Arguments, Constants
+            from layoutc.runtime.kernels.launch_plan import LaunchPlan
+            from layoutc.runtime.triton.kernels import sum_rows_kernel
+
             n = out.numel()
             fixed = self._kernels.dequantize_tile, divides, CODES_TILE
-            constants = direct.Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(out.device)))
-            args = p0, p1, p2, out, seed, None, rows.shape[0], n, row.k, *_three(row.strides), number
-            bound = direct.Bound(sum_rows_kernel, (cdiv(row.k, CODES_TILE),), args, CODES_WARPS, None, constants)
-            self._launches[key] = bound
-        bound(*[one for one in (p0, p1, p2, out, seed) if one is not None])
+            constants = Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(out.device)))
+            args = *given, None, rows.shape[0], n, row.k, *_three(row.strides), number
+            return LaunchPlan.of(
+                sum_rows_kernel, Arguments((cdiv(row.k, CODES_TILE),), args, CODES_WARPS, None, constants)
+            )
+
+        key = self.layout, "sum_rows", rows.shape, out.shape, out.dtype, out.device, number, divides, seed is None
+        plans.cache.of(key, plan)(*[one for one in given if one is not None])
 
 
 @lru_cache(maxsize=4096)

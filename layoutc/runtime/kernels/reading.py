@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import up
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels import batches, launch, plans
 from layoutc.runtime.kernels.choices import Tile
-from layoutc.runtime.kernels.direct import Bound, Constants
+from layoutc.runtime.kernels.direct import Arguments, Constants
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.torch_private import storage_key
 from layoutc.runtime.triton.kernels import dequantize_kernel
 
 Planes = Mapping[str, Tensor]
@@ -38,96 +38,48 @@ class Kernels(Protocol):
     def _written(self) -> tuple[str, ...]: ...
     @property
     def _planes(self) -> tuple[str, ...]: ...
-    @property
-    def _reading(self) -> launch.Launches[Bound]: ...
 
 
-# ----------------------------------------------------------------------------------------------------------- one weight
 def read_of(kernels: Kernels, planes: Planes) -> dict[str, Tensor]:
     """The planes that dequantizing reads, in its order."""
     return {name: planes[name] for name in ("amax", *kernels._written) if name in planes}
 
 
-def dequantizing(kernels: Kernels, out: Tensor, read: Planes, orientation: str, parts: Parts | None = None) -> Bound:
-    """The launch that dequantizes such planes into such a tensor, (m, k), kept for the next of them."""
-    (m, k), key = out.shape, (*out.shape, out.device, orientation, out.dtype, tuple(read), parts)
-    if (bound := kernels._reading.get(key)) is None:
-        tile_m, tile_k, *_ = kernels.dequantize_sizes[orientation]
+def plan_of(
+    kernels: Kernels,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    read: Planes,
+    orientation: str,
+    parts: Parts | None = None,
+) -> LaunchPlan:
+    """What makes the (m, k) values of such planes. They may be other tensors each time, as gathers bring them."""
+    device = next(iter(read.values())).device
+
+    def plan() -> LaunchPlan:
+        (m, k), (tile_m, tile_k, *_) = shape, kernels.dequantize_sizes[orientation]
+        out = launch.template(shape, dtype, device)
         grid = launch.programs(*_covered(m, k, tile_m, parts), tile_m, tile_k)
         kind = 0, False, _is_even(m, k, (tile_m, tile_k), parts)
-        bound = kernels._reading[key] = _bound(kernels, None, grid, (m, k), read, orientation, out, parts, kind)
-    return bound
+        arguments, books = _arguments(kernels, None, grid, shape, read, orientation, out, parts, kind)
+        launches = LaunchPlan.of(dequantize_kernel, arguments, [books], last=out)
+        return launches.reading(read).making({"values": out})
+
+    return plans.cache.of((kernels, "values", shape, dtype, device, orientation, tuple(read), parts), plan)
 
 
-class Reading:
-    """A launch for planes of a layout and a shape. They may be other tensors each time, as gathers bring them."""
-
-    __slots__ = ("_bound", "_card", "_names", "_template", "shape")
-
-    def __init__(self, bound: Bound, planes: Planes, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
-        self._bound, self._names, self.shape = bound, tuple(planes), shape
-        self._template = launch.template(shape, dtype, next(iter(planes.values())).device)
-        self._card = self._template.get_device()  # -1 for a CPU
-
-    @classmethod
-    def of(
-        cls, kernels: Kernels, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype
-    ) -> Reading | None:
-        """What does `Kernels.dequantize` again; None where that copies planes first, or launches nothing."""
-        read = read_of(kernels, planes)
-        if 0 in shape or any(one is not read[name] for name, one in launch.readable(read).items()):
-            return None
-        out = torch.empty(shape, dtype=dtype, device=next(iter(read.values())).device)
-        return cls(dequantizing(kernels, out, read, orientation), read, shape, dtype)
-
-    def __call__(self, planes: Planes) -> Tensor | None:
-        """The (m, k) values; None if anything is not as it was: then the ordinary way finds out what it is.
-
-        That is: planes that are missing, freed, strided, misaligned or on another device.
-        """
-        card, found = self._card, []
-        for name in self._names:
-            plane = planes.get(name)
-            if plane is None or not plane.is_contiguous() or plane.get_device() != card:
-                return None
-            address = plane.data_ptr()
-            if address == 0 or address & 3:
-                return None
-            found.append(plane)
-        out = torch.empty_like(self._template)
-        self._bound(out, *found)
-        return out
+Alone = tuple[LaunchPlan, list[Tensor]]  # with the tensors that it is launched into
 
 
-# --------------------------------------------------------------------------------------------------------- many weights
-class Launch(NamedTuple):
-    """What writes the values of some weights."""
-
-    bound: Bound
-    tensors: tuple[Tensor, ...]  # what it is called with
-    is_of_table: bool  # which has all addresses of planes and values: of the tensors, dtypes alone are looked at
-
-    def letting_go(self, storage: Tensor) -> Launch | None:
-        """The same without a reference to the memory of a tensor, into which others must have been written at the same
-        address before it is called; None if it needs one."""
-        memory = storage_key(storage)
-        tensors = tuple([_stand_in(one) if storage_key(one) == memory else one for one in self.tensors])
-        return self._replace(tensors=tensors) if self.is_of_table else None
-
-
-def _stand_in(plane: Tensor) -> Tensor:
-    return torch.empty(0, dtype=plane.dtype, device=plane.device)
-
-
-def launches(
+def into(
     kernels: Kernels,
     weights: Sequence[Planes],
     orientation: str,
     outs: Sequence[Tensor],
     parts: Sequence[Parts | None],
-) -> list[Launch]:
-    """What writes the values of weights as `Kernels.dequantize` gives them: few launches, good while all stay in place.
+) -> tuple[LaunchPlan, list[Alone]]:
+    """What writes the values of weights as `Kernels.dequantize` gives them: few launches, good while all stay in place,
+    which need no tensors; and those of weights that no table takes.
 
     weights: the planes of each, or those of its first part. outs: (m, k) of each, contiguous, of one dtype, on one
     device, at multiples of 4 bytes. parts: of each.
@@ -136,24 +88,30 @@ def launches(
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, (out, own) in enumerate(zip(outs, parts, strict=True)):
         kinds.setdefault((own is not None, _is_even(out.shape[0], out.shape[1], tile, own)), []).append(index)
-    found: list[Launch] = []
+    found: list[LaunchPlan] = []
+    alone: list[Alone] = []
     for (in_parts, even), members in kinds.items():
         read = [read_of(kernels, weights[at] if in_parts else launch.readable(weights[at])) for at in members]
         of_kind = [outs[at] for at in members], [parts[at] for at in members]
-        found += _launches_of_kind(kernels, read, orientation, *of_kind, even)
-    return found
+        tables, others = _tables_of_kind(kernels, read, *of_kind, tile, even)
+        found += [_of_table(kernels, one, read[0], orientation, of_kind[0][0], of_kind[1][0]) for one in tables]
+        for at in others:
+            out, own = of_kind[0][at], of_kind[1][at]
+            if out.numel():
+                plan = plan_of(kernels, (out.shape[0], out.shape[1]), out.dtype, read[at], orientation, own)
+                alone.append((plan, [*read[at].values(), out]))
+    return LaunchPlan.joined(found), alone
 
 
-def _launches_of_kind(
+def _tables_of_kind(
     kernels: Kernels,
     weights: Sequence[Planes],
-    orientation: str,
     outs: Sequence[Tensor],
     parts: Sequence[Parts | None],
+    tile: tuple[int, int],
     even: bool,
-) -> list[Launch]:
+) -> tuple[Sequence[batches.Table], Sequence[int]]:
     """Of those in parts, or those that are whole; of those of whole tiles, or the others."""
-    tile = kernels.dequantize_sizes[orientation][:2]
     columns = {name: tuple([planes[name].data_ptr() for planes in weights]) for name in weights[0]}
     amaxes = columns.pop("amax", (0,) * len(outs))
     offsets = tuple([(address - amaxes[0]) // 4 for address in amaxes])  # in fp32 values from the first one
@@ -166,33 +124,25 @@ def _launches_of_kind(
         fields += [tuple([one.rows for one in parts if one]), tuple([one.nbytes for one in parts if one])]
         wide += [False, True]
     covers = [_covered(*shape, tile[0], own) for shape, own in zip(shapes, parts, strict=True)]
-    tables, alone = batches.tables_of(outs[0].device, covers, fields, wide, tile, tile if even else _NEVER)
-    found: list[Launch] = []
-    for table in tables:
-        assert table.entries is not None
-        bound = _of_table(kernels, table, weights[0], orientation, outs[0], parts[0])
-        found.append(Launch(bound, (table.entries, outs[0], *weights[0].values()), True))
-    for index in alone:
-        if outs[index].numel():
-            bound = dequantizing(kernels, outs[index], weights[index], orientation, parts[index])
-            found.append(Launch(bound, (outs[index], *weights[index].values()), False))
-    return found
+    return batches.tables_of(outs[0].device, covers, fields, wide, tile, tile if even else _NEVER)
 
 
 def _of_table(
     kernels: Kernels, table: batches.Table, planes: Planes, orientation: str, out: Tensor, parts: Parts | None
-) -> Bound:
-    """The launch for a table of weights like this one, kept for the next such table."""
-    in_parts = parts is not None
-    key = "batch", *table[1:], out.device, orientation, out.dtype, tuple(planes), in_parts
-    if (bound := kernels._reading.get(key)) is None:
-        grid, kind = (table.programs,), (table.rows, table.aligned, table.even)
-        bound = _bound(kernels, table.entries, grid, (None, None), planes, orientation, out, parts, kind)
-        kernels._reading[key] = bound
-    return bound
+) -> LaunchPlan:
+    """The launch for a table of weights like this one. It keeps no memory but that of the table and the first amax:
+    dtypes alone are looked at of other planes, and of values."""
+    dtypes = {name: plane if name == "amax" else _stand_in(plane) for name, plane in planes.items()}
+    like = (None, None), dtypes, orientation, _stand_in(out), parts, table.kind
+    arguments, _ = _arguments(kernels, table.entries, (table.programs,), *like)
+    return LaunchPlan.of(dequantize_kernel, arguments, arguments.args)
 
 
-def _bound(
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _arguments(
     kernels: Kernels,
     entries: Tensor | None,
     grid: tuple[int],
@@ -202,8 +152,8 @@ def _bound(
     out: Tensor,
     parts: Parts | None,
     kind: tuple[int, bool, bool],
-) -> Bound:
-    """kind: ROWS, ALIGNED and EVEN of the kernel."""
+) -> tuple[Arguments, Tensor | None]:
+    """Of the kernel, and codebooks among them. kind: ROWS, ALIGNED and EVEN."""
     tile_m, tile_k, warps, *_ = kernels.dequantize_sizes[orientation]
     serves = (orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise"))
     stored, parted = kernels.layout.stored, 0
@@ -214,8 +164,7 @@ def _bound(
     books = launch.codebooks(kernels.codebooks, out.device)
     of_parts = (None, None) if parts is None or entries is not None else (parts.rows, parts.nbytes)
     args = (entries, out, *shape, planes.get("amax"), *map(planes.get, kernels._planes), books, *of_parts)
-    constants = Constants((kernels.dequantize_tile, *serves, *sizes))
-    return Bound(dequantize_kernel, grid, args, warps, None, constants, kept=books)
+    return Arguments(grid, args, warps, None, Constants((kernels.dequantize_tile, *serves, *sizes))), books
 
 
 def _covered(m: int, k: int, tile_m: int, parts: Parts | None) -> tuple[int, int]:

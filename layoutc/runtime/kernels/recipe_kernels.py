@@ -12,11 +12,10 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, batches, buffers, launch, reading
+from layoutc.runtime.kernels import amaxes, batches, buffers, launch, plans, reading
 from layoutc.runtime.kernels.choices import NO_TILE, Choice, Tile, Tiles, fitting
-from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
-from layoutc.runtime.kernels.prepared import Again, PreparedLaunch
-from layoutc.runtime.kernels.prepared_batch import Binding
+from layoutc.runtime.kernels.direct import Arguments, Constants, run
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import lay_out_kernel, quantize_kernel
@@ -53,8 +52,8 @@ class Kernels:
     row_blocks: Mapping[str, int] = field(default_factory=dict)  # sources with blocks of whole rows -> their rows
     row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
-    _prepared: launch.Launches[PreparedLaunch] = field(default_factory=launch.Launches, init=False)
-    _reading: launch.Launches[Bound] = field(default_factory=launch.Launches, init=False)
+    _choices: dict[Any, Choice] = field(default_factory=dict, init=False)
+    _moving: dict[Any, Constants] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------------------------------------------- quantize
     def quantize(
@@ -120,9 +119,10 @@ class Kernels:
             seed = draw_seed(x)
         x = launch.in_rows(x)
         inputs = [one for one in (x, amax, seed) if one is not None]
-        key = launch.quantized_like(x, amax, orientations, swizzled, typed)
-        if (prepared := self._prepared.get(key)) is not None:
-            return prepared(inputs, shared)
+        key = self, launch.quantized_like(x, amax, orientations, swizzled, typed)
+        plan: LaunchPlan | None = plans.cache.get(key)
+        if plan is not None:
+            return plan.named(inputs, shared)
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
         made = buffers.new(self.layout, m, k, orientations, x.device)
         planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
@@ -132,12 +132,11 @@ class Kernels:
         if self._reorders(orientations, swizzled):  # a launch of its own
             run(quantize_kernel, *arguments)
             return self._buffers(planes | shared, made, orientations, swizzled)
-        bound = Bound(quantize_kernel, *arguments)
         written = _ordered(planes, self._planes), _ordered(made, self._made)
         dtypes = self.layout.operand_dtypes if typed else {}
-        prepared = PreparedLaunch.of(bound, *written, buffers.entries(self.layout, orientations), swizzled, dtypes)
-        self._prepared[key] = prepared
-        return prepared(inputs, shared)
+        entries = buffers.entries(self.layout, orientations)
+        plan = plans.cache[key] = LaunchPlan.of(quantize_kernel, arguments).making(*written, entries, swizzled, dtypes)
+        return plan.named(inputs, shared)
 
     def quantize_batch(
         self,
@@ -153,37 +152,45 @@ class Kernels:
         if not xs:
             return
         if shared is None and self.layout.takes_amax(orientations):
-            shared = batches.batch_amaxes(xs, self.layout.amax_columns)
-        for binding in self.bindings(xs, orientations):
-            tables, alone = binding.split(xs, shared, outs)
-            for table in tables:
-                run(quantize_kernel, *binding.arguments(table, shared[0] if shared else None))
+            shared = amaxes.batch_amaxes(xs, self.layout.amax_columns)
+        for together in self._together(orientations):
+            plan, alone = self._batch(xs, shared, together, outs)
+            plan(*(shared or ())[:1])
             for index in alone:
-                self.quantize(xs[index], None if shared is None else shared[index], binding.orientations, outs[index])
+                self.quantize(xs[index], None if shared is None else shared[index], together, outs[index])
+
+    def plan_of_batch(
+        self,
+        xs: Sequence[Tensor],
+        shared: Sequence[Tensor] | None,
+        orientations: tuple[str, ...],
+        outs: Sequence[Planes],
+    ) -> LaunchPlan | None:
+        """What does `quantize_batch` again, while xs and outs stay where they are, with the first amax, if any: others
+        lie as they do from it now. None if tables do not take all matrices. Raises as batches.split."""
+        found = [self._batch(xs, shared, together, outs) for together in self._together(orientations)]
+        return None if any(alone for _, alone in found) else LaunchPlan.joined(plan for plan, _ in found)
+
+    def _batch(
+        self, xs: Sequence[Tensor], shared: Sequence[Tensor] | None, together: tuple[str, ...], outs: Sequence[Planes]
+    ) -> tuple[LaunchPlan, Sequence[int]]:
+        """What quantizes all matrices that tables take, and which others there are."""
+        x, amax = xs[0], shared[0] if shared else None
+        choice = self._choice(self.quantize_sizes, together, x.dtype, max(x.shape[1] for x in xs))
+        tables, alone = batches.split(self.layout, self._written, xs, shared, together, outs, choice.span, choice.step)
+        every = [(self._quantizing_batch(table, amax, choice, x), [table.entries]) for table in tables]
+        return LaunchPlan.joined(LaunchPlan.of(quantize_kernel, *one) for one in every), alone
 
     def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
         """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
         rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, cached = choice
-        kind = table.rows, table.aligned, table.even, launch.hardware(x.device)
+        kind = *table.kind, launch.hardware(x.device)
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *kind[:2]
             constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover, 0, *rows))
         args = table.entries, *_NONE, amax, input_max, None, *_NONE, *_NONE
         return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
-
-    def bindings(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> list[Binding]:
-        """How to launch batches of matrices, of one dtype and on one device: for each launch that one matrix takes."""
-        return [self._binding(xs, together) for together in self._together(orientations)]
-
-    def _binding(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> Binding:
-        x = xs[0]
-        choice = self._choice(self.quantize_sizes, orientations, x.dtype, max(x.shape[1] for x in xs))
-
-        def arguments(table: batches.Table, amax: Tensor | None) -> Arguments:
-            return self._quantizing_batch(table, amax, choice, x)
-
-        return Binding(self.layout, self._written, orientations, choice.span, choice.step, arguments)
 
     def _quantizing(
         self,
@@ -227,11 +234,11 @@ class Kernels:
             return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
-    def again(self, key: Hashable, names: Sequence[str], typed: bool) -> Again | None:
-        """What gives the buffers `names` once more, as the launch of a key did; None if there is none, or it does not
+    def again(self, key: Hashable, names: Sequence[str], typed: bool) -> LaunchPlan | None:
+        """What returns the buffers `names` as the launch of a key made them; None if there is none, or it does not
         write them all. typed: in the dtypes of `Layout.operand_dtypes`."""
-        prepared = self._prepared.get(key)
-        return None if prepared is None else Again.of(prepared, names, self.layout.operand_dtypes if typed else {})
+        plan: LaunchPlan | None = plans.cache.get((self, key))
+        return None if plan is None else plan.returning(names, self.layout.operand_dtypes if typed else {})
 
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype, k: int) -> Choice:
         key = tiles is self.quantize_sizes, orientations, dtype, fitting(k) if self.row_blocks else 0
@@ -247,10 +254,6 @@ class Kernels:
             choice = Choice(*flags, input_max, tile, rows, {}).fitted(k)
             self._choices[key] = choice
         return choice
-
-    @cached_property
-    def _choices(self) -> dict[Any, Choice]:
-        return {}
 
     @cached_property
     def _written(self) -> tuple[str, ...]:
@@ -285,10 +288,10 @@ class Kernels:
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
         read = reading.read_of(self, launch.readable(planes))
-        out = torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
-        if m and k:
-            reading.dequantizing(self, out, read, orientation)(out, *read.values())
-        return out
+        if not (m and k):
+            return torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
+        (values,) = reading.plan_of(self, (m, k), dtype, read, orientation)(*read.values())
+        return values
 
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(
@@ -304,17 +307,17 @@ class Kernels:
             return self._buffers(planes, {}, orientations, swizzled)
         device = next(iter(planes.values())).device
         moved = [name for name in self.moved if name in planes]
-        key = launch.laid_out_like(m, k, device, orientations, swizzled, len(moved))
-        if (prepared := self._prepared.get(key)) is None:
+        key = self, launch.laid_out_like(m, k, device, orientations, swizzled, len(moved))
+        if (plan := plans.cache.get(key)) is None:
             made = buffers.new(self.layout, m, k, orientations, device)
             if not made or self._reorders(orientations, swizzled):
                 self._lay_out(planes, made, m, k, swizzled, None)
                 return self._buffers(planes, made, orientations, swizzled)
-            arguments = self._laying_out(planes, made, m, k, swizzled, None)
-            bound, entries = Bound(lay_out_kernel, *arguments), buffers.entries(self.layout, orientations)
-            prepared = PreparedLaunch.of(bound, {}, _ordered(made, self._made), entries, swizzled)
-            self._prepared[key] = prepared
-        return prepared([planes[name] for name in moved], planes)
+            launches = LaunchPlan.of(lay_out_kernel, self._laying_out(planes, made, m, k, swizzled, None))
+            entries = buffers.entries(self.layout, orientations)
+            plan = launches.reading(moved).making({}, _ordered(made, self._made), entries, swizzled)
+            plans.cache[key] = plan
+        return plan.named([planes[name] for name in moved], planes)
 
     def lay_out_batch(
         self,
@@ -364,10 +367,6 @@ class Kernels:
             constants = self._moving[kind] = Constants((self.lay_out_tile, moved, *kind[:4], *tiled))
         args = (table.entries, m, k, cover_k, *map(planes.get, self._moved), *map(made.get, self._made))
         return Arguments((table.programs,), args, warps, None, constants)
-
-    @cached_property
-    def _moving(self) -> dict[Any, Constants]:
-        return {}
 
     def _buffers(
         self, planes: Planes, made: Planes, orientations: tuple[str, ...], swizzled: bool

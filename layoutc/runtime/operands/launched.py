@@ -7,23 +7,20 @@ scales. What is not so simple is None, and left to the ordinary way, which gives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.facts import Layout, Operand
-from layoutc.runtime.kernels import amaxes, launch
-from layoutc.runtime.kernels.launch import Launches as Launches
+from layoutc.runtime.kernels import amaxes, launch, plans
 from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.operands.scaled_mm import Side
 from layoutc.runtime.operands.weight_operand import kept_side
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-if TYPE_CHECKING:  # both need Triton
-    from layoutc.runtime.kernels.direct import Bound
-    from layoutc.runtime.kernels.prepared import Again
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 
 class Place(NamedTuple):
@@ -58,54 +55,41 @@ class Place(NamedTuple):
         return Side(codes, [scaled_mm.as_read(self.scaling, scale, self.free, self.is_left)], self.kinds, self.orders)
 
 
-@dataclass(frozen=True, eq=False)  # by identity: a key of what was quantized
-class Quantizing:
-    """A launch that quantizes activations, or gradients, of one size: contiguous, in any shape with as many columns."""
+def quantizing(
+    recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
+) -> LaunchPlan | None:
+    """What quantizes activations, or gradients, of one size: contiguous, in any shape with as many columns.
 
-    again: Again
-    amax: Bound | None  # finds that of the whole matrix first
-
-    @classmethod
-    def of(
-        cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
-    ) -> Self | None:
-        """names: of the buffers that it gives. None if they take more than one launch, or one that draws bits."""
-        key = recipe, flat.shape, flat.dtype, flat.device, tuple(names)  # weights of several sizes share an operand
-        if key not in _quantizing:
-            _quantizing[key] = cls._found(recipe, flat, names, orientations)
-        return _quantizing[key]  # type: ignore[return-value]
-
-    @classmethod
-    def _found(
-        cls, recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
-    ) -> Self | None:
-        kernels, layout = recipe.quantizing_kernels(flat), recipe.LAYOUT
-        takes_amax = layout.takes_amax(orientations)
-        if kernels is None or layout.stochastic or (takes_amax and layout.amax_columns is not None):
-            return None
-        swizzled = bool(layout.swizzled)
-        amax = recipe.shared_amax(flat) if takes_amax else None
-        recipe.quantize_buffers(flat, amax, orientations, swizzled, None, True)
-        again = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
-        return None if again is None else cls(again, None if amax is None else amaxes.measuring(flat, None))
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        """The buffers of x, (..., columns), in the order of `names`."""
-        if self.amax is None:
-            return self.again(x)
-        amax = amaxes.passing_zero(x.device)
-        self.amax(x, amax)
-        return self.again(x, amax)
+    names: of the buffers that it gives. None if they take more than one launch, or one that draws bits. One that takes
+    an amax finds that of the whole matrix first, in what is 0 before.
+    """
+    key = recipe, flat.shape, flat.dtype, flat.device, tuple(names)  # weights of several sizes share an operand
+    return plans.cache.of(key, lambda: _quantizing(recipe, flat, names, orientations))
 
 
-_quantizing: Launches[Quantizing | None] = Launches()
+def _quantizing(
+    recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
+) -> LaunchPlan | None:
+    kernels, layout = recipe.quantizing_kernels(flat), recipe.LAYOUT
+    takes_amax = layout.takes_amax(orientations)
+    if kernels is None or layout.stochastic or (takes_amax and layout.amax_columns is not None):
+        return None
+    swizzled = bool(layout.swizzled)
+    amax = recipe.shared_amax(flat) if takes_amax else None
+    recipe.quantize_buffers(flat, amax, orientations, swizzled, None, True)
+    plan = kernels.again(launch.quantized_like(flat, amax, orientations, swizzled, True), names, True)
+    return plan if plan is None or amax is None else plan.after(amaxes.measuring(flat, None))
+
+
+def quantize(plan: LaunchPlan, x: Tensor) -> list[Tensor]:
+    """The buffers of x, (..., columns), in the order of `names`."""
+    return plan(x) if plan.takes == 1 else plan(x, amaxes.passing_zero(x.device))
 
 
 class LayingOut(NamedTuple):
     """A launch that lays out what a product reads of a weight, beside planes that serve as they are."""
 
-    again: Again
-    planes: tuple[str, ...]  # that the launch reads
+    plan: LaunchPlan
     given: tuple[str, ...]  # planes that serve
     place: Place  # among the results of the launch and these
 
@@ -123,27 +107,23 @@ class LayingOut(NamedTuple):
         if kernels is None or place is None:
             return None
         type(weight).lay_out(planes, *weight.store.matrix, chosen, False)
-        moved = tuple([name for name in kernels.moved if name in planes])
+        moved = [name for name in kernels.moved if name in planes]
         device = next(iter(planes.values())).device
-        again = kernels.again(launch.laid_out_like(*weight.store.matrix, device, chosen, False, len(moved)), made, True)
+        plan = kernels.again(launch.laid_out_like(*weight.store.matrix, device, chosen, False, len(moved)), made, True)
         served = tuple([layout.as_stored[name] for name in given])
-        return None if again is None else cls(again, moved, served, place)
+        return None if plan is None else cls(plan, served, place)
 
     def side(self, weight: QuantizedTensor) -> Side | None:
         """The weight as an operand; None if its planes are not there, or not as kernels read them."""
-        planes, read, results = weight.store.planes, [], []
-        if weight.store.writes.waiting:
+        planes, results = weight.store.planes, []
+        if weight.store.writes.waiting or (read := self.plan.read_of(planes)) is None:
             return None
-        for name in self.planes:
-            if (plane := planes.get(name)) is None or not _is_there(plane):
-                return None
-            read.append(plane)
         for name in self.given:
             if (plane := planes.get(name)) is None or not _is_there(plane):
                 return None
             is_piece = plane.data_ptr() & 15  # of a larger tensor: as in `scaled_mm.side`
             results.append(plane.clone() if is_piece else plane)
-        return self.place.side(self.again(*read) + results)
+        return self.place.side(self.plan(*read) + results)
 
 
 def template(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.direct import Bound  # needs Triton, which CPUs do without
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan  # needs Triton, which CPUs do without
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
 _FIELDS = 16  # of a table
@@ -116,9 +116,9 @@ class Updates:
             if self.members[slot].master.numel():
                 kinds[form, grad.data_ptr() % 16 == 0].append(slot)
         self._aligned = tuple(grad.data_ptr() % 16 == 0 for grad in grads)
-        self._launches: list[tuple[Bound, list[Tensor]]] = []
-        for (form, aligned), slots in kinds.items():
-            self._launches += self._bound(form, aligned, slots)
+        self._launches = [
+            plan for (form, aligned), slots in kinds.items() for plan in self._plans(form, aligned, slots)
+        ]
 
     def holds(self, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
         """True if these are the members that it was made for, where they were, and gradients of the same kind."""
@@ -158,8 +158,8 @@ class Updates:
         count = len(self.members)
         arguments = (self._steps, self._groups, self.options, skipped, scale, self._scalars, count, 128)
         run(scalars_kernel, (cdiv(count, 128),), arguments, 4)
-        for bound, tensors in self._launches:
-            bound(*tensors)
+        for plan in self._launches:
+            plan()
 
     def _point_to(self, grads: Sequence[Tensor]) -> None:
         addresses = tuple(map(Tensor.data_ptr, grads))
@@ -174,8 +174,9 @@ class Updates:
             self._kept.append(row)
             self._addresses = ()  # what a replay copies, eager steps do not know of
 
-    def _bound(self, form: Form, grads_aligned: bool, slots: list[int]) -> list[tuple[Bound, list[Tensor]]]:
-        from layoutc.runtime.kernels.direct import Bound, Constants
+    def _plans(self, form: Form, grads_aligned: bool, slots: list[int]) -> Iterator[LaunchPlan]:
+        from layoutc.runtime.kernels.direct import Arguments, Constants
+        from layoutc.runtime.kernels.launch_plan import LaunchPlan
         from layoutc.runtime.optim.kernels import update_kernel
 
         plan = _tiles(form)
@@ -189,15 +190,13 @@ class Updates:
         books = [launch.codebooks(one.codebooks, self._device) if one else None for one in (first, second)]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
-        found = []
         for table in tables:
-            assert table.entries is not None
             facts = table.rows, table.aligned and grads_aligned, table.even
             constants = Constants(constants_of(form, (first, second, target), plan, facts, level))
             args = (table.entries, *tensors, input_max)
-            bound = Bound(update_kernel, (table.programs,), args, plan.warps, plan.registers, constants)
-            found.append((bound, [one for one in args if isinstance(one, Tensor)]))
-        return found
+            yield LaunchPlan.of(
+                update_kernel, Arguments((table.programs,), args, plan.warps, plan.registers, constants), args
+            )
 
     def _fields(self, slots: list[int]) -> tuple[list[tuple[int, ...]], list[bool]]:
         """The columns of a table, and which must be multiples of 16 for threads to move 16 bytes at a time."""

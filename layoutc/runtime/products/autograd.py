@@ -41,6 +41,7 @@ from layoutc.runtime.torch_private import (
     transform,
     without_torch_function,
 )
+from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -127,16 +128,12 @@ class DequantizedLinear(torch.autograd.Function):
 
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
-    """The values of a whole weight (m, k): by what its last launch has left, else as any dequantizing."""
+    """The values of a whole weight (m, k): by the plan for planes like its own, else as any dequantizing."""
     planes, matrix, orientation = weight.store.planes, weight.store.matrix, mode.read_as(weight, orientation)
     if not isinstance(planes, dict) or weight.store.halo.rows or weight.store.writes.waiting:
         return weight.values_of(orientation, dtype)
-    reading = weight.readings.get((orientation, dtype))
-    if reading is not None and reading.shape == matrix and (values := reading(planes)) is not None:
-        return values  # type: ignore[no-any-return]
-    found: Tensor = weight.values_of(orientation, dtype)
-    weight.readings[orientation, dtype] = weight.reading(planes, matrix, orientation, dtype)
-    return found
+    again = operators.values_again(type(weight), planes, *matrix, orientation, dtype)
+    return weight.values_of(orientation, dtype) if again is None else again
 
 
 def arrived(x: Tensor) -> Tensor:

@@ -9,24 +9,28 @@ one launch, or anything is out of the ordinary, calls are left to `linear`, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from layoutc.runtime.kernels import plans
 from layoutc.runtime.operands import launched, scaled_mm, shared_inputs
-from layoutc.runtime.operands.launched import Launches, LayingOut, Place, Quantizing
+from layoutc.runtime.operands.launched import LayingOut, Place
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
 from layoutc.runtime.products.choice import Keeps
 from layoutc.runtime.torch_private import dispatch_modes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
+if TYPE_CHECKING:  # it needs Triton
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+
 
 class Forward(NamedTuple):
     """What forward does for activations (..., k) of one size, by weights (m, k)."""
 
-    quantizing: Quantizing
+    quantizing: LaunchPlan
     left: Place
     saved: tuple[int, ...]  # of the results: what backward multiplies with gradients
     weight: LayingOut | None  # None: all that is read are planes
@@ -43,7 +47,7 @@ class Forward(NamedTuple):
         names = (*linear.names_of(layout, "rowwise", "kernel"), *kept)
         orientations = ("rowwise", "columnwise")[: 2 if kept else 1]
         flat = x.flatten(0, -2)
-        quantizing = Quantizing.of(recipes.activation, flat, names, orientations)
+        quantizing = launched.quantizing(recipes.activation, flat, names, orientations)
         left = Place.of(layout, "rowwise", names, flat.shape[0], True)
         if quantizing is None or left is None or not scaled_mm.supports_output_dtype(left.kinds, x.dtype):
             return None
@@ -61,7 +65,7 @@ class Forward(NamedTuple):
             return None
         shared = shared_inputs.of(x)
         if (results := shared.get(self.quantizing)) is None:
-            results = shared[self.quantizing] = self.quantizing(x)
+            results = shared[self.quantizing] = launched.quantize(self.quantizing, x)
         out = torch.empty_like(self.out)  # no view: FSDP2 warns of modules that return one
         scaled_mm.multiply_into(out.view(-1, out.shape[-1]), self.left.side(results), right, fast=True)
         out = out if bias is None else out + bias.to(x.dtype)
@@ -71,7 +75,7 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """What backward does for gradients (..., m) of one size, by weights (m, k)."""
 
-    quantizing: Quantizing
+    quantizing: LaunchPlan
     rowwise: Place | None  # gradients, for that of the input; None: it is not needed
     weight: LayingOut | None  # None: as of Forward
     columnwise: Place | None  # gradients, for that of the weight; None: it is not needed, or not in low precision
@@ -92,7 +96,7 @@ class Backward(NamedTuple):
             return None
         names = [name for one in orientations for name in linear.names_of(gradient, one, "kernel")]
         flat = grad.flatten(0, -2)
-        quantizing = Quantizing.of(recipes.gradient, flat, names, orientations)
+        quantizing = launched.quantizing(recipes.gradient, flat, names, orientations)
         if quantizing is None:
             return None
         rowwise = columnwise = saved = laid = None
@@ -126,7 +130,7 @@ class Backward(NamedTuple):
             right = launched.right(weight, "columnwise", self.weight)
             if right is None:
                 return None
-        results = self.quantizing(grad)
+        results = launched.quantize(self.quantizing, grad)
         made: list[Tensor] = []
         if self.rowwise is not None and right is not None:
             of_input = torch.empty_like(self.of_input)
@@ -139,21 +143,11 @@ class Backward(NamedTuple):
         return made
 
 
-_forwards: Launches[Forward | None] = Launches()
-_backwards: Launches[Backward | None] = Launches()
-_UNKNOWN: Any = object()
-
-
 def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor] | None:
     """As `linear.forward`; None: that must do it."""
     if _is_unusual(x, weight) or keeps == "input":
         return None
-    key = type(weight), weight.store.matrix, x.shape, x.dtype, x.device, mode, keeps
-    found = _forwards.get(key, _UNKNOWN)
-    if found is _UNKNOWN:
-        if not launched.is_held(weight):
-            return None
-        found = _forwards[key] = Forward.of(weight, x, mode, keeps)
+    found: Forward | None = _found(Forward, weight, x, mode, keeps)
     return None if found is None else found(x, weight, bias)
 
 
@@ -163,14 +157,18 @@ def backward(
     """As `linear.backward`; None: that must do it."""
     if _is_unusual(grad, weight) or keeps == "input":
         return None
-    trains = keeps == "quantized"
-    key = type(weight), weight.store.matrix, grad.shape, grad.dtype, grad.device, mode, needs_input, trains
-    found = _backwards.get(key, _UNKNOWN)
-    if found is _UNKNOWN:
+    found: Backward | None = _found(Backward, weight, grad, mode, needs_input, keeps == "quantized")
+    return None if found is None else found(grad, weight, saved)
+
+
+def _found(kind: Any, weight: QuantizedTensor, x: Tensor, *how: Any) -> Any:
+    """What calls of a kind do, as `of` finds it: not while planes can't be read, of which nothing follows."""
+    key = kind, type(weight), weight.store.matrix, x.shape, x.dtype, x.device, *how
+    if (found := plans.cache.get(key, plans.UNKNOWN)) is plans.UNKNOWN:
         if not launched.is_held(weight):
             return None
-        found = _backwards[key] = Backward.of(weight, grad, mode, needs_input, trains)
-    return None if found is None else found(grad, weight, saved)
+        found = plans.cache[key] = kind.of(weight, x, *how)
+    return found
 
 
 def _is_unusual(x: Tensor, weight: Any) -> bool:

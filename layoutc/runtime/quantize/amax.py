@@ -14,7 +14,8 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Group, Layout
-from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.amaxes import raise_amaxes
 from layoutc.runtime.torch_private import foreach_copy_, foreach_maximum
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -198,7 +199,7 @@ def shared_amaxes(
         kinds[cls.LAYOUT.amax_columns, x.device, type(x), x.numel() == 0].append((offset, cls, x))
     for (block_k, *_), members in kinds.items():
         if launch.usable(members[0][2]) and members[0][2].device == device:
-            batches.raise_amaxes(packed, [offset for offset, _, _ in members], [x for _, _, x in members], block_k)
+            raise_amaxes(packed, [offset for offset, _, _ in members], [x for _, _, x in members], block_k)
             continue
         for offset, cls, x in members:
             amax = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.amaxes import amax_plan
 from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.quantize.weights import as_matrix, check_out
@@ -25,7 +26,7 @@ from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.direct import LaunchPlan
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
 
@@ -91,11 +92,9 @@ class Requantization:
         for number, at in enumerate(sharing):
             by_columns[pairs[at][0].LAYOUT.amax_columns].append(number)
         for block_k, numbers in by_columns.items():
-            from layoutc.runtime.kernels.prepared_batch import amax_launches
-
             xs = [matrices[sharing[number]] for number in numbers]
-            found = amax_launches(packed, [offsets[number] for number in numbers], xs, block_k)
-            if found is None:
+            found, alone = amax_plan(packed, [offsets[number] for number in numbers], xs, block_k)
+            if alone:
                 return False
             self._amaxes.append(found)
         examples = dict(zip(sharing, torch.split(packed.view(torch.float32), self._sizes), strict=True))
@@ -106,7 +105,7 @@ class Requantization:
             targets = [pairs[at][0] for at in members]
             amaxes = [examples[at] for at in members] if cls.LAYOUT.shares_amax else None
             xs, outs = [matrices[at] for at in members], [target.store.planes for target in targets]
-            launches = cls.launches_into(xs, amaxes, targets[0].orientations, outs)
+            launches = cls.batch_plan(xs, amaxes, targets[0].orientations, outs)
             if launches is None:
                 return False
             self._kinds.append(Kind(launches, sharing.index(members[0]) if amaxes else None))

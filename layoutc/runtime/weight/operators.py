@@ -13,7 +13,6 @@ packages that were built twice never answer for each other. `gathered_in_graphs`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,22 +28,13 @@ from layoutc.runtime.facts import (
     needed_planes,
     quantized_names,
 )
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.launch import Launches
+from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
 from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
-if TYPE_CHECKING:
-    from layoutc.runtime.kernels.prepared import Again
-    from layoutc.runtime.kernels.reading import Reading
-
 _recipes: dict[str, type[RecipeMethods]] = {}
 _levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
-# Launches that graphs have made, by all that they depend on but the tensors themselves.
-_readings: Launches[Reading | None] = Launches()  # dequantizing
-_quantizing: Launches[Again] = Launches()  # quantizing to buffers
-_laying_out: Launches[tuple[Again, tuple[int, ...]]] = Launches()  # with the positions of the planes that are read
 
 
 def register(cls: type[RecipeMethods]) -> str:
@@ -231,17 +221,17 @@ def _run_quantize_buffers(
 ) -> list[Tensor]:
     chosen = tuple(orientations)
     like = launch.quantized_like(x, amax, chosen, swizzled, typed)
-    kept = _quantizing.get((recipe, like)) if type(x) is Tensor else None
-    if kept is not None and (made := kept(*[one for one in (x, amax, seed) if one is not None])) is not None:
-        return made
+    plan = plans.cache.get((recipe, like)) if type(x) is Tensor else None
+    if plan is not None:
+        return plan(*[one for one in (x, amax, seed) if one is not None])  # type: ignore[no-any-return]
     cls, (m, k) = recipe_of(recipe), x.shape
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
     found = amax is None and cls.LAYOUT.takes_amax(chosen)
     amax = cls.shared_amax(x) if found else amax  # in memory of its own
     if (fused := cls.quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
         kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls.quantizing_kernels(x)
-        if kernels is not None and (again := kernels.again(like, names, typed)) is not None:
-            _quantizing[recipe, like] = again
+        if kernels is not None:
+            plans.cache[recipe, like] = kernels.again(like, names, typed)
         return _typed(cls.LAYOUT, names, [fused[name] for name in names], typed)  # new tensors, which a kernel wrote
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed)
     return _typed(cls.LAYOUT, names, library.own_all([buffers[name] for name in names], x, amax), typed)
@@ -263,33 +253,41 @@ def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
 
 
 def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes, as `Layout.sources` names them -> new memory with the (m, k) values; by the launch of planes like
-    these."""
+    """Planes, as `Layout.sources` names them -> new memory with the (m, k) values."""
     cls = recipe_of(recipe)
     named = dict(zip(cls.LAYOUT.sources[orientation], planes, strict=True))
-    key = recipe, m, k, orientation, dtype, planes[0].device
-    reading = _readings.get(key)
-    if reading is not None and (again := reading(named)) is not None:
+    if (again := values_again(cls, named, m, k, orientation, dtype)) is not None:
         return again
     values = cls.matrix_values(named, m, k, orientation, dtype)
-    if cls.usable_kernels(planes[0], dtype) is None:
-        return library.own(values, *planes)
-    if reading is None:
-        _readings[key] = cls.reading(named, (m, k), orientation, dtype)
-    return values  # a kernel's are new
+    return values if cls.usable_kernels(planes[0], dtype) is not None else library.own(values, *planes)
+
+
+def values_again(
+    cls: type[RecipeMethods], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
+) -> Tensor | None:
+    """As `dequantize`, by the plan for planes like these, which are not traced; None where the ordinary way must do it:
+    no kernel does, or planes are not as kernels read them."""
+    if (source := planes.get(cls.LAYOUT.sources[orientation][0])) is None:
+        return None
+    key = cls, m, k, orientation, dtype, source.device
+    if (plan := plans.cache.get(key)) is None:
+        if (plan := cls.values_plan(planes, m, k, orientation, dtype)) is None:
+            return None
+        plans.cache[key] = plan
+    if (read := plan.read_of(planes)) is None:
+        return None
+    return plan(*read)[0]
 
 
 def run_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool, typed: bool = False
 ) -> list[Tensor]:
-    key = recipe, m, k, planes[0].device, tuple(orientations), swizzled, typed
-    if (kept := _laying_out.get(key)) is not None:
-        inputs = [planes[at] for at in kept[1]]
-        if all(map(launch.is_readable, inputs)) and (again := kept[0](*inputs)) is not None:
-            return again
     cls, chosen = recipe_of(recipe), tuple(orientations)
     names, needed = laid_out_names(cls.LAYOUT, chosen, swizzled)
     named = dict(zip(needed, planes, strict=True))
+    key = recipe, m, k, planes[0].device, chosen, swizzled, typed
+    if (plan := plans.cache.get(key)) is not None and (read := plan.read_of(named)) is not None:
+        return plan(*read)  # type: ignore[no-any-return]
     buffers = cls.lay_out(named, m, k, chosen, swizzled)
     made = [buffers[name] for name in names]
     if (kernels := cls.usable_kernels(planes[0])) is None:
@@ -297,8 +295,7 @@ def run_lay_out(
     else:  # which writes new tensors
         moved = [name for name in kernels.moved if name in named]
         like = launch.laid_out_like(m, k, planes[0].device, chosen, swizzled, len(moved))
-        if (found := kernels.again(like, names, typed)) is not None:
-            _laying_out[key] = found, tuple(map(needed.index, moved))
+        plans.cache[key] = kernels.again(like, names, typed)
     return _typed(cls.LAYOUT, names, made, typed)
 
 

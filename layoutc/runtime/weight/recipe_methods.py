@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import numerics
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, buffers, launch
 from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.direct import LaunchPlan
-    from layoutc.runtime.kernels.reading import Launch, Reading
+    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.kernels.recipe_kernels import Kernels
     from layoutc.runtime.parts import Parts
 
@@ -97,17 +95,14 @@ class RecipeMethods:
         return True
 
     @classmethod
-    def launches_into(
+    def batch_plan(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> LaunchPlan | None:
-        """Launches that do what quantize_batch does, for xs and outs that stay where they are; None if some of
-        xs fit into no table, or if there are no such kernels."""
+        """What does quantize_batch again, as `Kernels.plan_of_batch`; None also if there are no such kernels."""
         kernels = cls.quantizing_kernels(xs[0])
         if kernels is None or not kernels.batched:
             return None
-        from layoutc.runtime.kernels.prepared_batch import launches_into
-
-        return launches_into(kernels.bindings(xs, tuple(orientations)), xs, amaxes, outs)
+        return kernels.plan_of_batch(xs, amaxes, tuple(orientations), outs)
 
     @classmethod
     def quantize_buffers(
@@ -148,20 +143,21 @@ class RecipeMethods:
     @classmethod
     def dequantize_into(
         cls, weights: Sequence[Planes], orientation: str, outs: Tensors, parts: Sequence[Parts | None]
-    ) -> list[Launch] | None:
+    ) -> LaunchPlan | None:
         """As matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
 
         parts: of weights whose planes are not whole: these are the planes of the first part. What it returns does the
-        same again, while planes and outs stay where they are and no CUDA graph is captured; None: nothing does.
+        same again, while planes and outs stay where they are; None: nothing does.
         """
         source = cls.LAYOUT.sources[orientation][0]
         if (kernels := cls.usable_kernels(weights[0][source], outs[0].dtype)) is not None:
             from layoutc.runtime.kernels import reading
 
-            launches = reading.launches(kernels, weights, orientation, outs, parts)
-            for one in launches:
-                one.bound(*one.tensors)
-            return None if capturing(outs[0].device) else launches
+            plan, alone = reading.into(kernels, weights, orientation, outs, parts)
+            plan()
+            for one, tensors in alone:
+                one.into(*tensors)
+            return None if alone else plan
         for planes, out, own in zip(weights, outs, parts, strict=True):
             with keeping_version(out):
                 for at, piece in enumerate([out] if own is None else torch.split(out, own.rows)):
@@ -170,21 +166,16 @@ class RecipeMethods:
         return None
 
     @classmethod
-    def reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:
-        """What does `matrix_values` again for the same planes, in less time; None where no kernel does.
-
-        Of rowwise, if the recipe does not have the orientation.
-        """
-        layout = cls.LAYOUT
-        orientation = orientation if orientation in layout.orientations else layout.orientations[0]
-        sources = layout.sources[orientation]
-        held = all(name in planes for name in sources)  # else they were gathered for this one time
-        kernels = cls.usable_kernels(planes[sources[0]], dtype) if held else None
-        if kernels is None:
+    def values_plan(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> LaunchPlan | None:
+        """What does `matrix_values` again for planes like these; None where no kernel does."""
+        sources = cls.LAYOUT.sources[orientation]
+        held = bool(m and k) and all(name in planes for name in sources)  # else they are gathered for this one time
+        if not held or (kernels := cls.usable_kernels(planes[sources[0]], dtype)) is None:
             return None
-        from layoutc.runtime.kernels.reading import Reading
+        from layoutc.runtime.kernels import reading
 
-        return Reading.of(kernels, planes, shape, orientation, dtype)
+        read = reading.read_of(kernels, {name: planes[name] for name in sources})
+        return reading.plan_of(kernels, (m, k), dtype, read, orientation)
 
     @classmethod
     def lay_out(
