@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from layoutc.integrations.packages import needs
-from layoutc.runtime.products.experts import gated, routed_experts
+from layoutc.runtime.products.experts import gated_experts, routed_experts
 
 with needs("transformers"):
     from transformers.activations import ACT2FN
     from transformers.integrations.moe import (
         ALL_EXPERTS_FUNCTIONS,
         _default_apply_gate,
-        _grouped_linear,
+        _grouped_mm,
         grouped_mm_experts_forward,
     )
 
@@ -35,13 +35,19 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         made: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return made
 
-    is_silu = type(self)._apply_gate is _default_apply_gate and isinstance(self.act_fn, SILU)
+    def multiply(rows: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        made: Tensor = _grouped_mm(rows, weight, offs)
+        return made
+
+    def as_read(weight: Any) -> Any:
+        return weight if self.is_transposed else weight.transpose(-2, -1)
+
+    gate_up, down = as_read(self.gate_up_proj), as_read(self.down_proj)
+    if type(self)._apply_gate is _default_apply_gate and isinstance(self.act_fn, SILU):
+        return gated_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, multiply)
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
-        both = _grouped_linear(rows, self.gate_up_proj, ends, is_transposed=self.is_transposed)
-        made: Tensor = gated(both) if is_silu else self._apply_gate(both)
-        out: Tensor = _grouped_linear(made, self.down_proj, ends, is_transposed=self.is_transposed)
-        return out
+        return multiply(self._apply_gate(multiply(rows, gate_up, ends)), down, ends)
 
     return routed_experts(hidden_states, top_k_index, top_k_weights, self.num_experts, compute)
 

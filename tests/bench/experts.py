@@ -4,7 +4,8 @@
 
 Each variant is built once and takes its steps eager, then with compiled layers. `RECIPE` are quantized weights, experts
 among them, under MasterWeights, whose products are as they are by default; `+low` has them in low precision where a
-card has the kernel, and `+fused` has experts computed by layoutc's own implementation. Printed, of the slowest rank:
+card has the kernel, and `+fused` has experts computed by layoutc's own implementation. `torchao` is torchao's training
+in FP8 by rows, of linear layers and of experts, all three products. Printed, of the slowest rank:
 the median step and the host's part of it, before it waits for the card; the peak of memory; the loss; of the first rank
 with --profile the card's time by class. The JSON has the kernels that take most, and what is allocated where that is
 most.
@@ -32,6 +33,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import layoutc
 import layoutc.integrations.transformers_experts
+from layoutc.runtime.operands.gated import gated
+from layoutc.runtime.operands.groups import Groups
+from layoutc.runtime.operands.routes import routes_of
 
 HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "use_cache": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,6 +54,31 @@ TINY |= {"num_key_value_heads": 1, "head_dim": 128, "vocab_size": 512, "moe_inte
 TINY |= {"num_experts_per_tok": 2}
 
 
+def by_torchao(self: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Experts by torchao's products. Its gradients of weights take groups in multiples of 16 tokens, and it does not
+    pad them: tokens are moved to padded groups in one pass, as torchtitan moves them."""
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as multiply
+
+    order, rows, ends = routes_of(chosen, self.num_experts)
+    apart = Groups(ends, len(order)).apart(16)
+    assert apart is not None
+    token = order.new_full((apart.size,), len(x)).index_copy(0, apart.rows, order // chosen.shape[1])
+    padded = torch.cat((x, x.new_zeros((1, x.shape[1]))))[token]
+    both = multiply(padded, self.gate_up_proj.transpose(-2, -1), apart.ends, pad_token_groups_for_grouped_mm=False)
+    made = multiply(gated(both), self.down_proj.transpose(-2, -1), apart.ends, pad_token_groups_for_grouped_mm=False)
+    return (made[apart.rows[rows]] * weights[..., None]).sum(1).to(x.dtype)
+
+
+def convert_to_torchao(model: Any) -> None:
+    """Linear layers as well; experts are `by_torchao`."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("torchao", by_torchao)
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    model.set_experts_implementation("torchao")
+
+
 def built(variant: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     """The model under FSDP2, and its optimizer."""
     recipe, *ways = variant.split("+")
@@ -61,15 +90,18 @@ def built(variant: str, options: argparse.Namespace, device: torch.device) -> tu
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.train()
-    model.set_experts_implementation("layoutc" if "fused" in ways else "grouped_mm")
-    if recipe != "bf16":
+    if recipe == "torchao":
+        convert_to_torchao(model)
+    else:
+        model.set_experts_implementation("layoutc" if "fused" in ways else "grouped_mm")
+    if recipe not in ("bf16", "torchao"):
         layoutc.quantize_(model, recipe, param_filter=QUANTIZED)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     adamw: dict[str, Any] = {"lr": 1e-5, "fused": True}
-    if recipe == "bf16":
+    if recipe in ("bf16", "torchao"):
         return model, torch.optim.AdamW(model.parameters(), **adamw)
     return model, layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
 

@@ -332,15 +332,20 @@ def test_products_read_gathered_codes_where_they_lie(two: Ranks) -> None:
     two.run(read_where_they_lie, seconds=COLD)
 
 
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("otherwise", [False, True])
-def test_codes_that_others_read_are_copied(otherwise: bool) -> None:
+def test_codes_that_others_read_are_copied(otherwise: bool, groups: bool) -> None:
     """In terms of graphs: parts of what an operator returns, and their views, which products alone read, or not."""
     aten, graph = torch.ops.aten, torch.fx.Graph()
     x = graph.placeholder("x")
     made = graph.call_function(torch.ops.layoutc.lay_out_gathered.default, (x,))
     codes, scale = (graph.call_function(operator.getitem, (made, at)) for at in range(2))
     flipped = graph.call_function(aten.t.default, (graph.call_function(aten.view.dtype, (codes, torch.float8_e4m3fn)),))
-    product = graph.call_function(aten._scaled_mm_v2.default, (x, flipped, [x], [0], [0], [scale], [0], [0]))
+    if groups:
+        scale = graph.call_function(aten.slice.Tensor, (scale, 0, 0, 128))
+        product = graph.call_function(aten._scaled_grouped_mm.default, (x, flipped, x, scale, x))
+    else:
+        product = graph.call_function(aten._scaled_mm_v2.default, (x, flipped, [x], [0], [0], [scale], [0], [0]))
     results = [product, graph.call_function(aten.sum.default, (codes,))] if otherwise else [product]
     graph.output(tuple(results))
     assert all(map(gathered_in_graphs._is_only_multiplied, made.users)) is not otherwise

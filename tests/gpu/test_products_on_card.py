@@ -21,6 +21,7 @@ from layoutc.runtime.operands.routes import routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import grouped_choice, linear
 from layoutc.runtime.products.choice import NAMES as NAMES_OF_PRODUCTS
+from layoutc.runtime.products.experts import gated_experts, routed_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -300,3 +301,44 @@ def test_gates_on_card(dtype: torch.dtype) -> None:
     within = torch.finfo(dtype).eps / 2 + 2**-20
     for one, other in ((found.detach(), expected.detach()), (both.grad, double.grad)):
         assert ((one.double() - other).abs() <= other.abs() * within + 4e-6).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), [(2048, 768), (1024, 3584)])
+def test_rows_quantized_where_they_are_made_on_card(columns: int, inner: int, compiled: bool) -> None:
+    """Experts in FP8 by rows: the bytes of one step after the other, eager and in one graph; an expert of another
+    rank, and one without tokens."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("groups of rows have a kernel on Hopper alone")
+    tokens, experts = 1500, 8
+    chosen = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)]).cuda()
+    chosen[chosen == 2] = experts  # another rank's; expert 2 has none
+    shapes = ((tokens, columns), (tokens, 3), (experts, 2 * inner, columns), (experts, columns, inner))
+    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 8 for shape in shapes]
+
+    def as_read(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        return up.transpose(-2, -1), down.transpose(-2, -1)
+
+    def fused(x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return gated_experts(x, chosen, weights, *as_read(up, down))
+
+    def apart(x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        read = as_read(up, down)
+
+        def compute(rows: Tensor, ends: Tensor) -> Tensor:
+            return F.grouped_mm(gated(F.grouped_mm(rows, read[0], offs=ends)), read[1], offs=ends)
+
+        return routed_experts(x, chosen, weights, experts, compute)
+
+    def found(function: Any) -> list[Tensor]:
+        quantize = module("fp8_rowwise").quantize
+        leaves = [one.clone().requires_grad_() for one in (*made[:2], *map(quantize, made[2:]))]
+        with layoutc.products("low_precision"):
+            out = function(*leaves)
+            out.backward(out.detach().cos())
+        return [out.detach(), *(one.grad for one in leaves)]
+
+    expected = found(apart)
+    assert not any(bool(one.isnan().any()) for one in expected)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, found(torch.compile(fused, fullgraph=True) if compiled else fused), expected))

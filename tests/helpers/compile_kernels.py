@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
+import layoutc.recipes.fp8_rowwise.kernels as fp8_rowwise
 from layoutc.runtime.kernels import (
     amaxes,
     batches,
@@ -155,9 +156,17 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     tile = Tile(1, of_experts.TILE, of_experts.WARPS)
     constants = {"CHOSEN": 8, "WEIGHTED": True, "TILE": tile.columns}
     yield "sum_of_experts bf16", of_rows.sum_of_experts_kernel, constants, tile, "bf16"
-    yield "of_experts bf16", of_rows.of_experts_kernel, {"CHOSEN": 8, "TILE": 2048}, tile, "bf16"
-    yield "gated bf16", of_rows.gated_kernel, {"TILE": 1024}, tile, "bf16"
-    yield "gated_backward bf16", of_rows.gated_backward_kernel, {"TILE": 1024}, tile, "bf16"
+    plain = dict.fromkeys(("data", "scale", "none", "input_max", "QUANTIZE"))
+    quantized = dict.fromkeys(("none", "input_max")) | {"QUANTIZE": fp8_rowwise.KERNELS.quantize_tile}
+    for name, planes, columns in (("", plain, 1024), (" quantized", quantized, 2048)):
+        warps = of_experts.warps_of(columns) if planes is quantized else of_experts.WARPS
+        tile = Tile(1, columns, warps)
+        constants = {**planes, "TILE": columns}
+        yield f"of_experts{name} bf16", of_rows.of_experts_kernel, constants | {"CHOSEN": 8}, tile, "bf16"
+        out = {"out": None} if planes is quantized else {}
+        yield f"gated{name} bf16", of_rows.gated_kernel, constants | out, tile, "bf16"
+        out = {} if planes is quantized else {"out": None}
+        yield f"gated_backward{name} bf16", of_rows.gated_backward_kernel, constants | out, tile, "bf16"
     for source in (tl.float32, tl.bfloat16, tl.int64):
         dtype = tl.int64 if source == tl.int64 else tl.bfloat16
         constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
@@ -207,7 +216,7 @@ def compiled(
         "seed": "*i64",
     }
     pointers |= dict.fromkeys(("y", "weights", "grad", "of_y", "of_weights", "both", "of_both"), f"*{dtype}")
-    pointers |= {"rows": "*i64", "ends": "*i32"}
+    pointers |= {"rows": "*i64", "ends": "*i32", "data": "*u8", "scale": "*fp32"}
     pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
     pointers |= {f"moving{index + 1}": "*i64" for index in range(copies.MOVING)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}

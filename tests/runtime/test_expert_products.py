@@ -25,8 +25,8 @@ import layoutc
 from layoutc.bench import experts as bench
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
+from layoutc.runtime.operands.groups import Groups, rows_together, shares_all_rows
 from layoutc.runtime.products import choice, grouped, grouped_choice, measured, scaled_grouped_mm
-from layoutc.runtime.products.groups import Groups, rows_together, shares_all_rows
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
@@ -381,7 +381,7 @@ def test_what_was_measured_slower_is_explained_and_is_no_missing_kernel(a_card: 
     assert found["forward"].reason == f"{expected}, on a card (layoutc bench --experts)"
     before = dict(layoutc.products_without_kernel())
     chosen = tuple(grouped_choice.Chosen(row.way, row.reason) for row in found.values())
-    grouped._count(layer.weight, chosen, ("forward",))
+    grouped.Call(layer.weight, layer.weight, *[None] * 2, chosen).note("forward")
     assert dict(layoutc.products_without_kernel()) == before
 
 
@@ -431,7 +431,7 @@ def test_kernels_read_what_was_quantized(recipe: str, sizes: tuple[int, ...], ke
         else:
             assert same_bits(one, expected.bfloat16().float() if way == "kernel" else expected)
     rows = module(recipe).LAYOUT.operands["rowwise"].scaling in ("RowWise", "TensorWise")
-    assert kernels == [rows, False][: ways.count("kernel")]  # forward, and gradients not
+    assert kernels == [rows] * ways.count("kernel")  # forward and gradients
 
 
 def test_kernels_multiply_batches(kernels: list[bool]) -> None:
@@ -473,10 +473,10 @@ def test_the_checks_of_torch_refuse_scales_of_another_shape() -> None:
     b = scaled_grouped_mm.experts(held.LAYOUT, "rowwise", held.buffers(swizzled=True), kernel, sizes)
     a = scaled_grouped_mm.tokens(held.LAYOUT, make("mxfp8", 128, K).to("meta").buffers(swizzled=True), kernel)
     ends = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
-    assert scaled_grouped_mm.multiply(a, b, ends, kernel, torch.bfloat16, fast=True).shape == (128, N)
+    assert scaled_grouped_mm.multiply(a, b, ends, kernel, torch.bfloat16).shape == (128, N)
     wrong = b._replace(scale=b.scale.view(1, -1).expand(EXPERTS, -1))
     with pytest.raises(RuntimeError, match="to have scale shape of"):
-        scaled_grouped_mm.multiply(a, wrong, ends, kernel, torch.bfloat16, fast=True)
+        scaled_grouped_mm.multiply(a, wrong, ends, kernel, torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)

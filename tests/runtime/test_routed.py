@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import grouped_kernels
 import pytest
 import torch
 import torch.nn.functional as F
 from kernels_on_cpu import use_kernels
 from torch import Tensor
 
+import layoutc
+from layoutc.recipes import fp8_block, fp8_rowwise
+from layoutc.runtime.operands import quantized_rows
 from layoutc.runtime.operands.gated import gated as gated_silu
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
-from layoutc.runtime.products.experts import routed_experts
+from layoutc.runtime.products import grouped_choice, scaled_grouped_mm
+from layoutc.runtime.products.experts import gated_experts, routed_experts
 
+SHAPES = ((13, 64), (13, 3), (5, 96, 64), (5, 64, 48))  # x, weights of routes, gate_up, down
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -134,3 +144,107 @@ def test_gates_are_one_launch_each_way(
     half = torch.finfo(dtype).eps / 2
     for one, other in ((found.detach(), expected.detach()), (both.grad, double.grad)):
         assert ((one.double() - other).abs() <= other.abs() * (half + 2**-20) + 4e-6).all()
+
+
+# --------------------------------------------------------------------------------- rows quantized where they are made
+def by_one_step_after_the_other(
+    x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: int
+) -> Tensor:
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(gated_silu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
+
+    return routed_experts(x, chosen, weights, experts, compute)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels of rows as a card has them, on a CPU. Holds the names of operators that quantize rows."""
+    names: list[str] = []
+    monkeypatch.setattr(grouped_choice, "not_here", lambda cards, device: "")
+    monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm", as_operator())
+    for name in ("gated_quantized", "gated_backward_quantized", "of_experts_quantized"):
+        monkeypatch.setattr(quantized_rows, name, noted(names, name, getattr(quantized_rows, name)))
+    grouped_choice._choose.cache_clear()
+    yield names
+    grouped_choice._choose.cache_clear()
+
+
+def noted(names: list[str], name: str, function: Any) -> Any:
+    return lambda *args: (names.append(name), function(*args))[1]
+
+
+@cache
+def as_operator() -> Any:
+    """The kernel of groups of rows as an operator, which traces do not look into."""
+
+    @torch.library.custom_op("layoutc_tests::groups_of_rows", mutates_args=())
+    def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+        return grouped_kernels.one_scale(a, b, scale_a, scale_b, offs, None, None, BF16)
+
+    multiply.register_fake(lambda a, b, *_: a.new_empty((a.shape[0], b.shape[2]), dtype=BF16))
+    return lambda a, b, scale_a, scale_b, offs, *_: multiply(a, b, scale_a, scale_b, offs)
+
+
+@pytest.mark.parametrize(
+    ("columns", "inner", "by_columns", "frozen"),
+    [(64, 48, False, ()), (80, 32, True, ()), (32, 80, False, ("up",)), (48, 32, False, ("x", "down"))],
+)
+def test_rows_quantized_where_they_are_made_have_the_same_bytes(
+    columns: int, inner: int, by_columns: bool, frozen: tuple[str, ...], hopper: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As one step after the other: the output and all gradients; an expert without tokens, and one of another rank."""
+    tokens, experts = 13, 5
+    chosen = chosen_by(tokens, 3, experts + 1)
+    names = ("x", "weights", "up", "down")
+    up, down = (experts, columns, 2 * inner), (experts, inner, columns)
+    stored = [shape if by_columns else (shape[0], shape[2], shape[1]) for shape in (up, down)]
+    shapes = ((tokens, columns), (tokens, 3), *stored)
+    made = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(BF16) for i, shape in enumerate(shapes)]
+    made[2:] = [fp8_rowwise.quantize(one) for one in made[2:]]
+    use_kernels(monkeypatch)
+
+    def run(function: Any) -> list[Tensor]:
+        leaves = [
+            one.detach().clone().requires_grad_(name not in frozen) for name, one in zip(names, made, strict=True)
+        ]
+        x, weights, *both = leaves
+        read = both if by_columns else [one.transpose(-2, -1) for one in both]
+        with layoutc.products("low_precision"):
+            out: Tensor = function(x, chosen, weights, *read, experts)
+            out.backward(out.detach().cos())
+        return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+    expected = run(by_one_step_after_the_other)
+    assert not hopper
+    found = run(lambda *args: gated_experts(*args[:-1]))
+    assert hopper == ["gated_quantized", "of_experts_quantized", "gated_backward_quantized"]
+    assert len(found) == len(expected) == 5 - len(frozen)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_rows_quantized_where_they_are_made_are_in_one_graph(hopper: list[str]) -> None:
+    """Which has the bits of eager, and asks nothing of a recipe that has no such rows."""
+    chosen = chosen_by(13, 3, 5)
+    made = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(BF16) for i, shape in enumerate(SHAPES)]
+
+    def call(*given: Tensor) -> Tensor:
+        x, weights, up, down = given
+        return gated_experts(x, chosen, weights, up.transpose(-2, -1), down.transpose(-2, -1))
+
+    def run(function: Any, quantize: Any) -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in (*made[:2], *map(quantize, made[2:]))]
+        with layoutc.products("low_precision"):
+            out: Tensor = function(*leaves)
+            out.backward(out.detach().cos())
+        return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+    program = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for recipe, used in ((fp8_rowwise, 3), (fp8_block, 0)):
+        hopper.clear()
+        expected = run(call, recipe.quantize)
+        assert len(hopper) == used
+        found = run(program, recipe.quantize)
+        assert (len(hopper) > used) == bool(used)
+        assert len(found) == 5
+        assert all(map(torch.equal, found, expected))

@@ -6,6 +6,7 @@ makes one kernel of them, and they are left to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.operands.of_experts import quantizing, warps_of
 from layoutc.runtime.torch_private import traced
 
 _MOST, _WARPS = 4096, 4
@@ -26,7 +28,7 @@ class _Gated(torch.autograd.Function):
         both = both.contiguous()
         ctx.save_for_backward(both)
         out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
-        _launch("gated_kernel", both, out, columns=out.shape[-1])
+        launch_gated(both, out)
         return out
 
     @staticmethod
@@ -34,7 +36,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         of_both = torch.empty_like(both)
-        _launch("gated_backward_kernel", grad.contiguous(), both, of_both, columns=grad.shape[-1])
+        launch_gated_backward(grad.contiguous(), both, of_both)
         return of_both
 
 
@@ -48,11 +50,36 @@ def gated(both: Tensor) -> Tensor:
     return made
 
 
-def _launch(name: str, *tensors: Tensor, columns: int) -> None:
-    from layoutc.runtime.kernels import direct
-    from layoutc.runtime.operands import kernels
+def launch_gated(both: Tensor, out: Tensor | None, kernels: Any = None, planes: Sequence[Tensor] = ()) -> None:
+    """Writes the product into `out`, or into the codes and scales of a recipe whose rows are blocks."""
+    from layoutc.runtime.operands.kernels import gated_kernel
+    from layoutc.runtime.triton.batch import DTYPES
 
-    tile = min(_MOST, 1 << (columns - 1).bit_length())
-    programs = tensors[-1].numel() // tensors[-1].shape[-1] * cdiv(columns, tile)
-    constants = direct.Constants((tile, launch.hardware(tensors[0].device)))
-    direct.run(getattr(kernels, name), (programs,), (*tensors, columns), _WARPS, None, constants)
+    *quantized, quantize = quantizing(kernels, planes, both.dtype)
+    _launch(gated_kernel, both, (both, out, *quantized[:2], None, quantized[2]), (DTYPES[both.dtype], quantize))
+
+
+def launch_gated_backward(
+    grad: Tensor,
+    both: Tensor,
+    of_both: Tensor,
+    out: Tensor | None = None,
+    kernels: Any = None,
+    planes: Sequence[Tensor] = (),
+) -> None:
+    """Writes the gradient of `both`, also into codes and scales; and `out`, the product, once more."""
+    from layoutc.runtime.operands.kernels import gated_backward_kernel
+
+    *quantized, quantize = quantizing(kernels, planes, both.dtype)
+    args = grad, both, of_both, out, *quantized[:2], None, quantized[2]
+    _launch(gated_backward_kernel, both, args, (quantize,))
+
+
+def _launch(kernel: Any, both: Tensor, args: Sequence[Any], constants: Sequence[Any]) -> None:
+    from layoutc.runtime.kernels import direct
+
+    columns = both.shape[-1] // 2
+    rows, whole = both.numel() // (2 * columns), 1 << (columns - 1).bit_length()
+    tile, warps = (min(_MOST, whole), _WARPS) if constants[-1] is None else (whole, warps_of(whole))
+    fixed = direct.Constants((*constants, tile, launch.hardware(both.device)))
+    direct.run(kernel, (rows * cdiv(columns, tile),), (*args, rows, columns), warps, None, fixed)

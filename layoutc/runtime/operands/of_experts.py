@@ -6,6 +6,7 @@ own gradient of an index adds rows by atomics, or sorts them first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,22 +39,50 @@ def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tenso
 
 
 def _of_experts(grad: Tensor, y: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return of_experts_with_planes(grad, y, rows, weights, ends, None, ())
+
+
+def of_experts_with_planes(
+    grad: Tensor,
+    y: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    kernels: Any,
+    planes: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """As `of_experts`. kernels: of a recipe whose rows are blocks; the gradient of y is written into its codes and
+    scales as well. None: there are no planes."""
     grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
     (tokens, chosen), columns = weights.shape, y.shape[1]
     of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
     if not launch.usable(y):
         within = (rows < ends[-1])[..., None]
-        given, theirs = torch.where(within, grad[:, None], 0), torch.where(within, y[rows], 0)
-        of_y[rows] = (given * weights[..., None]).to(y.dtype)
-        return of_y, (given.float() * theirs.float()).sum(-1).to(weights.dtype)
+        shared, theirs = torch.where(within, grad[:, None], 0), torch.where(within, y[rows], 0)
+        of_y[rows] = (shared * weights[..., None]).to(y.dtype)
+        return of_y, (shared.float() * theirs.float()).sum(-1).to(weights.dtype)
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.operands.kernels import of_experts_kernel
 
     tile = 1 << (columns - 1).bit_length()
-    constants = direct.Constants((chosen, tile, launch.hardware(y.device)))
-    args = (grad, y, rows, weights, ends, of_y, of_weights, columns, len(ends))
-    direct.run(of_experts_kernel, (tokens,), args, max(WARPS, min(tile // 512, 16)), None, constants)
+    data, scale, input_max, quantize = quantizing(kernels, planes, y.dtype)
+    constants = direct.Constants((chosen, quantize, tile, launch.hardware(y.device)))
+    args = grad, y, rows, weights, ends, of_y, of_weights, data, scale, None, input_max, tokens, columns, len(ends)
+    direct.run(of_experts_kernel, (tokens,), args, warps_of(tile), None, constants)
     return of_y, of_weights
+
+
+def quantizing(kernels: Any, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
+    """What kernels of rows are given to quantize them: codes, scales, the largest value of their dtype if scales depend
+    on it, the recipe's tile function. All None without planes."""
+    if not planes:
+        return None, None, None, None
+    return *planes, torch.finfo(dtype).max if kernels.takes_input_max else None, kernels.quantize_tile
+
+
+def warps_of(tile: int) -> int:
+    """Of a program that has a whole row."""
+    return max(WARPS, min(tile // 512, 16))
 
 
 library.define(

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.operands.gated import gated as gated
-from layoutc.runtime.operands.routes import FromExperts, ToExperts, routes_of
+from layoutc.runtime.operands.routes import FromExperts, Routes, ToExperts, routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
+from layoutc.runtime.products import routed as of_routed
 from layoutc.runtime.products.choice import Keeps, keeps
+from layoutc.runtime.products.routed import routed
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import grouped_mm, traced
 
@@ -44,7 +46,9 @@ _grouped_backward: Any = torch.ops.layoutc.grouped_backward.default
 HANDLERS = {
     _grouped: lambda func, args, kwargs: grouped.forward(*args, **kwargs),
     _grouped_backward: lambda func, args, kwargs: grouped.backward(*args, **kwargs),
+    **of_routed.HANDLERS,
 }
+Multiply = Callable[..., Tensor]
 
 
 class LowPrecisionExperts(torch.autograd.Function):
@@ -115,7 +119,29 @@ def routed_experts(
     chosen, weights: (tokens, chosen of each); an expert from `experts` on is another rank's, and adds nothing. compute:
     (rows in the order of experts, where those of each end) -> rows.
     """
-    routes = routes_of(chosen, experts)
+    return _through(x, weights, routes_of(chosen, experts), compute)
+
+
+def gated_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, multiply: Multiply = grouped_mm
+) -> Tensor:
+    """As `routed_experts`, where an expert is silu(gate) * up between two products.
+
+    gate_up: (experts, columns, 2 * inner), gates first; down: (experts, inner, columns); both as `multiply` takes them:
+    quantized weights are transposed ones, or stored so. multiply: (rows, weight, offs) -> rows, where rows are not
+    quantized by what makes them.
+    """
+    routes = routes_of(chosen, len(gate_up))
+    if (made := routed(x, weights, gate_up, down, routes)) is not None:
+        return made
+
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        return multiply(gated(multiply(rows, gate_up, offs=ends)), down, offs=ends)
+
+    return _through(x, weights, routes, compute)
+
+
+def _through(x: Tensor, weights: Tensor, routes: Routes, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     y = compute(ToExperts.apply(x, *routes), routes.ends)  # type: ignore[no-untyped-call]
     made: Tensor = FromExperts.apply(y, weights, *routes)  # type: ignore[no-untyped-call]
     return made

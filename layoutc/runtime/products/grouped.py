@@ -19,12 +19,12 @@ from torch import Tensor
 from layoutc.runtime import library
 from layoutc.runtime.facts import Grouped
 from layoutc.runtime.operands import shared_inputs
+from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import measured, scaled_grouped_mm
 from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, recipes_of
 from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
-from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, again, note_without_kernel
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward, grouped_mm, traced
@@ -49,15 +49,14 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     x: (tokens, k), in groups that end at offs; without offs, (experts, tokens of each, k). right: (experts, k, n), a
     weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
     """
-    weight, groups = _weight(right), _groups(x, offs)
-    sizes = _sizes(right, groups)
-    chosen = _chosen(weight, sizes, x, mode)
-    ways = Ways(*(one.way for one in chosen))
-    _count(weight, chosen, ("forward",))
+    call = call_of(right, _groups(x, offs), x, mode)
+    _, weight, groups, sizes, _ = call
+    ways = call.ways
+    call.note("forward")
     flat = x.reshape(-1, sizes.k)
     if ways.forward == "dequantize":
         values = right.values_of(orientation_of("forward", sizes.by_columns), x.dtype)
-        out = _in_high_precision(x, values, offs)
+        out = in_high_precision(x, values, offs)
     else:
         made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
         out = _unsafe_view(made, [*x.shape[:-1], sizes.n])  # no view: FSDP2 warns of modules that return one
@@ -79,12 +78,11 @@ def backward(
 
     saved: what forward gave, or x.
     """
-    weight, groups = _weight(right), _groups(grad, offs)
-    sizes = _sizes(right, groups)
-    chosen = _chosen(weight, sizes, grad, mode)
-    ways, trains = Ways(*(one.way for one in chosen)), keeps != "nothing"
+    call = call_of(right, _groups(grad, offs), grad, mode)
+    _, weight, groups, sizes, _ = call
+    ways, trains = call.ways, keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
-    _count(weight, chosen, [name for name, is_asked in asked if is_asked])
+    call.note(*(name for name, is_asked in asked if is_asked))
     grad = grad.contiguous()  # that of a sum has strides of 0
     flat = grad.view(-1, sizes.n)
     low = any(is_asked and getattr(ways, name) != "dequantize" for name, is_asked in asked)
@@ -92,13 +90,12 @@ def backward(
     seed = operators.seed_of(recipes_of(type(weight)).gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
-        values = right.values_of(orientation_of("grad_input", sizes.by_columns), grad.dtype)
-        made.append(_in_high_precision(grad, values.transpose(-2, -1), offs))
+        made.append(grad_input_in_high_precision(call, grad, offs))
     elif needs_input:
         found = _multiply("grad_input", ways.grad_input, flat, weight, groups, sizes, grad, seed)
         made.append(_unsafe_view(found, [*grad.shape[:-1], sizes.k]))
     if trains and ways.grad_weight == "dequantize":
-        made.append(_grad_weight_in_high_precision(grad, saved[0], offs, sizes.by_columns))
+        made.append(grad_weight_in_high_precision(grad, saved[0], offs, sizes.by_columns))
     elif trains:
         if keeps == "input":
             with computed_in_backward():
@@ -114,40 +111,61 @@ def _kept(weight: QuantizedTensor, flat: Tensor, groups: Groups, x: Tensor) -> l
     return [kept[name] for name in recipe.LAYOUT.sources["columnwise"]]
 
 
-def _weight(right: QuantizedTensor) -> QuantizedTensor:
-    """The weight as it is stored."""
-    return cast(QuantizedTensor, right.transpose(-2, -1)) if right.transposed else right
+class Call(NamedTuple):
+    """A product of a weight with tokens in groups: the weight as it is read, and as it is stored; what is chosen for
+    each product, in the order of NAMES."""
+
+    right: QuantizedTensor
+    weight: QuantizedTensor
+    groups: Groups
+    sizes: Sizes
+    chosen: tuple[Chosen, ...]
+
+    @property
+    def ways(self) -> Ways:
+        """How each product is computed."""
+        return Ways(*(one.way for one in self.chosen))
+
+    def kernel(self, name: ProductName) -> Grouped | str:
+        """That of a product; or why there is none."""
+        return kernel(type(self.weight), name, self.sizes.by_columns)
+
+    def note(self, *names: ProductName) -> None:
+        """Notes products that have no kernel."""
+        for name in names:
+            way, reason = self.chosen[NAMES.index(name)]
+            stated = getattr(self.weight.LAYOUT.products, name)
+            if way != "kernel" and stated is not None and not measured.is_choice(reason):
+                note_without_kernel(self.weight, name, reason)
+
+
+def call_of(right: QuantizedTensor, groups: Groups, x: Tensor, mode: Mode) -> Call:
+    """right: as of `forward`. A piece of a weight that cuts blocks is dequantized."""
+    weight = cast(QuantizedTensor, right.transpose(-2, -1)) if right.transposed else right
+    experts, k, n = right.shape
+    sizes = Sizes(experts, n, k, groups.tokens, not right.transposed)
+    if weight.store.halo.rows:
+        return Call(right, weight, groups, sizes, (Chosen("dequantize", _CUTS),) * len(NAMES))
+    chosen = tuple(choose(type(weight), name, sizes, x.device, mode) for name in NAMES)
+    return Call(right, weight, groups, sizes, chosen)
 
 
 def _groups(x: Tensor, offs: Tensor | None) -> Groups:
     return equal_groups(x.shape[0], x.shape[1], x.device) if offs is None else Groups(offs, x.shape[0])
 
 
-def _sizes(right: QuantizedTensor, groups: Groups) -> Sizes:
-    experts, k, n = right.shape
-    return Sizes(experts, n, k, groups.tokens, not right.transposed)
-
-
-def _chosen(weight: QuantizedTensor, sizes: Sizes, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
-    """What is chosen for a call, in the order of NAMES; a piece of a weight that cuts blocks is dequantized."""
-    if weight.store.halo.rows:
-        return (Chosen("dequantize", _CUTS),) * len(NAMES)
-    return tuple(choose(type(weight), name, sizes, x.device, mode) for name in NAMES)
-
-
-def _count(weight: QuantizedTensor, chosen: Sequence[Chosen], names: Sequence[ProductName]) -> None:
-    """Notes products that have no kernel."""
-    for name in names:
-        way, reason = chosen[NAMES.index(name)]
-        if way != "kernel" and getattr(weight.LAYOUT.products, name) is not None and not measured.is_choice(reason):
-            note_without_kernel(weight, name, reason)
-
-
-def _in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor:
+def in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor:
+    """(tokens, contracted), in groups or of equally many, by (experts, contracted, free)."""
     return torch.bmm(x, values) if offs is None else grouped_mm(x, values, offs=offs)
 
 
-def _grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, by_columns: bool) -> Tensor:
+def grad_input_in_high_precision(call: Call, grad: Tensor, offs: Tensor | None) -> Tensor:
+    """Gradients by the weight's values."""
+    values = call.right.values_of(orientation_of("grad_input", call.sizes.by_columns), grad.dtype)
+    return in_high_precision(grad, values.transpose(-2, -1), offs)
+
+
+def grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, by_columns: bool) -> Tensor:
     """(experts, n, k), in the order in which torch computes the gradient of each function."""
     if offs is None:
         return torch.bmm(x.transpose(1, 2), grad).transpose(1, 2)
@@ -171,19 +189,33 @@ def _multiply(
     shared = x if role == "activation" else None
     found = kernel(type(weight), name, sizes.by_columns) if way == "kernel" else None
     if isinstance(found, Grouped):
-        buffers, apart = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
-        a = scaled_grouped_mm.tokens(recipe.LAYOUT, buffers, found)
-        with computed_in_backward() if name == "grad_input" else nullcontext():
-            read = weight_buffers(weight, orientation)
-        b = scaled_grouped_mm.experts(weight.LAYOUT, orientation, read, found, sizes)
-        ends = groups.ends if apart is None else apart.ends
-        made = scaled_grouped_mm.multiply(a, b, ends, found, x.dtype, fast=name == "forward")
-        return made if apart is None else made[apart.rows]
+        made = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
+        return by_kernel(name, found, made, weight, groups, sizes, x)
     values = _values(recipe, "rowwise", _quantized(recipe, "rowwise", None, flat, groups, shared, seed), flat.shape)
     whole = weight.values_of(orientation, torch.float32)
     right = whole.transpose(1, 2) if orientation == "rowwise" else whole
     product: Tensor = _by_groups(values, right, groups.ends)
     return product.to(x.dtype)
+
+
+def by_kernel(
+    name: ProductName,
+    found: Grouped,
+    quantized: Tokens,
+    weight: QuantizedTensor,
+    groups: Groups,
+    sizes: Sizes,
+    x: Tensor,
+) -> Tensor:
+    """forward, or grad_input, of tokens that are quantized already, in x's dtype."""
+    (role, _), (_, orientation) = operands_of(name, sizes.by_columns)
+    buffers, apart = quantized
+    a = scaled_grouped_mm.tokens(getattr(recipes_of(type(weight)), role).LAYOUT, buffers, found)
+    with computed_in_backward() if name == "grad_input" else nullcontext():
+        read = weight_buffers(weight, orientation)
+    b = scaled_grouped_mm.experts(weight.LAYOUT, orientation, read, found, sizes)
+    made = scaled_grouped_mm.multiply(a, b, groups.ends if apart is None else apart.ends, found, x.dtype)
+    return made if apart is None else made[apart.rows]
 
 
 def _grad_weight(

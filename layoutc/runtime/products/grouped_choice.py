@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from layoutc.runtime.facts import Cards, Grouped, Operand
+from layoutc.runtime.operands.groups import shares_all_rows
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import measured
 from layoutc.runtime.products.choice import OPERANDS, Chosen, ProductName, Recipe, Recipes, not_here, recipes_of
-from layoutc.runtime.products.groups import shares_all_rows
 from layoutc.runtime.torch_private import scaled_grouped_mm_v2_is_traced
 
 TILE = (128, 4)  # of scales of blocks

@@ -73,14 +73,15 @@ def _of_tensor(operand: Operand, buffers: Buffers) -> Tensor | None:
     return None if operand.tensor_scale is None else buffers["amax"][:1] * operand.tensor_scale
 
 
-def multiply(a: Side, b: Side, ends: Tensor, kernel: Grouped, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def multiply(a: Side, b: Side, ends: Tensor, kernel: Grouped, dtype: torch.dtype) -> Tensor:
     """(tokens, free) in a dtype: each group of rows of a, which end where `ends` says, by its own matrix of b.
 
-    fast: as for scaled_mm.
+    Hopper adds up in its tensor cores' own precision, for gradients as well: so does torchao for experts, and the other
+    way takes up to twice as long.
     """
     bf16 = torch.bfloat16  # what all of its kernels give
     if a.of_tensor is None or b.of_tensor is None:
-        is_fast = fast and kernel.kind == "RowWise"
+        is_fast = kernel.kind == "RowWise"
         made = scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, ends, None, None, bf16, is_fast)
     else:
         kinds = [int(ScalingType.__members__[kernel.kind].value), int(ScalingType.TensorWise.value)]

@@ -186,10 +186,11 @@ def _is_only_multiplied(node: Any) -> bool:
     return node.target in _VIEWS and bool(node.users) and all(map(_is_only_multiplied, node.users))
 
 
-_PRODUCTS = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
+_PRODUCTS = (aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._scaled_grouped_mm.default)
 _VIEWS = (
     *(operator.getitem, aten.t.default, aten.transpose.int, aten.permute.default),
     *(aten.view.default, aten.view.dtype, aten.reshape.default),  # Inductor makes views reshapes
+    aten.slice.Tensor,
 )
 _COPIES = 5  # the place of `copies` in arguments
 

@@ -1,0 +1,210 @@
+"""Experts with gates in low precision: rows in the order of experts are quantized by what makes them.
+
+Tokens are quantized once, and their codes moved to experts; gated products, and gradients on both sides of them, are
+quantized by the launches that compute them. Tokens' rows and gated products are not kept: backward makes them again, in
+passes that it takes anyway. All bytes are those of one step after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime import library
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.facts import Grouped
+from layoutc.runtime.operands import quantized_rows
+from layoutc.runtime.operands.groups import Groups
+from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
+from layoutc.runtime.operands.routes import Routes
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import autograd, grouped
+from layoutc.runtime.products.choice import ProductName, Recipe, recipes_of
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_MODE: Mode = "low_precision"
+
+
+class _Pair(NamedTuple):
+    """The calls of both weights: (experts, k, 2 * inner) with gates first, and (experts, inner, k)."""
+
+    up: grouped.Call
+    down: grouped.Call
+
+    @property
+    def activation(self) -> Recipe:
+        """Of rows that forward multiplies."""
+        return recipes_of(type(self.up.weight)).activation
+
+    def gradient(self, call: grouped.Call) -> str | None:
+        """The key of the recipe of gradients, where the product of a call has a kernel for them."""
+        return recipes_of(type(call.weight)).gradient.KEY if call.ways.grad_input == "kernel" else None
+
+
+def _pair(up: QuantizedTensor, down: QuantizedTensor, ends: Tensor, rows: int, x: Tensor) -> _Pair:
+    groups = Groups(ends, rows)
+    return _Pair(*(grouped.call_of(right, groups, x, _MODE) for right in (up, down)))
+
+
+def _multiply(name: ProductName, call: grouped.Call, planes: list[Tensor], like: Tensor) -> Tensor:
+    """Rows that are quantized, by a kernel."""
+    found = call.kernel(name)
+    assert isinstance(found, Grouped)
+    data, scale = planes
+    tokens = grouped.Tokens(dict(zip(quantized_rows.PLANES, (data, scale.flatten()), strict=True)), None)
+    return grouped.by_kernel(name, found, tokens, call.weight, call.groups, call.sizes, like)
+
+
+def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tensor:
+    call.note("grad_input")
+    if planes:
+        return _multiply("grad_input", call, planes, grad)
+    return grouped.grad_input_in_high_precision(call, grad, call.groups.ends)
+
+
+def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor) -> Tensor:
+    made = grouped.grad_weight_in_high_precision(grad, x, call.groups.ends, call.sizes.by_columns)
+    return made.transpose(-2, -1)
+
+
+def _forward(
+    x: Tensor,
+    by: Tensor,
+    up: QuantizedTensor,
+    down: QuantizedTensor,
+    order: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+) -> list[Tensor]:
+    """The output, and the products of both weights."""
+    pair = _pair(up, down, ends, len(order), x)
+    whole = weights.quantize_buffers(pair.activation, x, orientations=("rowwise",))
+    token = order // rows.shape[1]
+    both = _multiply("forward", pair.up, [whole[name][token] for name in quantized_rows.PLANES], x)
+    y = _multiply("forward", pair.down, quantized_rows.gated_quantized(both, pair.activation.KEY), x)
+    return [sum_of_experts(y, rows, by, ends), both, y]
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    by: Tensor,
+    both: Tensor,
+    y: Tensor,
+    up: QuantizedTensor,
+    down: QuantizedTensor,
+    order: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    needs_input: bool,
+    trains: list[bool],
+) -> list[Tensor]:
+    """The gradients of by, x, up and down: of the last three, those that are needed."""
+    pair = _pair(up, down, ends, len(order), x)
+    key = pair.gradient(pair.down)
+    given = (grad, y, rows, by, ends)
+    of_y, of_by, *planes = of_experts(*given) if key is None else quantized_rows.of_experts_quantized(*given, key)
+    of_gated = _grad_input(pair.down, of_y, planes)
+    key = pair.gradient(pair.up) if needs_input else None
+    of_both, gated, *planes = quantized_rows.gated_backward_quantized(of_gated, both, key)
+    made = [of_by]
+    if needs_input:
+        made.append(sum_of_experts(_grad_input(pair.up, of_both, planes), rows, None, ends))
+    if trains[0]:
+        made.append(_grad_weight(pair.up, of_both, x[order // rows.shape[1]]))
+    if trains[1]:
+        made.append(_grad_weight(pair.down, of_y, gated))
+    return made
+
+
+def _why_not(pair: _Pair) -> str:
+    """Why rows are not quantized by what makes them; "" if they are."""
+    recipes = recipes_of(type(pair.up.weight))
+    for call in pair:
+        if call.ways.forward != "kernel" or call.ways.grad_weight != "dequantize":
+            return "no kernel for forward, or gradients of weights are in low precision"
+        for name in ("forward", "grad_input"):
+            found = call.kernel(name) if getattr(call.ways, name) == "kernel" else None
+            if isinstance(found, Grouped) and found.kind != "RowWise":
+                return "a kernel for other blocks than rows"
+    columns = max(pair.up.sizes.k, pair.down.sizes.k)  # of gradients of gates, a half
+    reasons = (quantized_rows.why_not(recipe, columns) for recipe in (recipes.activation, recipes.gradient))
+    return next(filter(None, reasons), "")
+
+
+def _fit(
+    x: Tensor, up: QuantizedTensor, down: QuantizedTensor, order: Tensor, rows: Tensor, ends: Tensor, how: str
+) -> list[Tensor]:
+    """A tensor if these are computed here, else none: of weights that are traced, only their class knows. how: what is
+    set for all weights, which a graph then depends on."""
+    if type(up) is not type(down) or {mode.of(up), mode.of(down)} != {_MODE}:
+        return []
+    return [] if _why_not(_pair(up, down, ends, len(order), x)) else [x.new_empty(0)]
+
+
+def _no_weight(*_: Any) -> Any:
+    raise TypeError("layoutc.routed takes quantized weights")
+
+
+_GIVEN = "Tensor up, Tensor down, Tensor order, Tensor rows, Tensor ends"
+library.define(f"routed_fits(Tensor x, {_GIVEN}, str mode) -> Tensor[]", _no_weight, _no_weight)
+library.define(f"routed(Tensor x, Tensor by, {_GIVEN}) -> Tensor[]", _no_weight, _no_weight)
+library.define(
+    f"routed_backward(Tensor grad, Tensor x, Tensor by, Tensor both, Tensor y, {_GIVEN}, bool needs_input, bool[] "
+    "trains) -> Tensor[]",
+    _no_weight,
+    _no_weight,
+)
+_fits: Any = torch.ops.layoutc.routed_fits.default
+_routed: Any = torch.ops.layoutc.routed.default
+_routed_backward: Any = torch.ops.layoutc.routed_backward.default
+HANDLERS = {
+    _fits: lambda func, args, kwargs: _fit(*args, **kwargs),
+    _routed: lambda func, args, kwargs: _forward(*args, **kwargs),
+    _routed_backward: lambda func, args, kwargs: _backward(*args, **kwargs),
+}
+
+
+class LowPrecisionRouted(torch.autograd.Function):
+    """Tokens to experts, two products with a gate between them, and back. Gradients of x, by and both weights, which
+    have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, by: Tensor, up: Any, down: Any, order: Tensor, rows: Tensor, ends: Tensor
+    ) -> Tensor:
+        """up, down: as they are multiplied, (experts, k, 2 * inner) with gates first, and (experts, inner, k)."""
+        x = autograd.arrived(x)
+        out: Tensor
+        out, both, y = autograd.call(_routed, up, x, by, up, down, order, rows, ends)
+        ctx.save_for_backward(x, by, both, y, up, down, order, rows, ends)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of those that need one."""
+        saved = ctx.saved_tensors
+        needs_input, _, *trains = ctx.needs_input_grad[:4]
+        grad = autograd.arrived(grad)
+        of_by, *made = autograd.call(_routed_backward, saved[4], grad, *saved, needs_input, trains)
+        found = [made.pop(0) if asked else None for asked in (needs_input, *trains)]
+        return found[0], of_by, found[1], found[2], None, None, None
+
+
+def routed(x: Tensor, by: Tensor, up: Any, down: Any, routes: Routes) -> Tensor | None:
+    """As `experts.gated_experts`, by kernels that quantize rows where they are made; None where that can't be."""
+    if not all(isinstance(one, QuantizedTensor) and one.dim() == 3 for one in (up, down)) or isinstance(x, DTensor):
+        return None
+    if x.dtype not in FLOATS or x.dtype != up.dtype or autograd.autocasts(x):
+        return None
+    if not autograd.call(_fits, up, x, up, down, *routes, str(mode.current().products)):
+        return None
+    made: Tensor = LowPrecisionRouted.apply(x, by, up, down, *routes)  # type: ignore[no-untyped-call]
+    return made
