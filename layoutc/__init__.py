@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.cast.precompute import precompute_amaxes
     from layoutc.runtime.fsdp2.exchange import exchange_gradients, explain_gradients
+    from layoutc.runtime.fsdp2.tokens import exchange_tokens
     from layoutc.runtime.optim.adamw import AdamW
     from layoutc.runtime.product_mode import dequantize, products
     from layoutc.runtime.products.explain import explain_products
@@ -35,6 +36,7 @@ _RUNTIME = {
     "coverage": "layoutc.runtime.train.coverage",
     "dequantize": "layoutc.runtime.product_mode",
     "exchange_gradients": "layoutc.runtime.fsdp2.exchange",
+    "exchange_tokens": "layoutc.runtime.fsdp2.tokens",
     "explain_gradients": "layoutc.runtime.fsdp2.exchange",
     "explain_products": "layoutc.runtime.products.explain",
     "implicit_dequantizes": "layoutc.runtime.strict",
@@ -61,6 +63,7 @@ __all__ = [
     "coverage",
     "dequantize",
     "exchange_gradients",
+    "exchange_tokens",
     "explain_gradients",
     "explain_products",
     "implicit_dequantizes",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import layoutc
 from layoutc.integrations.packages import needs
 from layoutc.integrations.torchtitan_export import exporting, keep_fused, refuse_import
+from layoutc.integrations.torchtitan_tokens import send_as_codes
 from layoutc.runtime.products.parallel import multiply_parts_
 
 with needs("torchtitan", "torchtitan"):
@@ -41,6 +42,11 @@ class Converter(ModelConfigConverter):
         """How the chosen weights are multiplied; the last three names go. None: as layoutc.products says."""
         dequantize: Literal["gather", "layer"] | None = None
         """Where they are dequantized. None: as layoutc.dequantize says."""
+        tokens: str = ""
+        """The recipe that tokens travel as to experts of other ranks, such as fp8_rowwise. None: they travel as they
+        are."""
+        token_gradients: str = ""
+        """The same of gradients, on their way to the experts' outputs."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -100,6 +106,8 @@ class Trainer(titan.Trainer):
         layoutc: Converter.Config = field(default_factory=Converter.Config)
 
     def __init__(self, config: Config) -> None:
+        if config.layoutc.tokens or config.layoutc.token_gradients:
+            send_as_codes(config.model_spec.model, config.layoutc.tokens, config.layoutc.token_gradients)
         if config.layoutc.recipe:
             spec, quantized = config.model_spec, config.layoutc.use == "quantized"
             refuse_import(config.checkpoint, config.layoutc.use)

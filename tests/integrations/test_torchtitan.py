@@ -14,6 +14,7 @@ from harness import Ranks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from weight_recipes import ALL_PAIRS
 
+from layoutc.conformance.ranks import RankError
 from layoutc.recipes import mxfp8
 
 pytestmark = pytest.mark.skipif(
@@ -93,6 +94,23 @@ def test_experts_on_ranks_of_their_own(
     assert found[0] == found[1]
     assert found[0][0] == alone[0][0]
     assert found[0] == pytest.approx(alone[0], abs=1e-3)
+
+
+def test_tokens_travel_as_codes(two: Ranks, assets: Path, tmp_path: Path) -> None:
+    """To experts of the other rank, and gradients of their outputs: losses are others, and close. What sends tokens in
+    another way is refused."""
+    options = ["--training.steps", "4", "--parallelism.expert-parallel-degree", "2"]
+    codes = ["--layoutc.tokens", "fp8_rowwise", "--layoutc.token-gradients", "fp8_rowwise"]
+    curves = []
+    for name, more in (("plain", []), ("codes", codes)):
+        command = titan.arguments("deepseek_v3", assets, tmp_path / name, *options, *more)
+        found = two.run(titan.losses, command, seconds=SECONDS)
+        assert found[0] == found[1]
+        curves.append(found[0])
+    assert curves[0] != curves[1]
+    assert curves[1] == pytest.approx(curves[0], abs=2e-2)
+    with pytest.raises(RankError, match="sends fp8_rowwise, and this model has no experts"):
+        two.run(titan.losses, titan.arguments("llama3", assets, tmp_path / "llama", *codes), seconds=SECONDS)
 
 
 @pytest.mark.skipif(not ALL_PAIRS, reason="takes half a minute: LAYOUTC_ALL_PAIRS=1")

@@ -97,28 +97,32 @@ class Row(NamedTuple):
         return found
 
 
+def not_by_rows(layout: Layout) -> str:
+    """Why the planes of a recipe don't follow from each row alone; "" if they do."""
+    if layout.takes_amax((SIDE,)) or layout.history:
+        return "its scales depend on an amax of the whole matrix, which ranks would have to agree on"
+    names = layout.sources.get(SIDE, ())
+    if not names or len(names) > MOST_PLANES:
+        return f"it has no {SIDE} orientation of {MOST_PLANES} planes at most"
+    several = any(layout.stored[name].rows_per_value != 1 for name in names)
+    return "its blocks cover several rows, and each row is sent by itself" if several else ""
+
+
+def _not_any_rows(layout: Layout) -> str:
+    return "" if layout.multiple_m == 1 else f"it takes rows in multiples of {layout.multiple_m}"
+
+
 class Codes:
     """A recipe for gradients on the wire. Raises LayoutError for one whose planes don't follow from each row alone."""
 
     def __init__(self, recipe: installed.Recipe) -> None:
         self._module: ModuleType = installed.find(recipe)
         self.layout: Layout = self._module.LAYOUT
-        if reason := self._refused():
+        if reason := not_by_rows(self.layout) or _not_any_rows(self.layout):
             raise LayoutError(
                 f"exchange_gradients: {self.layout.name} can't hold gradients on the wire: {reason}. Recipes that can "
                 "have `use: wire` in their specs"
             )
-
-    def _refused(self) -> str:
-        layout = self.layout
-        if layout.takes_amax((SIDE,)) or layout.history:
-            return "its scales depend on an amax of the whole matrix, which ranks would have to agree on"
-        names = layout.sources.get(SIDE, ())
-        if not names or len(names) > MOST_PLANES:
-            return f"it has no {SIDE} orientation of {MOST_PLANES} planes at most"
-        if any(layout.stored[name].rows_per_value != 1 for name in names) or layout.multiple_m != 1:
-            return "its blocks cover several rows, and each rank is sent a row of its own"
-        return ""
 
     @cached_property
     def _kernels(self) -> Any:

@@ -1,0 +1,173 @@
+"""Tokens that ranks send each other's experts, and gradients that they send back, as codes of a recipe.
+
+A token travels as the bytes of its row: codes, then scales. So one all-to-all takes them, with the splits of the tokens
+themselves, and what arrives are the values that quantizing would give after the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from layoutc.runtime import installed, library
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.kernels.rank_sums import SIDE, not_by_rows
+from layoutc.runtime.torch_private import c10d_functional
+from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_all_to_all, _wait = c10d_functional.all_to_all_single.default, c10d_functional.wait_tensor.default
+Splits = Sequence[int] | None
+
+
+def exchange_tokens(
+    x: Tensor,
+    output_splits: Splits,
+    input_splits: Splits,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    recipe: installed.Recipe | None = None,
+    gradients: installed.Recipe | None = None,
+) -> Tensor:
+    """Sends rows of tokens to the ranks of their experts, by all-to-all; collective. Gradients go the way back.
+
+    x: (tokens, columns), in fp32, bf16 or fp16, rows for rank 0 first. output_splits, input_splits: how many rows come
+    from and go to each rank, as of torch's all_to_all_single; None: equally many. group: a process group, or a mesh of
+    one dim. Returns (rows that came, columns), in x's dtype.
+
+    recipe: what tokens travel as, such as "fp8_rowwise" or "mxfp8": they arrive as the values of what was quantized,
+    and their gradient is that of values which were not rounded. gradients: what gradients travel back as. None: as they
+    are. Where tokens are dispatched, name `recipe`; where experts' outputs are combined, `gradients`.
+
+    Raises ValueError for what names no recipe, another shape than its blocks take, and splits that are not those of x;
+    LayoutError for a recipe whose scales or codes depend on more than a row.
+
+    Example:
+
+        >>> y = layoutc.exchange_tokens(torch.randn(4, 64), None, None, dist.group.WORLD, recipe="fp8_rowwise")
+    """
+    if x.dim() != 2 or x.dtype not in _FLOATS:
+        raise ValueError(
+            f"exchange_tokens takes (tokens, columns) in fp32, bf16 or fp16, not {tuple(x.shape)} in {x.dtype}"
+        )
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    world, (rows, columns) = group.size(), x.shape
+    if input_splits is None and rows % world:
+        raise ValueError(f"exchange_tokens: {rows} tokens are not cut evenly over {world} ranks: give input_splits")
+    sends, takes = (list(splits or [rows // world] * world) for splits in (input_splits, output_splits))
+    if not torch.compiler.is_compiling() and (sum(sends) != rows or len(sends) != world or len(takes) != world):
+        raise ValueError(
+            f"exchange_tokens: splits {sends} and {takes} are not those of {rows} tokens over {world} ranks"
+        )
+    keys = [None if one is None else _key(one, columns) for one in (recipe, gradients)]
+    made: Tensor = _Exchange.apply(x, takes, sends, group.group_name, *keys)  # type: ignore[no-untyped-call]
+    return made
+
+
+def bytes_of_token(recipe: installed.Recipe, columns: int) -> int:
+    """How many bytes a token of so many columns travels as. Raises as `exchange_tokens`."""
+    return sum(part.nbytes for part in _parts(_by_rows(recipe), columns))
+
+
+class _Part(NamedTuple):
+    """A plane of a row, in the order that they are sent in."""
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, takes: list[int], sends: list[int], group: str, recipe: str | None, gradients: str | None
+    ) -> Tensor:
+        ctx.back = sends, takes, group, gradients
+        made: Tensor = _exchange(x, takes, sends, group, recipe)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(grad, *ctx.back), None, None, None, None, None
+
+
+def _run(x: Tensor, takes: list[int], sends: list[int], group: str, recipe: str | None) -> Tensor:
+    if recipe is None:
+        values: Tensor = _wait(_all_to_all(x.contiguous(), takes, sends, group))
+        return values
+    cls: Any = operators.recipe_of(recipe)
+    parts, columns = _parts(cls, x.shape[1]), x.shape[1]
+    received = _wait(_all_to_all(_packed(cls, x, parts), takes, sends, group))
+    count = len(received)
+    if not count:
+        return x.new_empty((0, columns))
+    received = _filled(received, cls)
+    facts = cls.LAYOUT.planes(len(received), columns)
+    came, start = {}, 0
+    for name, dtype, size in parts:
+        came[name] = received[:, start : start + size].contiguous().view(dtype).view(facts[name].shape)
+        start += size
+    return operators.dequantize(cls, came, len(received), columns, SIDE, x.dtype)[:count]
+
+
+library.define(
+    "exchange_tokens(Tensor x, SymInt[] takes, SymInt[] sends, str group, str? recipe) -> Tensor",
+    _run,
+    lambda x, takes, sends, group, recipe: x.new_empty((sum(takes), x.shape[1])),
+)
+_exchange: Any = torch.ops.layoutc.exchange_tokens.default
+
+
+def _packed(recipe: type[QuantizedTensor], x: Tensor, parts: Sequence[_Part]) -> Tensor:
+    """(tokens, columns) -> (tokens, bytes of each): all planes of a row."""
+    rows = len(x)
+    if not rows:
+        return x.new_empty((0, sum(size for *_, size in parts)), dtype=torch.uint8)
+    whole = _filled(x, recipe)
+    planes = operators.quantize(recipe, whole, None, (SIDE,))
+    return torch.cat([planes[name].view(len(whole), -1).view(torch.uint8)[:rows] for name, *_ in parts], 1)
+
+
+def _filled(x: Tensor, recipe: type[QuantizedTensor]) -> Tensor:
+    """With rows of zeros up to the number that a recipe takes."""
+    missing = -len(x) % recipe.LAYOUT.multiple_m
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+@cache
+def _parts(recipe: type[QuantizedTensor], columns: int) -> tuple[_Part, ...]:
+    rows = recipe.LAYOUT.multiple_m
+    facts = recipe.LAYOUT.planes(rows, columns)
+    names = recipe.LAYOUT.sources[SIDE]
+    return tuple(_Part(name, facts[name].dtype, facts[name].nbytes // rows) for name in names)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _key(recipe: installed.Recipe, columns: int) -> str:
+    """Of a recipe that takes rows of so many columns."""
+    cls = _by_rows(recipe)
+    cls.LAYOUT.check_shape((cls.LAYOUT.multiple_m, columns), "x")
+    return cls.KEY
+
+
+def _by_rows(recipe: installed.Recipe) -> type[QuantizedTensor]:
+    module: Any = installed.find(recipe)
+    if reason := not_by_rows(module.LAYOUT):
+        layouts: list[Any] = [one.LAYOUT for one in installed.every()]
+        fit = ", ".join(one.name for one in layouts if not one.not_weights and not not_by_rows(one))
+        raise LayoutError(
+            f"exchange_tokens: {module.LAYOUT.name} can't hold tokens that travel: {reason}. Recipes that can: {fit}"
+        )
+    cls: type[QuantizedTensor] = module.Tensor
+    return cls
