@@ -1,10 +1,14 @@
-"""Losses of a byte-level transformer under each form of AdamW's state and of gradients on the wire, by seeds.
+"""Losses of a byte-level transformer under each form of AdamW's state and of gradients on the wire, by seeds; and of
+one with experts under each form of its weights.
 
     python tests/programs/form_curves.py --steps 1000 --seeds 5 [--forms "fp32;8bit;..."] [--recipe nvfp4] [--json FILE]
+    python tests/programs/form_curves.py --steps 500 --seeds 3 --cards --dim 512 --layers 4 \\
+        --forms "experts fp8_rowwise;experts nvfp4"
 
 A run is a process of its own, and one whose gradients travel is two ranks over gloo. Prints a line for each form: the
 mean of the last tenth of its losses over all seeds, how far that is from its base's, and the seeds' own distances.
-Exits with 1 if a form's are higher by more than its bound. `tests/programs/test_form_curves.py` runs short ones.
+Exits with 1 if a form's are higher by more than its bound. Runs are on the CPU, or with --cards on the machine's cards
+in turn. `tests/programs/test_form_curves.py` runs short ones.
 """
 
 from __future__ import annotations
@@ -16,15 +20,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import layoutc
 from layoutc.bench.demo import Config, Transformer, corpus
@@ -39,6 +45,8 @@ class Form:
     optimizer: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
     wire: str = ""  # the recipe that gradients travel in; "": FSDP2's own reduce-scatter
+    experts: bool = False  # of transformers' Qwen3-MoE, under FSDP2 in bf16
+    recipe: str = ""  # of its weights, the router's and embeddings apart
 
 
 FORMS: Mapping[str, Form] = {
@@ -50,14 +58,39 @@ FORMS: Mapping[str, Form] = {
     "fp32 wire": Form(base="fp32 wire", ranks=2),
     "grad_fp8": Form(0.005, base="fp32 wire", ranks=2, wire="grad_fp8"),
     "grad_int4": Form(0.015, base="fp32 wire", ranks=2, wire="grad_int4"),
+    "experts": Form(base="experts", experts=True),
+    "experts fp8_rowwise": Form(0.01, base="experts", experts=True, recipe="fp8_rowwise"),
+    "experts nvfp4": Form(0.01, base="experts", experts=True, recipe="nvfp4"),
 }
+QUANTIZED = ["*_proj.weight", "*experts.*_proj", "lm_head.weight"]
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def mixture(config: Config, recipe: str) -> Any:
+    """A model with experts, 4 of 16 a token, in a group of its own: FSDP2's policy is what makes it bf16."""
+    import transformers
+
+    import layoutc.integrations.transformers_experts
+
+    sizes = {"hidden_size": config.dim, "intermediate_size": config.dim, "moe_intermediate_size": config.dim}
+    heads = {"num_attention_heads": config.heads, "num_key_value_heads": config.heads, "vocab_size": 256}
+    routes = {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "use_cache": False}
+    fields = {**sizes, **heads, **routes, "num_hidden_layers": config.layers, "head_dim": config.dim // config.heads}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3_moe", **fields))
+    model.set_experts_implementation("layoutc")
+    if recipe:
+        layoutc.quantize_(model, recipe, param_filter=QUANTIZED)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mp_policy=BF16)
+    return model
 
 
 def losses(config: Config, form: Form, recipe: str | None, steps: int, seed: int, text: Tensor) -> list[float]:
     """The mean loss of all ranks in each step: weights and batches follow from the seed alone."""
     torch.manual_seed(seed)
-    model = Transformer(config)
-    if recipe:
+    device = torch.get_default_device()
+    model: Any = mixture(config, form.recipe) if form.experts else Transformer(config)
+    if recipe and not form.experts:
         layoutc.quantize_(model, recipe)
     elif "masters" in form.optimizer:
         model.to(torch.bfloat16)  # a plain weight in bf16 is its own master
@@ -67,14 +100,16 @@ def losses(config: Config, form: Form, recipe: str | None, steps: int, seed: int
     if form.wire:
         layoutc.exchange_gradients(model, form.wire, seed=seed)
     optimizer = layoutc.AdamW(model.parameters(), lr=config.lr, seed=seed, **form.optimizer)  # type: ignore[arg-type]
-    drawn, found = torch.Generator().manual_seed(seed), list[float]()
+    drawn, found = torch.Generator("cpu").manual_seed(seed), list[float]()
     part = slice(dist.get_rank(), None, form.ranks) if form.ranks > 1 else slice(None)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = config.lr * min(1.0, (step + 1) / (0.05 * steps + 1), 1.05 * (steps - step) / steps)
-        at = torch.randint(len(text) - config.context - 1, (config.batch, 1), generator=drawn)
-        batch = text[at + torch.arange(config.context + 1)].long()[part]
-        loss = F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+        at = torch.randint(len(text) - config.context - 1, (config.batch, 1), generator=drawn, device="cpu")
+        batch = text[at + torch.arange(config.context + 1, device="cpu")].long()[part].to(device)
+        made = model(batch[:, :-1])
+        logits = made.logits if form.experts else made
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,12 +129,17 @@ def one(config: Config, given: argparse.Namespace) -> None:
     """Prints the losses of one run, as JSON: the work of a process that `started` started."""
     form = FORMS[given.one]
     torch.set_num_threads(1)  # which is faster than several for a model as small as this
+    text = corpus()
     if form.ranks > 1:
         dist.init_process_group("gloo")
-    found = losses(config, form, given.recipe, given.steps, given.seed, corpus())
+    elif form.experts:
+        dist.init_process_group("nccl" if given.cards else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_default_device("cuda" if given.cards else "cpu")
+    with layoutc.products("low_precision") if form.recipe else nullcontext():
+        found = losses(config, form, given.recipe, given.steps, given.seed, text)
     if form.ranks > 1 and dist.get_rank():
         found = []
-    if form.ranks > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
     if found:
         print(json.dumps(found), flush=True)
@@ -110,7 +150,8 @@ def started(arguments: Sequence[str], name: str, seed: int) -> list[float]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(FORMS[name].ranks)]
     launcher = torchrun if FORMS[name].ranks > 1 else []
     command = [sys.executable, *launcher, __file__, *arguments, "--one", name, "--seed", str(seed)]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    card = str(seed % torch.cuda.device_count()) if "--cards" in arguments else ""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": card}
     done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-4000:]}")
@@ -142,11 +183,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--forms", default=";".join(FORMS), help="by semicolons; their bases run too")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--json", type=Path, help="a file for the last losses of every run")
+    parser.add_argument("--cards", action="store_true", help="runs are on cards, a seed on one")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one:
-        one(Config((), given.steps, dim=given.dim, layers=given.layers, context=64, lr=1e-3), given)
+        batch = 64 if given.cards else 8
+        one(Config((), given.steps, dim=given.dim, layers=given.layers, context=64, batch=batch, lr=1e-3), given)
         return 0
     wanted = given.forms.split(";")
     names = list(dict.fromkeys(name for form in wanted for name in (FORMS[form].base, form)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import form_curves
 import pytest
 import torch
@@ -50,3 +52,14 @@ def test_a_run_over_the_wire() -> None:
     assert len(plain) == len(codes) == 3
     assert plain[0] == codes[0]
     assert plain[1:] != codes[1:]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers, whose model it is")
+def test_a_run_with_experts() -> None:
+    """In a process of its own: losses of codes are others, and near."""
+    short = ["--steps", "2", "--dim", "64", "--layers", "1"]
+    plain, codes = (form_curves.started(short, name, 0) for name in ("experts", "experts fp8_rowwise"))
+    assert len(plain) == len(codes) == 2
+    assert plain != codes
+    assert codes == pytest.approx(plain, rel=0.05)
