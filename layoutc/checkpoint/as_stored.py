@@ -19,6 +19,7 @@ def quantize_as_stored(
     *,
     files: str | None = None,
     rename: Rename | None = None,
+    share_amax: bool = False,
     fused: bool = False,
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that another program's files hold quantized, each in the recipe whose
@@ -28,7 +29,7 @@ def quantize_as_stored(
     path: a folder of safetensors files, or a GGUF file, of which tables of embeddings stay plain. The model may be on
     the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
     by default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
-    fused: weights that engines join have one amax at each step, as by `layoutc.quantize_`.
+    share_amax: weights that engines join have one amax at each step, as by `layoutc.quantize_`, which has `fused` too.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
@@ -44,7 +45,10 @@ def quantize_as_stored(
         {'0.weight': 'fp8_block'}
     """
     if not Path(path).is_file():
-        return as_stored.quantize_as_stored(model, path, files=files, rename=rename, fused=fused)
-    if fused:
-        raise LayoutError(f"{path}: no type of GGUF has a scale for a whole weight, which fused=True would share")
+        more = {"share_amax": share_amax, "fused": fused}
+        return as_stored.quantize_as_stored(model, path, files=files, rename=rename, **more)
+    if share_amax or fused:
+        raise LayoutError(
+            f"{path}: no type of GGUF has a scale for a whole weight, which share_amax=True would make one"
+        )
     return quantize_as_gguf(model, path, files=files, rename=rename)

@@ -31,18 +31,19 @@ def prepare(
     recipe: str,
     use: Literal["quantized", "cast_on_gather"] = "quantized",
     param_filter: Sequence[str] | None = None,
+    share_amax: bool | Sequence[Sequence[str]] = False,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Converts the model, makes its optimizer, and has accelerate prepare both, and `others`, in one call.
 
-    param_filter: patterns of names, as for `layoutc.quantize_`. options: the optimizer's. Returns the model, the
+    param_filter, share_amax: as for `layoutc.quantize_`. options: the optimizer's. Returns the model, the
     optimizer and the others. Weights that are cast on gather have their amaxes found after each step.
     """
     if use == "quantized":
-        layoutc.quantize_(model, recipe, param_filter=param_filter)
+        layoutc.quantize_(model, recipe, param_filter=param_filter, share_amax=share_amax)
         optimizer: torch.optim.Optimizer = layoutc.MasterWeights(optimizer_class, model.parameters(), **options)
     else:
-        layoutc.cast_on_gather_(model, recipe, param_filter=param_filter)
+        layoutc.cast_on_gather_(model, recipe, param_filter=param_filter, share_amax=share_amax)
         optimizer = optimizer_class(model.parameters(), **options)
     prepared = accelerator.prepare(model, optimizer, *others)
     if use == "cast_on_gather":

@@ -37,15 +37,16 @@ def shard(
     blocks: type[nn.Module] | tuple[type[nn.Module], ...] = (),
     use: Literal["quantized", "cast_on_gather"] = "quantized",
     param_filter: Sequence[str] | None = None,
+    share_amax: bool | Sequence[Sequence[str]] = False,
     **options: Any,
 ) -> Model:
     """Converts a model and shards its blocks, and the rest, over Lightning's data-parallel mesh.
 
-    Call it in `configure_model`, once: Lightning calls that hook again where it evaluates. param_filter: as for
-    `layoutc.quantize_`. options: fully_shard's.
+    Call it in `configure_model`, once: Lightning calls that hook again where it evaluates. param_filter, share_amax:
+    as for `layoutc.quantize_`. options: fully_shard's.
     """
     convert = layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_
-    convert(model, recipe, param_filter=param_filter)
+    convert(model, recipe, param_filter=param_filter, share_amax=share_amax)
     for module in model.modules():
         if blocks and isinstance(module, blocks):
             fully_shard(module, mesh=mesh["data_parallel"], **options)

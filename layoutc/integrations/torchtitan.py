@@ -38,6 +38,8 @@ class Converter(ModelConfigConverter):
         """Weights that are stored quantized, under fp32 masters; or plain weights that are quantized when gathered."""
         param_filter: list[str] = field(default_factory=list)
         """Patterns of parameters' names, such as layers.*.weight,*.w?_*. None: weights of all linear layers."""
+        share_amax: list[str] = field(default_factory=list)
+        """Weights under one amax, as engines join them, such as wq+wk+wv,w1+w3. None: each has its own."""
         products: Literal["low_precision", "dequantize", "auto", "low", "dequantize_on_gather"] | None = None
         """How the chosen weights are multiplied; the last three names go. None: as layoutc.products says."""
         dequantize: Literal["gather", "layer"] | None = None
@@ -61,7 +63,8 @@ class Converter(ModelConfigConverter):
             def build(self, **options: Any) -> Any:
                 model = base.build(self, **options)
                 convert = layoutc.quantize_ if own.use == "quantized" else layoutc.cast_on_gather_
-                convert(model, own.recipe, param_filter=own.param_filter or None)
+                joined = [group.split("+") for group in own.share_amax]
+                convert(model, own.recipe, param_filter=own.param_filter or None, share_amax=joined or False)
                 if (own.products, own.dequantize) != (None, None):
                     layoutc.set_products_(model, own.products, dequantize=own.dequantize)
                 keep_fused(model)

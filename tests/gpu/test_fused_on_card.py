@@ -1,4 +1,4 @@
-"""fused= on a card: steps and gathers of weights under one amax give the bytes of each weight quantized under it."""
+"""share_amax= on a card: steps and gathers of weights under one amax give the bytes of each one quantized under it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def expected(recipe: str, values: dict[str, Tensor]) -> dict[str, bytes]:
 def test_steps_requantize_groups_under_one_amax(recipe: str, captured: bool) -> None:
     """Eager, by the launches that are prepared; and in a CUDA graph, where a replay finds the amaxes anew."""
     model: Any = model_of()
-    layoutc.quantize_(model, recipe, fused=GROUPS)
+    layoutc.quantize_(model, recipe, share_amax=GROUPS)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.05, capturable=True)
     for param in model.parameters():
         param.grad = torch.randn(param.shape, device="cuda", dtype=param.dtype)
@@ -73,7 +73,7 @@ def test_steps_requantize_groups_under_one_amax(recipe: str, captured: bool) -> 
 def test_values_that_are_cast_have_one_amax(recipe: str) -> None:
     model: Any = model_of()
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
-    layoutc.cast_on_gather_(model, recipe, fused=GROUPS)
+    layoutc.cast_on_gather_(model, recipe, share_amax=GROUPS)
     layoutc.precompute_amaxes(model)
     held = {name: bytes_of(param.data.quantize().planes()) for name, param in model.named_parameters()}
     assert held == expected(recipe, values)

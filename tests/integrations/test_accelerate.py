@@ -139,6 +139,19 @@ def resumes(recipe: str, use: str, folder: str) -> None:
     assert torch.equal(again(x), alone(x) if use == "quantized" else again(x))
 
 
+@pytest.mark.parametrize("use", ["quantized", "cast_on_gather"])
+def test_an_optimizer_has_its_own_fused(use: Any) -> None:
+    """`prepare` hands it over, and groups of weights under one amax have a name of their own."""
+    from layoutc.integrations.accelerate import prepare
+
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    more: dict[str, Any] = {"share_amax": [["0", "1"]], "fused": True, "lr": 1e-2}
+    model, optimizer = prepare(accelerator(False), plain, torch.optim.AdamW, recipe="fp8_current", use=use, **more)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    weights = [getattr(one.weight, "_agreed", one.weight) for one in model]
+    assert weights[0].fused == weights[1].fused is not None
+
+
 def resumes_unsharded(folder: str) -> None:
     """safetensors takes no codes, and says so; torch's own format does."""
     from layoutc.integrations.accelerate import prepare

@@ -36,7 +36,9 @@ def test_blocks_are_sharded_each_and_then_the_rest(monkeypatch: pytest.MonkeyPat
     for blocks in (nn.Linear, ()):
         sharded.clear()
         model, mesh = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), {"data_parallel": "ranks"}
-        assert ours.shard(model, mesh, recipe="mxfp8", blocks=blocks, reshard_after_forward=False) is model
+        given = {"recipe": "fp8_current", "share_amax": [["0", "2"]], "reshard_after_forward": False}
+        assert ours.shard(model, mesh, blocks=blocks, **given) is model
+        assert model[0].weight.fused == model[2].weight.fused is not None
         expected = [model[0], model[2], model] if blocks else [model]
         assert [module for module, _ in sharded] == expected
         assert all(options == {"mesh": "ranks", "reshard_after_forward": False} for _, options in sharded)

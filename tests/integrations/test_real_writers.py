@@ -278,7 +278,9 @@ REFUSED = (
 def loaded(row: Row, folder: Path) -> Any:
     model, files = model_of(row.dtype), row.files if row.named else None
     fused = "one global scale" in row.name
-    assert set(quantize_as_stored(model, folder, files=files, fused=fused).values()) == {row.files.partition("/")[0]}
+    assert set(quantize_as_stored(model, folder, files=files, share_amax=fused).values()) == {
+        row.files.partition("/")[0]
+    }
     assert load_safetensors(model, folder, files=files) == ((), ())
     return model
 

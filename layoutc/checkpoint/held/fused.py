@@ -33,6 +33,6 @@ def warn_apart(where: object, scales: Mapping[str, Mapping[str, float]]) -> None
         f"{where}: {len(apart)} groups of weights that engines join into one have scales apart, by up to "
         f"{ratio(apart[worst]):.3g} times ({printable(shown)}). Engines take one scale for all of a group, so that "
         "their values are others than these. Weights are quantized under one by `layoutc convert --match` of plain "
-        "values, and by fused=True in quantize_, quantized_init and cast_on_gather_",
+        "values, and by share_amax=True in quantize_, quantized_init and cast_on_gather_",
         stacklevel=4,
     )

@@ -17,7 +17,7 @@ from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.train.convert import quantize_
+from layoutc.runtime.train.convert import quantize_, shared
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -27,6 +27,7 @@ def quantize_as_stored(
     *,
     files: str | None = None,
     rename: Rename | None = None,
+    share_amax: bool = False,
     fused: bool = False,
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that a folder of another program's safetensors files holds quantized,
@@ -35,7 +36,8 @@ def quantize_as_stored(
 
     The model may be on the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or
     `fp8_block/deepseek`; by default the one that config.json tells of. rename: as for `load_safetensors`.
-    fused: weights that engines join are quantized under one amax at each step, as by `layoutc.quantize_`.
+    share_amax: weights that engines join are quantized under one amax at each step, as by `layoutc.quantize_`. fused:
+    its name of before.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
@@ -60,7 +62,7 @@ def quantize_as_stored(
     return quantize_each(
         model,
         {parameters[one][0]: bound.cls for bound, in_files in (group[0] for group in groups) for one in in_files},
-        fused,
+        bool(shared(share_amax, fused, 4)),
     )
 
 
@@ -85,12 +87,14 @@ def _check_is_held(fit: choosing.Fit) -> None:
     )
 
 
-def quantize_each(model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]], fused: bool = False) -> dict[str, str]:
-    """Quantizes parameters, each as it is chosen, without values to keep; returns parameter -> recipe. fused:
-    those that engines join, under one amax.
+def quantize_each(
+    model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]], share_amax: bool = False
+) -> dict[str, str]:
+    """Quantizes parameters, each as it is chosen, without values to keep; returns parameter -> recipe.
+    share_amax: those that engines join, under one amax.
 
-    Raises LayoutError, before anything is changed, for a shape that a recipe does not take, and for `fused` of weights
-    that nothing joins.
+    Raises LayoutError, before anything is changed, for a shape that a recipe does not take, and for `share_amax` of
+    weights that nothing joins.
     """
     parameters, by_class = dict(model.named_parameters()), dict[type[QuantizedTensor], set[str]]()
     for name, cls in chosen.items():
@@ -100,13 +104,13 @@ def quantize_each(model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]],
             raise LayoutError(str(error)) from error
         by_class.setdefault(cls, set()).add(name)
     stated = {cls: [group for one in cls.LAYOUT.files.values() for group in one.fused] for cls in by_class}
-    joined = {cls for cls, names in by_class.items() if fused and groups_of(names, stated[cls])}
-    if fused and not joined:
+    joined = {cls for cls, names in by_class.items() if share_amax and groups_of(names, stated[cls])}
+    if share_amax and not joined:
         raise LayoutError(
-            "fused=True: the files hold no weights beside each other that engines join, under one scale each"
+            "share_amax=True: the files hold no weights beside each other that engines join, under one scale each"
         )
     for cls, names in by_class.items():
         package = importlib.import_module(cls.__module__.rpartition(".")[0])
-        own = partial(quantize_, keep_values=False, fused=cls in joined)
+        own = partial(quantize_, keep_values=False, share_amax=cls in joined)
         own(model, package, param_filter=lambda name, _, names=names: name in names)
     return {name: cls.LAYOUT.name for name, cls in chosen.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ def quantize_(
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
+    share_amax: Fused = False,
     fused: Fused = False,
 ) -> list[str]:
     """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
@@ -75,10 +77,11 @@ def quantize_(
     shard keeps its own. Without an optimizer they would stay forever: pass False for inference. Frozen weights keep
     none.
 
-    fused: quantizes weights that engines join under one amax, at each step too, for recipes whose scales follow the
-    amax of a whole weight: groups of modules beside each other by their own names, such as
+    share_amax: quantizes weights that engines join under one amax, at each step too, for recipes whose scales follow
+    the amax of a whole weight: groups of modules beside each other by their own names, such as
     [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]; or True, for those that the recipe's `files` state. What
-    is written into one of them by other means than `MasterWeights` and loads follows its own amax.
+    is written into one of them by other means than `MasterWeights` and loads follows its own amax. fused: its name of
+    before, which goes with the next release.
 
     Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
     take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
@@ -97,7 +100,8 @@ def quantize_(
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
-    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters, fused)]
+    joined = shared(share_amax, fused)
+    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters, joined)]
 
 
 def cast_on_gather_(
@@ -106,6 +110,7 @@ def cast_on_gather_(
     *,
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
+    share_amax: Fused = False,
     fused: Fused = False,
 ) -> list[str]:
     """Makes FSDP2 quantize `weight` of the chosen modules, or the chosen parameters, whenever it gathers them; returns
@@ -113,7 +118,7 @@ def cast_on_gather_(
 
     The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
     Arguments and ties are those of `quantize_`, and it raises the same. Call it before fully_shard; without
-    fully_shard, products quantize the weight. Fused weights that FSDP2 does not gather together need
+    fully_shard, products quantize the weight. Weights of `share_amax` that FSDP2 does not gather together need
     `precompute_amaxes` after each step. torchao's peer is enable_fsdp_float8_all_gather.
 
     Example:
@@ -130,8 +135,8 @@ def cast_on_gather_(
     casts: type[CastOnGather] = package.CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
-    made = partial(_cast, casts)
-    return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, fused, "cast_on_gather_")]
+    made, joined = partial(_cast, casts), shared(share_amax, fused)
+    return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, joined, "cast_on_gather_")]
 
 
 def _replace(
@@ -182,7 +187,7 @@ def _groups(roots: list[nn.Module], chosen: list[Use], layout: Layout, fused: Fu
         return {}
     if not layout.shares_amax or layout.amax_columns is not None or layout.history or layout.amax_of_matrices:
         raise ValueError(
-            f"{caller}: {layout.name} has no scale that follows the amax of a whole weight: leave fused= out"
+            f"{caller}: {layout.name} has no scale that follows the amax of a whole weight: leave share_amax= out"
         )
     joined = [group for files in layout.files.values() for group in files.fused] if fused is True else fused
     found = dict[Use, Group]()
@@ -194,9 +199,9 @@ def _groups(roots: list[nn.Module], chosen: list[Use], layout: Layout, fused: Fu
     if not found:
         names = ", ".join(f"[{', '.join(group)}]" for group in dict.fromkeys(map(tuple, joined)))
         raise ValueError(
-            f"{caller}: fused= joins none of the chosen weights: "
+            f"{caller}: share_amax= joins none of the chosen weights: "
             + (f"none are beside each other as in {names}" if names else f"{layout.name} states no files with groups")
-            + '; pass groups of names, such as fused=[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]'
+            + '; pass groups of names, such as share_amax=[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]'
         )
     return found
 
@@ -258,6 +263,7 @@ def quantized_init(
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
+    share_amax: Fused = False,
     fused: Fused = False,
 ) -> Iterator[None]:
     """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
@@ -274,7 +280,7 @@ def quantized_init(
         >>> type(model.weight).__name__
         'NVFP4Tensor'
     """
-    cls = recipe_class(recipe)
+    cls, joined = recipe_class(recipe), shared(share_amax, fused, 4)
     cls.LAYOUT.check_weights()
     built: dict[nn.Module, None] = {}
     original = nn.Module.__init__
@@ -291,7 +297,17 @@ def quantized_init(
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
     filters, made = Filters(filter_fn, param_filter), partial(_quantized, cls, keep_values)
-    _replace(roots, cls, made, filters, fused, among=set(built))
+    _replace(roots, cls, made, filters, joined, among=set(built))
+
+
+def shared(share_amax: Fused, fused: Fused, level: int = 3) -> Fused:
+    """The groups that a user passes as `share_amax`, or by its name of before, of which it warns. level: of the caller
+    that is named."""
+    if fused is False:
+        return share_amax
+    line = "fused= goes with the next release, since optimizers have an option of that name: write share_amax="
+    warnings.warn(line, DeprecationWarning, stacklevel=level)
+    return fused
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
