@@ -478,3 +478,79 @@ def test_weights_travel_neither_transposed_nor_flattened(recipe: str) -> None:
         for send in (lambda t: functional.all_gather_into_tensor(t, 2, ""), lambda t: functional.broadcast(t, 0, "")):
             with pytest.raises(LayoutError, match=r"must be sent as rows of .* columns, not transposed or flattened"):
                 send(tensor)
+
+
+OF_STACKS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "view_as_matrix": lambda w: [w.view(-1, 64)],
+    "view_of_other_matrices": lambda w: [w.view(2, 64, 64)],
+    "view_of_halves": lambda w: [w.view(8, 16, 64)],
+    "flatten": lambda w: [w.flatten(0, 1)],
+    "unflatten": lambda w: [w.unflatten(1, (2, 16))],
+    "unsqueeze": lambda w: [w.unsqueeze(2)],
+    "flat": lambda w: [w.view(-1)],
+    "chunk": lambda w: list(w.chunk(2)),
+    "split": lambda w: list(w.flatten(0, 1).split(64)),
+    "select_and_slice": lambda w: [w[0], w[1:].view(-1, 64)],
+    "slices_of_slices": lambda w: [w[1:][1:].reshape(-1, 64), w.view(-1, 64)[:64]],
+}
+
+
+def stack_of_sizes(use: Callable[[Tensor, Tensor], object]) -> dict[str, Tensor]:
+    """All planes of a stack of matrices, each of a size of its own, after something was written into it."""
+    torch.manual_seed(0)
+    values = torch.randn(4, 32, 64) * torch.tensor([1.0, 8.0, 64.0, 512.0])[:, None, None]
+    q = module("nvfp4_modelopt_experts").quantize(torch.zeros(4, 32, 64))
+    with torch.no_grad():
+        use(q, values)
+    return snapshot(q)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", OF_STACKS)
+def test_what_is_written_through_a_view_of_a_stack_keeps_an_amax_for_each_matrix(name: str) -> None:
+    """By copy_, by in-place arithmetic, by foreach, and by compiled graphs, into views made inside and outside."""
+    cut = OF_STACKS[name]
+    expected = stack_of_sizes(lambda q, x: q.copy_(x))
+    whole = stack_of_sizes(lambda q, x: q.copy_(x / 2).mul_(2))
+
+    def copied(q: Tensor, x: Tensor) -> None:
+        with torch.no_grad():
+            for into, values in zip(cut(q), cut(x), strict=True):
+                into.copy_(values)
+
+    def doubled(q: Tensor, x: Tensor) -> None:
+        q.copy_(x / 2)
+        for part in cut(q):
+            part.mul_(2)
+
+    def outside(q: Tensor, x: Tensor) -> None:
+        compiled = torch.compile(torch.Tensor.copy_, backend="aot_eager", fullgraph=True)
+        for into, values in zip(cut(q), cut(x), strict=True):
+            compiled(into, values)
+
+    def at_once(q: Tensor, x: Tensor) -> None:
+        torch._foreach_copy_(cut(q), cut(x))
+
+    for use in (copied, doubled, at_once, torch.compile(copied, backend="aot_eager", fullgraph=True), outside):
+        torch._dynamo.reset()
+        found = stack_of_sizes(use)
+        assert all(torch.equal(found[key], one) for key, one in (whole if use is doubled else expected).items()), use
+
+
+def test_rows_of_a_stack_are_those_of_one_matrix_or_of_whole_ones() -> None:
+    """Half of a matrix has an amax of its own, as files have one for gate and one for up; what ends inside a matrix is
+    refused before anything is written."""
+    halves = stack_of_sizes(lambda q, x: [q[i, rows].copy_(x[i, rows]) for i in range(4) for rows in HALVES])
+    apart = stack_of_sizes(lambda q, x: q.copy_(x))
+    assert not torch.equal(halves["rowwise_level"], apart["rowwise_level"])
+
+    def across(q: Tensor, x: Tensor) -> None:
+        before = snapshot(q)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedOperator, match=r"48 rows of a stack .* each matrix of 32 rows, .*write whole"):
+            q.view(-1, 64)[:48].copy_(x.view(-1, 64)[:48])
+        assert all(torch.equal(one, before[name]) for name, one in snapshot(q).items())  # type: ignore[arg-type]
+
+    stack_of_sizes(across)
+
+
+HALVES = (slice(0, 16), slice(16, 32))

@@ -73,7 +73,7 @@ def quantize(
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out.store.rows, out.store.matrix[1]))
-        current = agree_on_amax(cls, matrix, amax, group, tag, matrices=layout.amaxes_of(x.shape))
+        current = agree_on_amax(cls, matrix, amax, group, tag, matrices=out.store.amaxes)
         before = initial_values.lookup(out.store)
         overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
         initial_values.keep(out.store, matrix, before)
@@ -145,7 +145,7 @@ def requantize_batch_(
         amaxes, shapes = shared_amaxes([(type(target), matrix) for target, _, matrix in of_weights])
         found.append(amaxes)
     for target, _, matrix in of_matrices:
-        found.append(amax_of_each(matrix, target.LAYOUT.amaxes_of(target.shape)))
+        found.append(amax_of_each(matrix, target.store.amaxes))
         shapes.append((len(found[-1]),))
     shared: dict[int, Tensor] = {}
     if found:

@@ -13,6 +13,7 @@ from torch import Tensor
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.storage.planes import CutPlanes, Home
 from layoutc.runtime.torch_private import traced
@@ -27,6 +28,13 @@ class Part(NamedTuple):
     first: int
     last: int
     columns: int
+
+
+class Stack(NamedTuple):
+    """How many rows the matrices of a stack have, and at which row of one a tensor begins."""
+
+    each: int
+    first: int = 0
 
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
@@ -101,6 +109,7 @@ class PlaneStore:
         self.writes = Writes(planes=planes)  # version counters don't see writes below autograd
         self.home: Home | None = None  # of a gathered weight: where this rank's shard is
         self.part: Part | None = None  # of a piece: where it lies in the tensor that it was cut from
+        self.stack: Stack | None = None  # of a recipe that has an amax for each matrix, whatever the shape of a view
         self.common: frozenset[str] = frozenset()  # planes that a part of a weight shares with the rest of it
 
     @property
@@ -113,6 +122,20 @@ class PlaneStore:
     def rows(self) -> int:
         """Its own rows, without the halo."""
         return self.matrix[0] - self.halo.rows
+
+    @property
+    def amaxes(self) -> int:
+        """How many amaxes its own rows have: one, or one for each matrix of a stack. A piece inside a matrix has one of
+        its own. Raises UnsupportedOperator for one that ends inside a matrix, and has rows of others."""
+        if self.stack is None or self.stack.first + self.rows <= self.stack.each:
+            return 1
+        each = self.stack.each
+        if self.stack.first or self.rows % each:
+            raise UnsupportedOperator(
+                f"{self.rows} rows of a stack in {self.layout.name}, which has an amax for each matrix of {each} rows, "
+                "begin or end inside a matrix: write whole matrices, or rows of one"
+            )
+        return self.rows // each
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -169,4 +192,8 @@ class PlaneStore:
     def cut_from(self, other: PlaneStore, part: Part | None, common: Iterable[str]) -> None:
         """Makes it a view of a part of `other`: they share the record of writes, and the planes named in `common`."""
         self.home, self.writes, self.part = other.home, other.writes, part
+        if other.stack is not None and part is not None:
+            each, first = other.stack
+            before = first - (0 if other.part is None else other.part.row)
+            self.stack = Stack(each, (before + part.row) % each if each else 0)
         self.common = other.common.union(common)

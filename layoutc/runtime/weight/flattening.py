@@ -15,6 +15,7 @@ from layoutc.ints.rects import Rect
 from layoutc.runtime import GRAPHS, product_mode
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.storage.planes import CutPlanes, Home, owner
+from layoutc.runtime.storage.store import Stack
 from layoutc.runtime.torch_private import is_fake, without_torch_function
 from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.plane_tensor import PlaneTensor
@@ -32,6 +33,7 @@ class Context(NamedTuple):
     transposed: bool
     dtype: torch.dtype
     halo: Halo
+    stack: Stack | None  # the matrices that have an amax each
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
     window: Rect | None  # the part of it that this tensor is
     own_products: Settings | None  # how it is multiplied by its own choice, which a traced tensor has too
@@ -52,7 +54,7 @@ def flatten(tensor: PlaneTensor) -> tuple[list[str], Context]:
     planes = store.planes
     with without_torch_function():
         dtype = tensor.dtype
-    of = store.matrix, store.declared, tensor.transposed, dtype, store.halo
+    of = store.matrix, store.declared, tensor.transposed, dtype, store.halo, store.stack
     products = tensor.own_products, product_mode.setting(tensor)
     facts = *planes, *of, *products
     if flat is None or flat.planes is not planes or flat.facts != facts:
@@ -86,7 +88,7 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor.store.home, tensor.own_products = home, context.own_products
+    tensor.store.home, tensor.store.stack, tensor.own_products = home, context.stack, context.own_products
     return tensor
 
 

@@ -22,7 +22,7 @@ from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.storage import initial_values, pending_writes
 from layoutc.runtime.storage.planes import ScatteredPlanes
-from layoutc.runtime.storage.store import PlaneStore
+from layoutc.runtime.storage.store import PlaneStore, Stack
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 from layoutc.runtime.weight.reported_memory import ReportedMemory
@@ -76,6 +76,8 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         else:
             matrix = matrix or (prod(shape[:-1]), shape[-1])
             store = PlaneStore(cls.LAYOUT, planes, matrix, orientations or cls.LAYOUT.orientations, halo)
+            if cls.LAYOUT.amax_of_matrices:
+                store.stack = Stack(shape[-1 if transposed else -2] if len(shape) > 1 else 1)
         strides = None  # contiguous
         if transposed:  # the last two dims of a contiguous tensor, swapped
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
@@ -140,6 +142,8 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         other.weight_name, other.padding, other.sent = self.weight_name, self.padding.of_copy(), self.sent
         other.peers = () if own.common else self.peers  # a copy of a part shares its amax with unknown shards
         other.store.writes.trains, other.own_products, other.fused = own.writes.trains, self.own_products, self.fused
+        if matrix is None:
+            other.store.stack = own.stack
         return other
 
     def map_planes(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
