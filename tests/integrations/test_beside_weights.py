@@ -109,6 +109,31 @@ RELEASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     ),
     "modelopt": ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "ignore": ["lm_head*"]}, {}),
 }
+OF_CACHES = {f"model.layers.0.self_attn.{one}_proj.{one}_scale": torch.full((1,), 0.25) for one in "kv"}
+
+
+def test_scales_of_caches_stay_beside_plain_attention(tmp_path: Path) -> None:
+    """As ModelOpt's releases of DeepSeek-R1 in NVFP4 have them, in FP8, where attention is in bf16; and what a weight
+    multiplied that is plain by now is named, and left out."""
+    plain, model = model_of("modelopt"), model_of("modelopt")
+    path = write(tmp_path / "in", "modelopt", OF_CACHES, kv_cache_scheme={"dynamic": False, "num_bits": 8})
+    tensors, kept = tensors_in(path), dict(plain.state_dict())
+    for name in [name for name in tensors if "self_attn" in name and name not in OF_CACHES]:
+        del tensors[name]
+    save(path, tensors | {name: one for name, one in kept.items() if "self_attn" in name})
+    quantize_as_stored(model, path)
+    load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "out", files="modelopt", source=path)
+    assert same_files(path, tmp_path / "out")
+    assert quantization_in(tmp_path / "out") == quantization_in(path)
+
+    layoutc.quantize_(plain, "nvfp4_modelopt", param_filter=["*.down_proj.weight"])
+    load_safetensors(plain, path, convert=True)
+    with pytest.warns(UserWarning, match=r"gate_proj\.input_scale, .*up_proj\.input_scale of .* are not written"):
+        export_safetensors(plain, tmp_path / "fewer", files="modelopt", source=path)
+    found = tensors_in(tmp_path / "fewer")
+    assert found.keys() >= OF_CACHES.keys() | {"model.layers.0.mlp.down_proj.input_scale"}
+    assert not found.keys() & {f"model.layers.0.mlp.{one}_proj.input_scale" for one in ("gate", "up")}
 
 
 def quantization_in(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from layoutc.runtime.errors import printable
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
 )
+OF_INPUTS = re.compile(r"\.(input|activation)_\w+$")  # of what a weight multiplies, and not of caches
 # What transformers' loader leaves out of old files where a model makes it itself: the buffer, and the name there.
 MADE_BY_MODELS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
@@ -86,7 +87,8 @@ def rest_of(
     left_out: re.Pattern[str] | None,
 ) -> tuple[list[str], list[str]]:
     """Tensors of a source that a model has nothing for: those that are its own all the same, scales of activations and
-    what `left_out` names; and all others, of modules that the model lacks.
+    what `left_out` names; and all others, of modules that the model lacks, and scales of the activations of weights
+    that only the source has quantized.
 
     names: of the model's tensors in files, tied ones too.
     """
@@ -94,17 +96,23 @@ def rest_of(
     held = {(one.name, one.matrices): one.bound for one in quantized if one.bound is not None}
     parts = (part for (name, matrices), bound in held.items() for part in parts_of(bound.binding, name, matrices))
     own = {*names, *parts}
-    modules, plain = {_module(name) for name in own}, {_module(one.name) for one in weights if one.bound is None}
+    modules = {_module(name) for name in own}
+    made_plain = {_module(one.name) for one in weights if one.bound is None and not _is_plain(source.get(one.name))}
     above = {prefix for module in modules for prefix in _prefixes(module)}
     stated = {one for (name, matrices), bound in held.items() for one in names_beside(bound, name, matrices)}
     kept, others = list[str](), list[str]()
     for name in source:
         module = _module(name)
         if name in stated or (OF_ACTIVATIONS.search(name) and module in above):
-            kept += [name] if module not in plain and name not in own else []
+            if name not in own:
+                (others if module in made_plain and OF_INPUTS.search(name) else kept).append(name)
         elif module not in modules and own.isdisjoint(_prefixes(name)):
             (kept if left_out is not None and left_out.search(name) else others).append(name)
     return kept, others
+
+
+def _is_plain(stored: Stored | None) -> bool:
+    return stored is not None and stored.dtype in ("F32", "BF16", "F16")
 
 
 def _module(name: str) -> str:
