@@ -2,7 +2,8 @@
 """Layout facts of awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16
 scales.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 8, and k of 128.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 8, and k must be a multiple of
+128.
 
 Shards may be cut at any row. A cut at a multiple of 8 rows is free: 8 rows share tiles of rowwise_data.
 At other cuts, the shards on both sides have no buffers of their own.

@@ -2,7 +2,8 @@
 """Layout facts of gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version
 1).
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 8, and k of 128.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 8, and k must be a multiple of
+128.
 
 Shards may be cut at any row. A cut at a multiple of 8 rows is free: 8 rows share words of 32 bits of rowwise_zero.
 At other cuts, the shards on both sides have no buffers of their own.

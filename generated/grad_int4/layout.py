@@ -2,7 +2,7 @@
 """Layout facts of grad_int4: 4-bit gradients on the wire, mixed by a Hadamard matrix and rounded by random bits, in
 groups of 128.
 
-A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 1, and k of 128.
+A matrix has m rows (its leading dims, flattened) and k columns. k must be a multiple of 128.
 
 It is for gradients that ranks send, not for weights.
 

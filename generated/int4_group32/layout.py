@@ -2,7 +2,8 @@
 """Layout facts of int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the
 contraction.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k must be a multiple of
+32.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their

@@ -2,7 +2,8 @@
 """Layout facts of mxfp4_gpt_oss: E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds
 gpt-oss.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 2.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k must be a multiple of
+2.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one rowwise scale covers 32 rows.
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their

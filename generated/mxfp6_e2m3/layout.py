@@ -2,7 +2,8 @@
 """Layout facts of mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales
 rounded up.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k must be a multiple of
+32.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their

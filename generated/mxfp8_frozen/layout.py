@@ -2,7 +2,7 @@
 """Layout facts of mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be
 frozen.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 1, and k of 32.
+A weight has m rows (its leading dims, flattened) and k columns. k must be a multiple of 32.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data and rowwise_scale: 1.03125 B/element.

@@ -2,7 +2,7 @@
 """Layout facts of nf4_bitsandbytes: NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double
 quantization.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 1, and k of 64.
+A weight has m rows (its leading dims, flattened) and k columns. k must be a multiple of 64.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data and rowwise_scale: 0.5625 B/element.

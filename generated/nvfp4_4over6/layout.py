@@ -2,7 +2,8 @@
 """Layout facts of nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one
 kept.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k must be a multiple of
+16.
 
 Shards may be cut at any row. A cut at a multiple of 16 rows is free: one rowwise scale covers 16 rows.
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their

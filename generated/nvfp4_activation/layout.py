@@ -2,7 +2,8 @@
 """Layout facts of nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for
 nvfp4_gradient.
 
-A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
+A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k must be a multiple of
+16.
 
 It is for activations and gradients, not for weights: it transforms values, which only another operand with the same
 transform undoes.

@@ -3,7 +3,7 @@
 """Layout facts of nvfp4_compressed_tensors_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a
 matrix, as in compressed-tensors.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 1, and k of 16.
+A weight has m rows (its leading dims, flattened) and k columns. k must be a multiple of 16.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data, rowwise_scale and rowwise_level: 0.5625 B/element.

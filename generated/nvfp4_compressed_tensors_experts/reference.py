@@ -24,7 +24,7 @@ OF_ZEROS = 0.125  # the scale of a block whose own would be 0
 
 
 def level_of(tensor_amax: Tensor) -> Tensor:
-    """The amax of the whole weight -> what is stored in its place; fp32 operations in this order."""
+    """The amax of each matrix -> what is stored in its place; fp32 operations in this order."""
     tensor_level = num.divide(1.0, tensor_amax) * (SCALE_MAX * ELEMENT_MAX)
     tensor_level = torch.where((tensor_level == 0) | tensor_level.isinf() | tensor_level.isnan(), 1.0, tensor_level)
     return tensor_level

@@ -2,7 +2,8 @@
 """Layout facts of nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes
 columnwise.
 
-A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
+A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k must be a multiple of
+16.
 
 It is for activations and gradients, not for weights: it rounds elements by random bits, so that a weight would be
 another one each time it is quantized.

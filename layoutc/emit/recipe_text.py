@@ -396,4 +396,5 @@ def _orientation(name: str, layout: Layout, sizes: Sizes) -> OrientationText:
 def _multiples(layout: Layout) -> str:
     if layout.multiple_m == layout.multiple_k == 1:
         return "Both may have any size."
-    return f"m must be a multiple of {layout.multiple_m}, and k of {layout.multiple_k}."
+    sizes = {"m": layout.multiple_m, "k": layout.multiple_k}
+    return ", and ".join(f"{name} must be a multiple of {size}" for name, size in sizes.items() if size > 1) + "."

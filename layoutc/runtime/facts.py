@@ -307,9 +307,11 @@ class Layout:
         m, k = prod(shape[:-1]), shape[-1]
         if m % self.multiple_m or k % self.multiple_k:
             near = (up(m, self.multiple_m), up(k, self.multiple_k))
+            sizes = {"rows": self.multiple_m, "columns": self.multiple_k}
+            takes = " and ".join(f"{of} in multiples of {size}" for of, size in sizes.items() if size > 1)
             raise ValueError(
-                f"{name}: {self.name} takes rows in multiples of {self.multiple_m} and columns in multiples of "
-                f"{self.multiple_k}, not shape {tuple(shape)} ({m} rows, {k} columns); the next that fits is {near}"
+                f"{name}: {self.name} takes {takes}, not shape {tuple(shape)} ({m} rows, {k} columns); the next that "
+                f"fits is {near}"
             )
         return m, k
 

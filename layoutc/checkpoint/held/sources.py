@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,8 @@ class BoundSource(NamedTuple):
     """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
 
     shared: the plane's one row covers all rows of the weight, so all parts hold it. meanings: of each part, what its
-    codes stand for, where files have codes of the values.
+    codes stand for, where files have codes of the values. for_each: finds recipes for such files that have a value for
+    each part.
     """
 
     name: str
@@ -37,6 +39,7 @@ class BoundSource(NamedTuple):
     parts: tuple[tuple[Stored, places.Place], ...]
     shared: bool
     meanings: tuple[Meaning, ...] = ()
+    for_each: Callable[[], Sequence[str]] = tuple
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,8 +58,9 @@ class BoundSource(NamedTuple):
         if self.shared:
             if not self.is_one(fetch):
                 what = "its parts in the files have values of their own, but the weight has one for all"
-                instead = "convert=True quantizes their values anew, or keeps them plain; quantize_as_stored makes the "
-                instead += "weight of a recipe that has one for each matrix, such as nvfp4_compressed_tensors_experts"
+                instead = "convert=True quantizes their values anew, or keeps them plain"
+                if recipes := " or ".join(self.for_each()):
+                    instead += f"; a stack in {recipes}, which quantize_as_stored chooses, has one for each matrix"
                 raise LayoutError(f"{self.name}: {what}: {instead}")
             return self._part(0, rows, columns, fetch)
         each = self.shape[0] // len(self.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -182,7 +183,8 @@ def find(
             meanings += _meaning(about, bound, pattern, parameter, prod(in_file.shape), tensors)
         names |= {one.name for meaning in meanings for one in (meaning.codebook, meaning.scale)}
         shared = layout.stored[plane].rows_per_value is None
-        found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared, tuple(meanings))
+        of = f"{plane} of {name}", facts[plane], tuple(parts), shared, tuple(meanings)
+        found[plane] = BoundSource(*of, partial(_with_one_for_each, bound))
     follow = [one for parameter in parameters for one in stated(binding, parameter, each, shape[-1])]
     scale = next(layout.stored[plane] for plane in binding.planes if plane.endswith("_scale"))
     block = round(scale.columns_per_value or shape[-1])
@@ -193,6 +195,12 @@ def find(
         _check_stated(about, stored, follows)
     unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
+
+
+def _with_one_for_each(bound: Bound) -> list[str]:
+    """The recipes for files as these whose stacks have an amax for each matrix."""
+    every = recognize.installed()
+    return [one.cls.LAYOUT.name for one in every if one.of_stacks and one.binding.config == bound.binding.config]
 
 
 def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]) -> list[Found]:
