@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,15 +25,20 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
 
     The adapters of a layer are added together first, in fp32, so that the sum is quantized once.
 
-    Raises ValueError, before anything is changed, for a model that is sharded, and for adapters with DoRA or a bias of
-    their own on quantized layers.
+    Raises ValueError, before anything is changed, for a model that is sharded, for adapters with DoRA or a bias of
+    their own on quantized layers, and for a model of transformers whose `add_adapter` has put them in.
     """
+    if not hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"{type(model).__name__} has adapters by its own add_adapter, which can't be unloaded: merge() each layer "
+            "that is a peft.tuners.tuners_utils.BaseTunerLayer, and export merged_state(model)"
+        )
     layers: dict[str, Any] = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             layers[name] = module
     for name, layer in layers.items():
-        weight = layer.get_base_layer().weight
+        weight, _ = _weight(layer)
         if isinstance(weight, DTensor):
             raise ValueError(f"{name} is sharded: save the adapters, and merge them into a model that is not")
         if isinstance(weight.data, QuantizedTensor):
@@ -41,11 +47,13 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
                     raise ValueError(f"{name}: adapter {adapter} is more than a product of two matrices: keep it apart")
     errors = {}
     for name, layer in layers.items():
-        weight = layer.get_base_layer().weight
+        weight, key = _weight(layer)
         adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
         if isinstance(weight.data, QuantizedTensor) and not layer.merged and adapters:
             delta = sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
-            errors[f"{name}.weight"] = layoutc.merge_(weight, delta.detach())
+            errors[".".join([*(part for part in name.split(".") if part != "base_layer"), key])] = layoutc.merge_(
+                weight, delta.detach()
+            )
             layer.merged_adapters.extend(adapters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
@@ -54,15 +62,18 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
 
 def merged_state(model: Any) -> dict[str, Tensor]:
     """The base's parameters and buffers with the adapters that are merged into them now, by the base model's names,
-    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until they are unmerged.
+    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until they are unmerged. The model is
+    PEFT's, or one of transformers with `add_adapter`.
 
     Raises ValueError for layers with adapters that are not merged, for sharded weights that took nothing in, since
     torch drops what DoRA, IA3 and `safe_merge=True` assign to their `.data`, and for modules trained as copies.
     """
-    base: nn.Module = model.get_base_model()
+    wrapped = hasattr(model, "get_base_model")
+    base: nn.Module = model.get_base_model() if wrapped else model
     layers = {name: one for name, one in base.named_modules() if isinstance(one, BaseTunerLayer)}
     if apart := [name for name, one in layers.items() if {*one.active_adapters} - {*one.merged_adapters}]:
-        raise ValueError(f"{apart[0]} has adapters that are not merged, {len(apart)} layers in all: merge_adapter()")
+        how = "merge_adapter()" if wrapped else "merge() each of them"
+        raise ValueError(f"{apart[0]} has adapters that are not merged, {len(apart)} layers in all: {how}")
     state = {}
     if unmoved := [name for name, one in layers.items() if one.merged_adapters and _took_nothing(one)]:
         raise ValueError(
@@ -73,15 +84,31 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     for name, value in base.state_dict(keep_vars=True).items():
         if ".modules_to_save." in name or ".token_adapter." in name:
             raise ValueError(f"{name} is a copy that is trained: merge_and_unload() makes it part of the model")
-        layer = next((one for one in layers if name.startswith(f"{one}.")), None)
-        if layer is None or name.startswith(f"{layer}.base_layer."):
-            state[name.replace(f"{layer}.base_layer.", f"{layer}.")] = value
+        if (own := _of_base(name, layers)) is not None:
+            state[own] = value
     return state
+
+
+def _weight(layer: Any) -> tuple[Any, str]:
+    """What adapters of a layer change, and its key: the weight, or the parameter that `target_parameters` names."""
+    key = getattr(layer, "parameter_name", "weight")
+    return getattr(layer.get_base_layer(), key, None), key
+
+
+def _of_base(name: str, layers: Iterable[str]) -> str | None:
+    """The name in the base model of what lies in layers with adapters, one in another too; None for what adapters
+    have."""
+    for layer in sorted(layers, key=len, reverse=True):
+        if name.startswith(f"{layer}."):
+            if not name.startswith(f"{layer}.base_layer."):
+                return None
+            name = layer + name.removeprefix(f"{layer}.base_layer")
+    return name
 
 
 def _took_nothing(layer: Any) -> bool:
     """Whether a quantized shard holds no merge of its layer: what a weight was before one is kept beside it."""
-    local = getattr(getattr(layer.get_base_layer(), "weight", None), "_local_tensor", None)
+    local = getattr(_weight(layer)[0], "_local_tensor", None)
     if not isinstance(local, QuantizedTensor):
         return False
     base = initial_values.base(local.store)

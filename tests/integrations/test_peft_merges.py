@@ -99,7 +99,8 @@ def test_a_base_comes_back_byte_for_byte(recipe: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:peft.tuners")
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_hundred_pairs_move_no_byte_and_cost_no_memory_between(recipe: str) -> None:
     """Whose one amax let norms grow fourfold. Adapters change between: what comes back is kept, not computed."""
     model = adapted(model_of(recipe, rows=64), lora())
@@ -348,6 +349,75 @@ def comes_back_in_shards(recipe: str) -> bool:
         assert layoutc.merge_(weight, delta, keep_base=True) == pytest.approx(error, rel=1e-9)
         layoutc.unmerge_(weight)
     return same(planes_of(model), before)
+
+
+def of_experts(recipe: str) -> Any:
+    """A model of transformers with quantized experts, stacked."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(vocab_size=96, num_hidden_layers=1, **sizes)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    layoutc.quantize_(model, recipe, param_filter=["*_proj.weight", "*.experts.*"], keep_values=False)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:peft.tuners", "ignore:.*engines join", "ignore:.*target_parameters")
+@pytest.mark.parametrize(("recipe", "files"), [("nvfp4_modelopt_experts", "modelopt"), ("fp8_block", "deepseek")])
+@pytest.mark.parametrize("by", ["add_adapter", "get_peft_model"])
+def test_adapters_of_experts_and_by_transformers_merge_and_are_exported(
+    recipe: str, files: str, by: str, tmp_path: Path
+) -> None:
+    """As rollouts do at each sync, by transformers' own path and by PEFT's: adapters of stacked experts lie in layers
+    in layers; all names are the base's, and the bytes those of the sums."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    from layoutc.checkpoint import export_safetensors, load_safetensors, stream_export
+    from layoutc.integrations.peft import merge, merged_state
+
+    names = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+    how = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    model, base = of_experts(recipe), of_experts(recipe)
+    wrapped: Any = adapted(model, how) if by == "get_peft_model" else model
+    if wrapped is model:
+        model.add_adapter(how)
+    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
+    before, sums = planes_of(model), dict[str, Tensor]()
+    for layer in layers:
+        for param in (one for one in layer.parameters() if one.requires_grad):
+            torch.nn.init.normal_(param, std=0.05)
+        key = getattr(layer, "parameter_name", "weight")
+        weight, delta = getattr(layer.get_base_layer(), key), layer.get_delta_weight("default")
+        sums["q_proj" if key == "weight" else key] = weight.dequantize() + delta
+    with pytest.raises(ValueError, match=r"adapters that are not merged, 3 layers in all: merge"):
+        merged_state(wrapped)
+    for _ in range(3):
+        for layer in layers:
+            layer.merge()
+        merged = merged_state(wrapped)
+        assert merged.keys() == base.state_dict().keys()
+        for name, total in sums.items():
+            found = next(one for key, one in merged.items() if f"{name}" in key.removesuffix(".weight").split("."))
+            assert torch.equal(found, import_module(f"layoutc.recipes.{recipe}").quantize(total.detach()))
+        streamed = {name: one.clone() for name, one in stream_export(merged, files=files)}
+        for layer in reversed(layers):
+            layer.unmerge()
+        assert same(planes_of(model), before)
+    assert streamed.keys() == {name for name, _ in stream_export(base, files=files)}
+    for layer in layers:
+        layer.merge()
+    export_safetensors(merged_state(wrapped), tmp_path / "out", files=files)
+    load_safetensors(base, tmp_path / "out", files=files)
+    assert same(planes_of(base), planes_of(model))
+    if by == "get_peft_model":
+        wrapped.unmerge_adapter()
+        assert merge(wrapped)[1].keys() == {*names, "model.layers.0.self_attn.q_proj.weight"}
+    else:
+        with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM has adapters by its own add_adapter"):
+            merge(model)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8"])
