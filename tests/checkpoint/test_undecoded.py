@@ -81,6 +81,8 @@ def folder(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None
         ({"a.weight": torch.ones(4, 4), "a.weight_scale_inv": torch.ones(1, 1)}, None, None, ["a.weight"]),
         ({"a.weight": torch.ones(4, 4), "a.scale": codes(4, 1).view(E4M3)}, None, None, ["a.weight"]),
         (int4("a", weight_zero_point=codes(16, 4).view(torch.int32)), INT4_CONFIG, None, ["a.weight_packed"]),
+        ({"a.W_q": codes(64, 256).view(torch.float32), "a.scale": torch.ones(64, 1)}, None, None, ["a.W_q"]),
+        ({"a.dense_weights": codes(64, 64).view(torch.int64)}, None, None, ["a.dense_weights"]),
         (fp8("b") | {"b.pre_quant_scale": torch.ones(128)}, FP8_CONFIG, None, ["b.weight"]),
     ],
 )

@@ -24,7 +24,8 @@ _ALL_INTEGERS = _INTEGERS | {"I64", "U64"}
 _TABLES = re.compile(r"(^|[._])(ids?|idx|index|indices|mask|tid2eid|positions?|counts?|lengths?)$")
 _OF_WEIGHTS = r"weight_(scale|scales|scale_inv|scale_2|global_scale|zero_point|g_idx)|pre_quant_scale|SCB"
 # The last part of the name of a tensor of codes, or of one that tells of codes, whatever lies beside it.
-_CODES = re.compile(rf"weight_packed|qweight|qzeros|{_OF_WEIGHTS}")
+# HQQ's W_q may be called floats, and SpQR's words are of 64 bits.
+_CODES = re.compile(rf"weight_packed|qweight|qzeros|W_q|dense_weights|{_OF_WEIGHTS}")
 # That of one that says how another is decoded: of a tensor whose name it goes on from, or of its module's weight.
 _SUFFIX = re.compile(r"_(scale|scales|scale_inv|scale_2|global_scale|zero_point|zero_points|g_idx|absmax)$")
 _OF_MODULE = re.compile(rf"scales?|scale_inv|zeros|zero_point|qzeros|g_idx|biases|{_OF_WEIGHTS}")
