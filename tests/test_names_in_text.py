@@ -33,6 +33,8 @@ OTHERS = {  # torch's, transformers', accelerate's, Lightning's, torchtitan's, Y
     *("triton_op", "redistribute", "transformers", "Trainer", "null", "optimizer_cls_and_kwargs", "save_model"),
     *(
         "from_pretrained",
+        "add_adapter",  # PEFT's name for it, too
+        "target_parameters",
         "set_experts_implementation",
         "configure_model",
         "llama3",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.common import narrowing
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
@@ -44,9 +45,12 @@ class Destination:
         """Takes a piece: source has the shape `lengths` and belongs at `offsets` of the shard.
 
         Raises LayoutError for a precision or layout that differs from the shard's and may not be converted, for a
-        weight that can't be quantized where it is, and for pieces that were not quantized together.
+        weight that can't be quantized where it is, for pieces that were not quantized together, and for finite values
+        that the shard's dtype makes infinite.
         """
         self._check_kind(source)
+        if not self._is_same(source):
+            narrowing.check_holds(self.name, source, self.live.dtype)
         if isinstance(self.live, QuantizedTensor) and not isinstance(source, QuantizedTensor):
             source = source if source.dtype in weights.FLOATS else source.to(torch.float32)
         self.missing -= prod(lengths)

@@ -21,9 +21,11 @@ import layoutc
 from layoutc.checkpoint import (
     convert_safetensors,
     export_safetensors,
+    load,
     load_gguf,
     load_safetensors,
     quantize_as_stored,
+    save,
 )
 from layoutc.checkpoint.gguf.convert import convert_gguf
 from layoutc.runtime.errors import LayoutError
@@ -52,16 +54,18 @@ def zeros(dtype: torch.dtype) -> dict[str, Tensor]:
     ("stored", "into", "values"),
     [(F32, F16, (1e6, -70000.0)), (BF16, F16, (1e6, -1e9)), (F32, BF16, (3.4e38, -3.4e38))],
 )
-@pytest.mark.parametrize("cast", [False, True], ids=["plain", "cast_on_gather"])
+@pytest.mark.parametrize("use", ["plain", "cast_on_gather_", "quantize_"])
 def test_finite_values_beyond_the_models_dtype_are_refused_by_name(
-    stored: torch.dtype, into: torch.dtype, values: tuple[float, float], cast: bool, tmp_path: Path
+    stored: torch.dtype, into: torch.dtype, values: tuple[float, float], use: str, tmp_path: Path
 ) -> None:
     """All weights at once, and none is changed; infinities stay what they are."""
     tensors, model = zeros(stored), two(into)
     tensors["a.weight"][3, 5], tensors["b.weight"][0, 0] = values
     tensors["a.bias"][0] = float("inf")
-    if cast:
-        layoutc.cast_on_gather_(model, "mxfp8")
+    if use == "quantize_" and into is BF16:
+        pytest.skip("codes reach as far as bf16 does")
+    if use != "plain":
+        getattr(layoutc, use)(model, "mxfp8")
     before = {name: torch.clone(value) for name, value in model.state_dict().items()}
     with pytest.raises(
         LayoutError, match=r"(?s)a.weight: 1 finite values would be .*b.weight: 1 finite values would be"
@@ -69,6 +73,23 @@ def test_finite_values_beyond_the_models_dtype_are_refused_by_name(
         load_safetensors(model, folder(tmp_path / "in", tensors))
     assert "a.bias" not in str(raised.value)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_layoutcs_own_checkpoints_too(tmp_path: Path) -> None:
+    """Of plain values and of codes, into plain weights and quantized ones; nothing is loaded."""
+    for source, use in ((F32, False), (F32, True)):
+        model, other, quantized = two(source), two(F16), two(F16)
+        with torch.no_grad():
+            model["b"].weight.fill_(1e6)
+        if use:
+            layoutc.quantize_(model, "mxfp8")
+        layoutc.quantize_(quantized, "nvfp4")
+        save(model.state_dict(), tmp_path / str(use), no_dist=True)
+        before = torch.clone(other["a"].weight)
+        for into in (other, quantized):
+            with pytest.raises(LayoutError, match=r"b\.weight: 2,048 finite values would be infinite in float16"):
+                load(into.state_dict(), tmp_path / str(use), convert=True)
+        assert torch.equal(before, other["a"].weight)
 
 
 def test_rounding_is_said_once_with_the_names_of_what_it_changes(tmp_path: Path) -> None:

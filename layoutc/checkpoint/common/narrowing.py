@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError, printable
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 AT_A_TIME = 1 << 22  # values
 SHOWN = 2
+# Dtypes, and those whose finite values they may make infinite.
+REACH = {
+    torch.float16: (torch.bfloat16, torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 
 
 def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tensor:
@@ -39,6 +46,15 @@ def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tenso
 def narrows(source: torch.dtype, into: torch.dtype) -> bool:
     """True if one floating-point dtype has values that the other does not hold."""
     return torch.promote_types(source, into) != into
+
+
+def check_holds(name: str, values: Tensor, into: torch.dtype) -> None:
+    """Raises LayoutError as `check_finite` for values, or what codes stand for, that a narrower dtype does not hold."""
+    if isinstance(values, QuantizedTensor):
+        if into is torch.float16:  # other dtypes reach as far as codes do
+            check_finite(name, values.dequantize(into), partial(values.dequantize, torch.float32))
+    elif values.dtype in REACH.get(into, ()):
+        check_finite(name, values.to(into), values.double)
 
 
 def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:

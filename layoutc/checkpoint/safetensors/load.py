@@ -179,9 +179,10 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     """
     name, param, source = step
     local = local_tensor(param)
-    if isinstance(local, QuantizedTensor) or not local.is_floating_point() or not holds(param):
+    held = isinstance(local, QuantizedTensor) and (local.dtype is not torch.float16 or _is_same(local, source))
+    if held or not local.is_floating_point() or not holds(param):
         return []
-    plain = None if isinstance(source, Entry) or decoded else source.dtype
+    plain = None if isinstance(source, Entry) or decoded or isinstance(local, QuantizedTensor) else source.dtype
     # Other dtypes than fp16 reach as far as what codes stand for.
     narrower = local.dtype is torch.float16 if plain is None else narrowing.narrows(DTYPES[plain], local.dtype)
     if not narrower:
