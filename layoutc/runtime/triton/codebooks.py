@@ -8,6 +8,7 @@ import triton.language as tl
 from layoutc.runtime.triton.codes import bits_of, isnan, like, power_above
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+NO_LINES = tl.constexpr(())  # as a default, Triton 3.6 takes no bare tuple
 COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by one; longer ones are searched by halves
 
 
@@ -32,8 +33,9 @@ def last_of_bits(codes):
 
 @triton.jit
 def to_codebook(
-    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr, SLOPES: tl.constexpr = (),
-    STARTS: tl.constexpr = (), ZERO: tl.constexpr = 0, AT: tl.constexpr = 0, codebooks=None,
+    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr,
+    SLOPES: tl.constexpr = NO_LINES, STARTS: tl.constexpr = NO_LINES, ZERO: tl.constexpr = 0, AT: tl.constexpr = 0,
+    codebooks=None,
 ):  # fmt: skip
     """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1.
 
