@@ -1,6 +1,9 @@
-"""Pages of the site that are made from the package: the command line's help, and one section for each diagnostic."""
+"""Pages of the site that are made from other files: the command line's help, one section for each diagnostic, and the
+glossary of CONTRIBUTING."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,7 +16,8 @@ from layoutc.diagnostics.renderers import page
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages."""
-    for name, text in {"reference/commands.md": _commands(), "reference/diagnostics.md": _diagnostics()}.items():
+    reference = {"reference/commands.md": _commands(), "reference/diagnostics.md": _diagnostics()}
+    for name, text in {**reference, "glossary.md": _glossary()}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -37,3 +41,9 @@ def _diagnostics() -> str:
     ]
     parts += [f"## {code}\n\n```text\n{page(entry)}```\n" for code, entry in sorted(catalogue().items())]
     return "\n".join(parts)
+
+
+def _glossary() -> str:
+    """The words that specs, code, messages and pages use."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return "# Glossary" + text.partition("## Words")[2].partition("\n## ")[0]

@@ -3,9 +3,9 @@
     python tests/programs/front.py [--check]
 
 A block between `<!-- from SOURCE -->` and `<!-- end -->` is written anew. SOURCE is a file; a file and a function of
-it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; `measured`, a table of the steps in `tests/bench/runs`; or
-`losses`, those that `layoutc plan` shows. The chart of these steps and the page of all recorded runs are written whole.
---check writes nothing, and fails where something differs.
+it, as `generated/nvfp4/tensor.py:fsdp_pre_all_gather`; `measured`, a table of the steps in `tests/bench/runs`;
+`losses`, those that `layoutc plan` shows; or `numerics`, the errors of rounding. The chart of these steps and the page
+of all recorded runs are written whole. --check writes nothing, and fails where something differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import measured  # beside this program
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs/pages/which.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/pages/which.md", ROOT / "docs/pages/numerics.md")
 LOSSES = ROOT / "layoutc/report/losses.yaml"
 CHART, MEASURED = ROOT / "docs/pages/pictures/steps.svg", ROOT / "docs/pages/measured.md"
 BLOCK = re.compile(r"(?P<head><!-- from (?P<source>\S+) -->\n).*?(?P<end><!-- end -->)", re.S)
@@ -83,7 +83,7 @@ def included(source: str) -> str:
 
 def filled(text: str) -> str:
     """A page with its blocks written anew."""
-    made = {"measured": measured.steps_table, "losses": losses}
+    made = {"measured": measured.steps_table, "losses": losses, "numerics": measured.errors_table}
 
     def block(found: re.Match[str]) -> str:
         source = found["source"]

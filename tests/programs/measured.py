@@ -2,7 +2,8 @@
 
 A run is the JSON of a benchmark (`kind` "step" or "optimizer"), or a table that was taken from what a benchmark printed
 (`kind` "table"): `unit`, `columns`, and `rows` of a name and a cell for each column. A cell is a number or a text, or
-`median` with `spread`, with `least` and `most`, with `share` of a copy, and with `of`, a time to be compared with.
+`median` with `spread`, with `least` and `most`, with `share` of a copy, and with `of`, a time to be compared with. A
+row that no page cites is a `detail`, which the page leaves to the run.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ NAMES = {
 HEAD = """# What was measured
 
 Each section is a recorded run: what was run, on which machine, with which versions, when, and by which command.
-`tests/bench/runs` has the runs as JSON, and `python tests/programs/front.py` writes this page. *(n)* is the spread of
-the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336. The history has what was measured
-before: `git log -p -- tests/bench/RESULTS.md`.
+`tests/bench/runs` has the runs as JSON, with more rows, and `python tests/programs/front.py` writes this page. *(n)* is
+the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336. The history has what was
+measured before: `git log -p -- tests/bench/RESULTS.md`.
 """
 
 
@@ -80,6 +81,12 @@ def steps_table() -> str:
     return _table([setting.title for setting in found], rows)
 
 
+def errors_table() -> str:
+    """What rounding to each recipe costs."""
+    data = run("numerics")
+    return _table(data["columns"], [[row["name"], *row["cells"]] for row in data["rows"]])
+
+
 def page() -> str:
     """All of it."""
     steps = [run(file.stem) for file in sorted(RUNS.glob("steps_*.json"))]
@@ -103,7 +110,8 @@ def anchor(title: str) -> str:
 
 
 def _of_table(data: dict[str, Any]) -> str:
-    rows = [[row["name"], *(_cell(cell) for cell in row["cells"])] for row in data["rows"]]
+    shown = [row for row in data["rows"] if not row.get("detail")]
+    rows = [[row["name"], *(_cell(cell) for cell in row["cells"])] for row in shown]
     unit = f", {data['unit']}" if data["unit"] else ""
     return _section(data["title"] + unit, data["said"], data, data["commands"], _table(data["columns"], rows))
 
@@ -112,6 +120,8 @@ def _optimizer() -> str:
     """Each form of the optimizer, beside what each recipe's weights take under MasterWeights."""
     data, beside, rows = run("optimizer"), {}, []
     for row in data["rows"]:
+        if row.get("detail"):
+            continue
         recipe = row["name"].partition(":")[0]
         if "MasterWeights" in row["name"]:
             beside[recipe] = row["ms"]
@@ -133,8 +143,8 @@ def _section(title: str, said: str, where: dict[str, Any], commands: list[str], 
     ran = f"On {where['machine']}; {', '.join(versions)}{'; ' if versions else ''}{where['date']}."
     title, _, unit = title.partition(", ")
     unit = f" In {unit}." if unit else ""
-    lines = "\n".join(commands)
-    return f"## {title}\n\n{said} {ran}{unit}\n```text\n{lines}\n```\n\n{table}"
+    ways = ", ".join(f"`{one}`" for one in commands)
+    return f"## {title}\n{said} {ran}{unit} By {ways}:\n\n{table}"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
