@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+# Hundreds of processes, of tests and of ranks, would compile layoutc's modules again where an image says so.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: their tensors are small
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # here, not in processes that would import torch again
 # Or Inductor builds a library for each set of instructions, and each process loads it in another that imports torch.
@@ -28,6 +31,7 @@ from interpreter import quicken
 
 from layoutc.conformance import ranks
 
+sys.dont_write_bytecode = False
 gc.disable()  # until tests are collected: what is imported lives on, and each collection would look at all of it
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 # Where tests that pass are noted, which runs after that leave out: those that lack no package then run once.
@@ -45,9 +49,15 @@ if not torch.cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Makes Triton's interpreter fast enough to test kernels with.
 
+    Makes the folder where processes find recipes that one of them has built (helpers/unshipped.py).
+
     Also keeps pytest from rewriting the asserts of plugins' packages, of which hypothesis has as many files as tests/.
     """
     quicken()
+    if not IS_WORKER:
+        made = tempfile.TemporaryDirectory(prefix="layoutc-unshipped-", ignore_cleanup_errors=True)
+        os.environ["LAYOUTC_UNSHIPPED"] = made.name
+        config.add_cleanup(made.cleanup)
     getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set()).difference_update(NOT_REWRITTEN)
 
 

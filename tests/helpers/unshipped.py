@@ -1,17 +1,24 @@
-"""Recipes that nobody ships, as packages: made when they are asked for, and imported as `layoutc.recipes.NAME`."""
+"""Recipes that nobody ships, as packages: made when they are asked for, and imported as `layoutc.recipes.NAME`.
+
+A session makes each once: its processes, ranks among them, find what another has made in a folder that they share.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock  # which torch brings
 from places import EXCHANGED, UNSHIPPED
 
 import layoutc.recipes
 from layoutc.build import pipeline
+
+SHARED = "LAYOUTC_UNSHIPPED"  # names the session's folder; without it each process makes its own
 
 
 def names() -> list[str]:
@@ -42,14 +49,25 @@ def add_if_known(name: str) -> None:
 @cache
 def add(name: str, text: str) -> None:
     """Makes the package of a spec's text, which must have no error, unless it is there."""
-    folder = _folder() / name
-    spec, files, found = pipeline.read(text.encode(), f"{name}.yaml")
-    assert spec is not None, [str(item) for item in found]
-    if not folder.is_dir():
-        folder.mkdir()
-        for file, content in files.items():
-            (folder / file).write_text(content, encoding="utf-8")
+    package = _folder() / name
+    if not package.is_dir():
+        package.symlink_to(_made(name, text), target_is_directory=True)
         importlib.invalidate_caches()
+
+
+def _made(name: str, text: str) -> Path:
+    """The folder of a package's files, as some process of the session has written them."""
+    shared = Path(os.environ[SHARED]) if SHARED in os.environ else _folder()
+    made = shared / hashlib.sha256(f"{name}\n{text}".encode()).hexdigest()
+    with FileLock(f"{made}.lock"):  # all ranks ask at once
+        if not made.is_dir():
+            spec, files, found = pipeline.read(text.encode(), f"{name}.yaml")
+            assert spec is not None, [str(item) for item in found]
+            begun = Path(tempfile.mkdtemp(dir=shared))
+            for file, content in files.items():
+                (begun / file).write_text(content, encoding="utf-8")
+            begun.rename(made)
+    return made
 
 
 def name_of(text: str) -> str:
