@@ -160,9 +160,15 @@ def room_of(name: str) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    """A Python file, parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported(path: Path) -> frozenset[str]:
     """Full names of all modules that a file imports, wherever in the file."""
-    return names_in(ast.parse(path.read_text(encoding="utf-8")))
+    return names_in(tree_of(path))
 
 
 def names_in(tree: ast.Module) -> frozenset[str]:
@@ -311,7 +317,7 @@ def own_names(tree: ast.Module) -> set[str]:
 
 def foreign_reads(path: Path) -> Iterator[str]:
     """Private attributes in a file that no class of it defines, except those that a class has from its bases."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     own, methods = own_names(tree), set[ast.AST]()
     for of_class in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         methods |= set(ast.walk(of_class))
@@ -381,7 +387,7 @@ def test_no_two_modules_say_the_same_of_themselves() -> None:
     said: dict[str, str] = {}
     for name, path in NAMES.items():
         if name not in OLD_NAMES:
-            first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+            first = (ast.get_docstring(tree_of(path)) or "").partition("\n\n")[0]
             assert said.setdefault(first, name) == name, (name, said[first])
 
 
@@ -444,7 +450,7 @@ def test_parameters_of_kernels_are_none_of_their_launcher() -> None:
     own = {"options", "grid", "warmup", "stream", "device", "num_warps", "num_stages", "num_ctas", "maxnreg", "debug"}
     kernels = 0
     for path in (*MODULES, *GENERATED):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and any(
                 ast.unparse(one) == "triton.jit" for one in node.decorator_list
             ):
@@ -471,6 +477,6 @@ def test_programs_of_the_environment_are_started_as_modules() -> None:
     named = re.compile(rf"""["']({"|".join(programs)})["']""")
     for path in (*TESTS, *MODULES):
         text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if named.search(text) else ():
+        for node in ast.walk(tree_of(path)) if named.search(text) else ():
             if isinstance(node, ast.List) and len(node.elts) > 1 and isinstance(node.elts[0], ast.Constant):
                 assert node.elts[0].value not in programs, f"{path}:{node.lineno}: [sys.executable, '-m', ...]"

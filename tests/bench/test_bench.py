@@ -118,7 +118,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_jobs, "GROUPED", 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_rowwise", "fp8_delayed", "fp8_channel_bf16"])

@@ -68,6 +68,7 @@ def in_pieces(folder: Path, pieces: list[Any], change: Callable[[dcp.Metadata], 
 
 
 # -------------------------------------------------------------------------------------------------- what a folder holds
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_a_weight_in_each_recipe(saved: Any, recipe: str) -> None:
     weight = saved.model.get_submodule(recipe).weight.detach()

@@ -75,6 +75,7 @@ def test_bytes_of_another_order_are_what_torch_loads(tmp_path: Path, monkeypatch
     assert torch.equal(found, expected)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("is_parameter", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_quantized_tensors_are_what_torch_loads(name: str, is_parameter: bool, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from layoutc.checkpoint.untrusted.metadata import metadata_of
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.stored_form import state_of
 
-EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

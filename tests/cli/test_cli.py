@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import click
@@ -40,9 +41,12 @@ def test_good_specs() -> None:
     ]
 
 
-def test_specs_is_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run("check").stderr.endswith(f"{COUNT} specs, no problems\n")
+def test_specs_is_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "specs").mkdir()
+    for name in ("mxfp8", "nvfp4"):
+        shutil.copy(SPECS / f"{name}.yaml", tmp_path / "specs")
+    monkeypatch.chdir(tmp_path)
+    assert run("check").stderr == "2 specs, no problems\n"
 
 
 def test_findings_for_people_go_to_stderr() -> None:

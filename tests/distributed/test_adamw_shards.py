@@ -91,7 +91,7 @@ def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> No
     two.run(steps_as_one_process, recipe, FORMS[form])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("recipe", "form"), [("fp8_block", "fp32"), ("nvfp4", "bf16 masters, fp8")])
 def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
     four.run(steps_as_one_process, recipe, FORMS[form])

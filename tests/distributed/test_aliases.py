@@ -52,6 +52,7 @@ def every_spelling_shares_its_amax(recipe: str, how: str) -> None:
         assert torch.equal(plane, expected.planes()[name]), name
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", WRITES)
 def test_values_written_through_any_alias_of_a_shard_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
@@ -104,6 +105,7 @@ def pieces_train_as_one_process(recipe: str, reshard: bool) -> None:
         assert torch.equal(alone, gathered)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_pieces_of_a_gathered_weight_are_right_in_backward(two: Ranks, recipe: str, reshard: bool) -> None:

@@ -210,7 +210,7 @@ def assert_gathers(recipe: str, model: Model, reference: OneProcess) -> None:
         module.reshard()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize(("keeps", "precomputed"), [(False, False), (True, True)])
 def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, precomputed: bool) -> None:

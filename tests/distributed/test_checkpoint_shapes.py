@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from weight_recipes import ALL_PAIRS
 
-TOGETHER = (("fp8_delayed", "nvfp4"), ("fp8_block",), ("mxfp8", "int4_group32", "mxfp6_e3m2"))  # of one size of block
+TOGETHER = (("fp8_block",), ("fp8_delayed", "nvfp4"), ("mxfp8", "int4_group32", "mxfp6_e3m2"))  # of one size of block
 TRAINED, MORE = 1, 2
 
 

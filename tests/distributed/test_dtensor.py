@@ -340,7 +340,7 @@ def assert_whole(model: nn.Module, reference: nn.Module) -> None:
             assert torch.equal(param.full_tensor(), whole), name
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
 def test_tensor_parallel_training_equals_one_process(two: Ranks, recipe: str, order: str) -> None:
@@ -381,6 +381,7 @@ def shard_of(values: Tensor, param: DTensor) -> Tensor:
     return values
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_amax_is_shared_over_both_mesh_dims(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(takes_plain_values_in_two_dims, recipe, False)

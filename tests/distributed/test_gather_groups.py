@@ -154,7 +154,7 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
                     layer.weight.mul_(1.5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", BATCHED)
 @pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
 def test_a_group_is_quantized_in_one_launch(two: Ranks, recipe: str, precomputed: bool, keeps: bool) -> None:
@@ -190,7 +190,7 @@ def trains_in_one_group(
 
 
 # Every pair of recipe, keeps, sizes, precomputed, accumulates and kernels.
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "units", "precomputed", "accumulates", "with_kernels"),
     [

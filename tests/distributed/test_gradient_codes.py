@@ -250,7 +250,7 @@ def in_a_way(name: str) -> None:
     is_that_of_fsdp2(use, loop, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_all_that_fsdp2_reduces_travels_as_codes(two: Ranks, name: str) -> None:
     two.run(in_a_way, name)

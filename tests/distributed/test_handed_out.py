@@ -181,7 +181,7 @@ def owns_what_plain_weights_own(recipe: str, shards: str) -> None:
     assert [name for name in ALIASES if found[name]] == [name for name in ALIASES if plain(shards)[name]] == [*ALIASES]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "shards"),
     [

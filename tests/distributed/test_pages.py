@@ -169,8 +169,8 @@ def runs_program(file: Path, arguments: list[str]) -> str:
 
 
 def trainers(page: Path) -> Any:
-    """A page, of the second tier where its programs need another package's models."""
-    words = re.search(r"^(?:from|import) transformers", "".join(programs(page).values()), re.M)
+    """A page, of the second tier where its programs need another package's models or weights."""
+    words = re.search(r"^(?:from|import) (?:transformers|torchao)", "".join(programs(page).values()), re.M)
     return pytest.param(page, id=page.name, marks=[pytest.mark.thorough] if words else [])
 
 

@@ -110,7 +110,7 @@ def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
         linear._multiply = multiply
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "use", "keeps", "how"),
     [
@@ -319,7 +319,7 @@ def gradient_is_exact(recipe: str, compiled: bool) -> None:
     assert local(model.up.weight).LAYOUT.name == recipe
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "compiled"), [("fp8_current", False), ("mxfp8", False), ("mxfp8", True)])
 def test_parts_of_weights_have_exact_gradients_in_low_precision(four: Ranks, recipe: str, compiled: bool) -> None:
     four.run(gradient_is_exact, recipe, compiled)

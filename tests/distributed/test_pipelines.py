@@ -121,14 +121,14 @@ WHOLE = [*SCHEDULES, *(pytest.param(one, marks=LEGACY) for one in ZERO_BUBBLE)]
 USES = [("nvfp4", "quantized"), ("mxfp8", "quantized"), ("fp8_block", "cast")]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", WHOLE)
 @pytest.mark.parametrize(("recipe", "use"), USES)
 def test_stages_train_as_one_process(two: Ranks, recipe: str, use: str, schedule: str) -> None:
     two.run(trains, recipe, use, schedule, 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("recipe", "use"), USES)
 def test_sharded_stages_train_as_one_process(four: Ranks, recipe: str, use: str, schedule: str) -> None:

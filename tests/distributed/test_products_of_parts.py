@@ -137,6 +137,7 @@ def trains_as_without_fsdp(recipe: str) -> None:
     assert seen.count("grad_weight") == seen.count("forward") == 2 * 3 * 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_parts_train_under_fsdp2_as_without(four: Ranks, recipe: str) -> None:
     four.run(trains_as_without_fsdp, recipe)

@@ -84,6 +84,7 @@ def follows(recipe: str, same: bool) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("same", [True, False])
 def test_masters_go_along_cut_as_the_new_parameters(two: Ranks, recipe: str, same: bool) -> None:

@@ -70,7 +70,7 @@ def trained(model: nn.Module, use: str, share: float) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", [*RECIPES, "int4_group32"])
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 @pytest.mark.parametrize("differ", [False, True])
@@ -98,7 +98,7 @@ def replicates_by_fsdp2(recipe: str, use: str) -> None:
     assert state_of(other) == state_of(alone)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 def test_replicas_of_fsdp2_train_as_one_process(two: Ranks, recipe: str, use: str) -> None:

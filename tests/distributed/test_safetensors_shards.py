@@ -194,7 +194,7 @@ def on_ranks(recipe: str, world: int, inner: int, where: str) -> None:
         loads_and_exports(recipe, 128, inner, where, mesh)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "inner"), CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_load_and_export_as_one_process_does(
@@ -208,6 +208,7 @@ def offloaded(recipe: str, where: str) -> None:
     loads_and_exports(recipe, 128, INNER, where, mesh_of(4), offload_policy=CPUOffloadPolicy(False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block"])
 def test_offloaded_shards_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(offloaded, recipe, str(tmp_path))
@@ -219,6 +220,7 @@ def replicated(recipe: str, where: str) -> None:
     loads_and_exports(recipe, 128, INNER, where, mesh)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_replicas_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(replicated, recipe, str(tmp_path))
@@ -268,7 +270,7 @@ def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) ->
     assert torch.equal(plain[0].weight.full_tensor(), want)  # type: ignore[operator]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("experts", "rows", "dim"), [(5, 128, 0), (3, 512, 1)])
 def test_experts_load_also_where_a_rank_has_none(
@@ -319,7 +321,7 @@ def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
     assert own_bytes(other) == own_bytes(model)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_tensor_parallel_shards_load(four: Ranks, recipe: str, sharded: bool, tmp_path: Path) -> None:
@@ -349,6 +351,7 @@ def loads_casts(recipe: str, where: str) -> None:
     assert_same_tensors(tensors, found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
 def test_weights_that_are_cast_on_gather_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(loads_casts, recipe, str(tmp_path))
@@ -496,6 +499,7 @@ def converts(files: str, recipe: str, where: str) -> None:
     assert_holds(model, whole(recipe, fp32))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
 def test_another_layout_is_converted_when_asked_for(four: Ranks, files: str, recipe: str, tmp_path: Path) -> None:
     four.run(converts, files, recipe, str(tmp_path))

@@ -281,7 +281,7 @@ def test_small_learning_rates_train_as_one_process(two: Ranks, recipe: str) -> N
     two.run(trains_as_one, recipe, (width, width))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes"), [("mxfp8", (64, 96)), ("nvfp4", (80, 48)), ("fp8_delayed", (66, 35)), ("fp8_block", (33, 9))]
 )

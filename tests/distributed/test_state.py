@@ -71,7 +71,7 @@ def starts_on_meta(recipe: str, how: str, blocks: int = 0) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["local", "dtensor", "quantized_init"])
 def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str) -> None:
@@ -98,6 +98,7 @@ def is_gathered_before_the_first_forward(recipe: str) -> None:
         assert train_step(model, optimizer, step, width, my_share()) == expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_unsharding_before_the_first_forward_changes_nothing(two: Ranks, recipe: str) -> None:
     """The root's mode is not final before the first forward, and must not be taken for it."""
@@ -121,6 +122,7 @@ def changes_the_mode(recipe: str) -> str:
     return "same"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_switching_reshard_after_forward_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
     """FSDP2 lets it change from step to step."""
@@ -157,6 +159,7 @@ def accumulates(recipe: str) -> str:
     return "same"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_accumulating_gradients_without_resharding_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
     """A weight that backward leaves gathered serves the next forward, or says that it can't."""
@@ -191,6 +194,7 @@ def takes_plain_values(recipe: str, how: str, sizes: tuple[int, int] | None) -> 
     assert_gathers_as(model, reference)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["copy", "full_state"])
 def test_plain_values_loaded_into_shards_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
@@ -256,7 +260,7 @@ def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(two: Ranks, reci
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 def test_a_checkpoint_of_shards_that_cut_blocks_restores_them(two: Ranks, recipe: str, tmp_path: Path) -> None:
     """A shard saves its own rows, and the scales of all blocks that it has rows of."""

@@ -100,7 +100,7 @@ def steps_as_one_process(kind: str, recipe: str, rows: int = 96) -> None:
     check()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_shards_are_stepped_as_whole_parameters_are(two: Ranks, kind: str) -> None:
     two.run(steps_as_one_process, kind, "mxfp8")

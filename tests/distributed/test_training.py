@@ -106,7 +106,7 @@ def trains_as_one_process(
     assert layoutc.implicit_dequantizes() == dequantized
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("recipe", "keeps", "nested"),
     [
@@ -120,7 +120,7 @@ def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps
     two.run(trains_as_one_process, recipe, keeps, nested, None, None, steps)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_training_on_four_ranks_equals_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
@@ -128,6 +128,7 @@ def test_training_on_four_ranks_equals_one_process(four: Ranks, recipe: str, mes
     four.run(trains_as_one_process, recipe, False, True, None, meshed)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", ["one", "trivial"])
 def test_a_shard_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
@@ -135,7 +136,7 @@ def test_a_shard_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str
     two.run(trains_as_one_process, recipe, False, True, None, meshed)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("sizes", [(17, 8), (1, 3), (3, 17)])
 def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
@@ -151,6 +152,7 @@ def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: st
     four.run(gathers_experts, recipe, experts)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", [*RECIPES, "hybrid_fp8", "mxfp4"])
 def test_other_dims_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
     """Columns, and rows within each expert: steps equal one process, and gathers send bytes in the order of ranks."""
@@ -260,7 +262,7 @@ def test_a_gathered_weight_keeps_the_scale_of_its_codes(two: Ranks, reshards: bo
         two.run(keeps_the_scale_of_its_codes, recipe, reshards)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:
@@ -270,7 +272,7 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
     four.run(trains_as_one_process, recipe, keeps, True, (3 * unit, 2 * unit), None)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", [recipe for recipe in EVERY if recipe not in RECIPES])
 def test_every_other_recipe_trains_as_one_process(two: Ranks, recipe: str) -> None:
     """With cuts inside of blocks, where it has blocks of several rows."""
@@ -401,6 +403,7 @@ def accumulates(recipe: str) -> None:
             assert losses[0] == losses[1], (step, part, losses)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_kept_after_backward_serve_the_next_forward(two: Ranks, recipe: str) -> None:
     """A weight that holds backward's planes alone gathers forward's when it is asked for them."""

@@ -108,7 +108,7 @@ KEPT = {"reshard_after_forward": False}
 FP32 = {"policy": MixedPrecisionPolicy()}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "mode", "expected"),
     [
@@ -168,13 +168,14 @@ def trains_as_by_layers(recipe: str, cast: bool, modes: list[str | None]) -> Non
 SWITCHED = (None, None, "low_precision", "low_precision", None, "dequantize", "low_precision", None, None, None)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "mxfp8_2d"])
 def test_numbers_are_those_of_layers(two: Ranks, recipe: str, cast: bool) -> None:
     two.run(trains_as_by_layers, recipe, cast, [None] * 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cast", [False, True])
 def test_the_mode_of_all_weights_changes_between_steps(two: Ranks, cast: bool) -> None:
     two.run(trains_as_by_layers, "nvfp4", cast, list(SWITCHED))

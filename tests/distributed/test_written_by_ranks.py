@@ -66,6 +66,7 @@ def averages(recipe: str, use: str, how: str) -> None:
         assert all(torch.equal(one, values_of(param)) for one in gathered(values_of(param)))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["sync", "async", "average_parameters"])
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -221,6 +222,7 @@ def steps_in_parts(recipe: str, use: str) -> None:
     assert len(set(curves[0])) == 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_optimizer_state_in_parts_under_ddp(two: Ranks, recipe: str, use: str) -> None:

@@ -70,6 +70,7 @@ def use(name: str) -> Use:
 WEIGHTS = sorted(path.stem for path in Path(ROOT / "specs").glob("*.yaml") if not use(path.stem).plan.not_weights)  # type: ignore[union-attr]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("world", [2, 3, 4, 24])
 def test_bytes_are_those_that_the_generated_code_sends(name: str, world: int) -> None:

@@ -81,6 +81,7 @@ def test_fields_are_where_bytes_are_written(path: Path) -> None:
         assert used.tolist() == [1] * record.nbytes * 8
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("path", OF_EACH_FORMAT, ids=lambda path: path.stem)
 def test_values_of_codes_are_those_of_the_definition(path: Path) -> None:
     layout = plan_of(path).layout

@@ -50,6 +50,7 @@ def test_every_shipped_recipe_has_kernels_whose_tiles_hold_whole_blocks(name: st
     assert bool(kernels.quantize.buffer_tiles) == kernels.quantize.fused
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "path", [*sorted(SPECS.glob("*.yaml")), *sorted(UNSHIPPED.rglob("*.yaml"))], ids=lambda one: one.stem
 )

@@ -13,6 +13,7 @@ from layoutc.bench.demo import Config, corpus
 CONFIG = Config((), 30, dim=32, layers=1, context=32, batch=4, lr=1e-2)
 
 
+@pytest.mark.thorough
 def test_moments_of_8_bits_learn_as_those_in_fp32_do() -> None:
     """Twenty steps from the same weights: losses fall as those of fp32 do, within 1%, and follow from the seed."""
     torch.set_num_threads(1)

@@ -243,6 +243,7 @@ def test_what_survived_is_listed_with_its_diff_and_nothing_is_written(toy: Path)
     assert {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_one_fault_again_and_exit_codes(toy: Path) -> None:
     """0 where all are noticed, 2 where nothing can be asked."""

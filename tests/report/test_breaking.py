@@ -304,7 +304,7 @@ def test_a_source_of_its_own_is_one_difference() -> None:
     assert "columnwise.block.k" not in found
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_have_differences_exactly_when_their_ids_differ(name: str) -> None:
     a = recipe(name)

@@ -86,6 +86,7 @@ def described(name: str, m: int, k: int, world: int) -> Description:
     return facts
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("m", "k", "world"), SHAPES)
 def test_facts_are_those_of_the_generated_code(name: str, m: int, k: int, world: int) -> None:
@@ -125,6 +126,7 @@ def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int,
         assert at.cut_blocks.exchange_bytes_per_rank == told.nbytes
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_have_buffers_by_themselves_where_that_is_said(name: str) -> None:
     def has_buffers(shard: Any) -> bool:
@@ -176,7 +178,7 @@ def placed_otherwise() -> dict[str, tuple[Plan, int, int, list[str]]]:
 PLACED = placed_otherwise()
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", PLACED)
 def test_index_maps_are_the_chains_the_other_way_round(case: str) -> None:
     """Every value stands in just the bytes that the chain puts its bits in; the rest is the padding that is stated."""
@@ -247,6 +249,7 @@ def test_data_is_json() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ what would work
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 8, 1000])
 def test_cuts_of_the_usual_shape_cost_nothing_anywhere(name: str, world: int) -> None:

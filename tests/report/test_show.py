@@ -324,6 +324,7 @@ def check_sarif(log: dict[str, Any], expected: list[Diagnostic]) -> None:
                 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", sorted(ERRORS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_sarif_of_every_bad_spec(case: Path) -> None:
     found = read_spec_bytes(case.read_bytes(), f"specs/{case.name}")[1]
@@ -331,7 +332,7 @@ def test_sarif_of_every_bad_spec(case: Path) -> None:
 
 
 def test_sarif_without_findings_is_a_log_too() -> None:
-    result = CliRunner().invoke(main, ["check", "--format", "sarif", str(SPECS)])
+    result = CliRunner().invoke(main, ["check", "--format", "sarif", str(SPECS / "mxfp8.yaml")])
     assert result.exit_code == 0
     check_sarif(json.loads(result.stdout), [])
     assert "sarif" in FORMS

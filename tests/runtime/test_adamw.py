@@ -99,7 +99,7 @@ def test_multiply_and_add_is_rounded_once() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("recipe", "form", "dtype"),
     [

@@ -219,6 +219,7 @@ def check(seed: int, number: int) -> None:
 SEED = int(os.environ.get("LAYOUTC_SEED", "1"))
 
 
+@pytest.mark.thorough
 def test_a_call_gives_what_the_values_give_or_refuses() -> None:
     check(SEED, 30)
 

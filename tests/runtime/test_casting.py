@@ -81,6 +81,7 @@ def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which
         assert torch.equal(raw(buffer), raw(quantized.buffers()[name])), (held, name)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [*((recipe, torch.float32) for recipe in RECIPES), *((one, torch.bfloat16) for one in SOME)]
 )
@@ -329,6 +330,7 @@ def test_modules_are_converted_moved_and_materialized() -> None:
     assert torch.equal(assigned(torch.ones(1, 128)), _quantized(state)(torch.ones(1, 128)))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_in_fp64_are_quantized_as_fp32(recipe: str) -> None:
     """Bytes are those of the values rounded to fp32, also of blocks whose scales fp32 can hardly hold."""

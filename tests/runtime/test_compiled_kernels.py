@@ -163,6 +163,7 @@ BUDGETS_IN_ROWS = {
 }
 
 
+@pytest.mark.thorough
 def test_gradients_that_ranks_send_compile_without_spills() -> None:
     found = compiled(90, *(f"{recipe}/{kernel}" for recipe, kernel in BUDGETS_IN_ROWS), count=BUDGETS_IN_ROWS)
     assert [one["kernel"] for one in found if one["mixes_bytes"] or one["stack"]] == []

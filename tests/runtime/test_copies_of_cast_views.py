@@ -38,6 +38,7 @@ def cast(recipe: str) -> tuple[nn.Linear, Tensor]:
     return layer, values
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)

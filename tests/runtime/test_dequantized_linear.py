@@ -47,6 +47,7 @@ def results(linear: Linear, x: Tensor, weight: Any, bias: Tensor | None) -> list
     return [out, *torch.autograd.grad(out.square().sum(), wanted)]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -90,7 +90,7 @@ def pairs(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     return kernel, tuple(first), tuple(second)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(pairs())
 def test_equal_keys_mean_equal_specializations(case: tuple[Any, tuple[Any, ...], tuple[Any, ...]]) -> None:
     """Types of all arguments, constants and divisibility are those that Triton's binder finds."""

@@ -81,7 +81,7 @@ def check_cut(q: QuantizedTensor, cut: Cut) -> None:
     assert piece.buffers().keys() == q.buffers().keys()
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(12)
 @each_recipe
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:
@@ -89,6 +89,7 @@ def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:
     check_cut(make(recipe), MATRIX[name])
 
 
+@pytest.mark.sample(12)
 @each_recipe
 @pytest.mark.parametrize("name", EXPERTS)
 def test_an_aligned_cut_of_expert_weights_is_exact(recipe: str, name: str) -> None:

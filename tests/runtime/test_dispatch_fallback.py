@@ -104,6 +104,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", READS)
 def test_an_operator_without_a_rule_runs_on_values_and_is_counted(recipe: str, name: str) -> None:
     """The result is plain, counted once under the operator's name; strict() refuses it by name."""
@@ -134,6 +135,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", WRITES)
 def test_an_operator_in_place_requantizes_all_planes(recipe: str, name: str) -> None:
     """The object stays, as if the result had been quantized into it; its aliases see it."""

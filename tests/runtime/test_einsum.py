@@ -43,6 +43,7 @@ def results(name: str, weight: Any, einsum: Any = torch.einsum) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), (x, weight))]
 
 
+@pytest.mark.sample(12)
 @each_recipe
 @pytest.mark.parametrize("name", CASES)
 def test_bits_and_gradients_are_those_of_the_values(recipe: str, name: str) -> None:

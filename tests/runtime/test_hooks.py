@@ -211,6 +211,7 @@ def test_all_ranks_send_the_same_sizes_in_all_passes(recipe: str, world: int, sh
     assert sizes["forward"] == sizes["backward"]
 
 
+@pytest.mark.sample(12)
 @each_recipe
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("which", PASSES)

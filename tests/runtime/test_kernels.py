@@ -132,6 +132,7 @@ def test_a_constant_never_stands_left_of_a_tile(name: str) -> None:
     assert not [ast.unparse(one) for one in operations if used(one.left) <= constants and used(one.right) - constants]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", QUANTIZING)
 def test_a_transposed_weight_and_given_planes(name: str) -> None:

@@ -300,6 +300,7 @@ def test_initializers_and_master_weights_are_told_nothing() -> None:
     assert not warned(act)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
 def test_compiled_steps_are_left_to_eager_code(use: str) -> None:
     """torch.compile of `step`, and of a function that calls it, end at the bytes of eager steps."""

@@ -33,6 +33,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("recipe", "how"), WAYS)
 def test_converting_a_model_changes_no_byte_of_its_weights(recipe: str, how: str) -> None:
     """It changes what they dequantize to: nothing is dequantized, and no master is made anew."""

@@ -109,7 +109,7 @@ EVENTS: list[Callable[[Any, Any], None]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("recipe", RECIPES)

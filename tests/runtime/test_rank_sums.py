@@ -72,6 +72,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("into", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -73,6 +73,7 @@ def saved(model: nn.Module, *args: Tensor) -> set[tuple[torch.dtype, tuple[int, 
     return {(one.dtype, tuple(one.shape)) for one in made if isinstance(one, Tensor) and one.numel() > TOKENS}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 def test_weights_are_dequantized_where_they_are_used(recipe: str) -> None:
     """Dequantized copies would stay from forward to backward, of all layers at once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ NOT_OF_A_SPEC = ("LC4", "LC6", "LC9")  # about a weight's shape, a revision or a
 GOOD = {path.stem: path.read_text(encoding="utf-8") for path in sorted(SPECS.glob("*.yaml"))}
 
 
+@cache
 def read(path: Path) -> tuple[Spec | None, list[Diagnostic]]:
     return read_spec_bytes(path.read_bytes(), f"specs/{path.name}")
 
