@@ -6,6 +6,7 @@ A check is a function at the top of a module, called on every rank with the same
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -30,6 +31,7 @@ STARTED: list[Ranks] = []
 
 
 if "LOCAL_RANK" in os.environ:  # in a rank, at its first check
+    sys.dont_write_bytecode = False  # as tests/conftest.py has it: of modules that ranks alone import
     one_loop.share()
     if os.environ.get("LAYOUTC_PLAIN_SHARDING") != "1":
         quick_sharding.quicken()
