@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import titan
 import torch
-from harness import Ranks
+from harness import Ranks, preload
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from weight_recipes import ALL_PAIRS
 
@@ -19,6 +19,10 @@ from layoutc.recipes import mxfp8
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan: pip install 'layoutc[torchtitan]'"
+)
+preload(
+    "torchtitan.trainer",
+    *(f"torchtitan.models.{model}.config_registry" for model in ("llama3", "qwen3", "deepseek_v3")),
 )
 SECONDS = 300.0
 FILTERS = {"llama3": "layers.*.weight", "qwen3": "layers.*.w?_*,layers.*.attention.*.weight"}

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 ATTENTION = "titan_models.attention"
-STEPS = 20
+STEPS = 8
 # Two steps of a debug model on a CPU.
 SHORT = [
     *("--training.seq-len", "32", "--training.local-batch-size", "1", "--training.steps", "2"),
@@ -93,7 +93,7 @@ def arguments(model: str, assets: Path, folder: Path, *more: str, backend: str =
         *("--dataloader.dataset-path", str(assets / "text"), "--training.disable-cuda-graphs"),
         *("--training.seq-len", "32", "--training.local-batch-size", "2", "--training.steps", str(STEPS)),
         *("--training.max-norm", "1e9", "--training.mixed-precision-param", "float32"),
-        *("--checkpoint.enable", "--checkpoint.interval", "10"),
+        *("--checkpoint.enable", "--checkpoint.interval", str(STEPS // 2)),
         *("--optimizer.implementation", "for-loop", "--parallelism.spmd-backend", backend),
         *("--override.imports", ATTENTION),
         *more,
