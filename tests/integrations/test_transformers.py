@@ -28,7 +28,7 @@ pytestmark = [  # looked for, not imported, which takes seconds of every run
 STEPS = 3
 
 
-def llama(recipe: str, use: str, uneven: bool = False) -> Any:
+def llama(recipe: str, use: str, uneven: bool = False, share_amax: Any = False) -> Any:
     """Two layers and 64 columns, nothing downloaded; linear layers but the head in the recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,7 +38,8 @@ def llama(recipe: str, use: str, uneven: bool = False) -> Any:
     if uneven:
         make_uneven(model)
     convert = layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_
-    chosen = convert(model, recipe, filter_fn=lambda m, name: isinstance(m, torch.nn.Linear) and "layers" in name)
+    layers: Any = {"filter_fn": lambda m, name: isinstance(m, torch.nn.Linear) and "layers" in name}
+    chosen = convert(model, recipe, share_amax=share_amax, **layers)
     assert len(chosen) == 14
     return model
 
@@ -232,6 +233,22 @@ def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, re
         curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
     assert curves[2] == curves[0]
     assert len(curves[0]) == 4
+
+
+def test_the_optimizer_has_its_own_fused(tmp_path: Path) -> None:
+    """Weights that engines join share an amax by another name, so that Trainer hands AdamW the one that it has."""
+    from layoutc.integrations.transformers import masters
+
+    model = llama("fp8_current", "quantized", share_amax=[["q_proj", "k_proj", "v_proj"]])
+    made = trainer(model, "cast", False, str(tmp_path))
+    made.optimizer_cls_and_kwargs = (masters(torch.optim.AdamW), {"lr": 1e-2, "fused": True})
+    made.train()
+    assert all(group["fused"] for group in made.optimizer.optimizer.param_groups)
+    attention = model.model.layers[0].self_attn
+    q, k, v = (getattr(attention, f"{one}_proj").weight.data for one in "qkv")
+    assert q.fused == k.fused == v.fused is not None
+    assert torch.equal(q.planes()["rowwise_scale"], k.planes()["rowwise_scale"])
+    assert torch.equal(q.planes()["rowwise_scale"], v.planes()["rowwise_scale"])
 
 
 @pytest.mark.thorough

@@ -112,7 +112,11 @@ def test_mistakes_change_nothing() -> None:
     )
     refused("has a name like 'norm.weight'", param_filter=["norm.weight"])
     refused(r"param_filter is a list of patterns, or a function: \['\*.w1'\]", TypeError, param_filter="*.w1")
-    refused("head.weight: mxfp8 takes rows in multiples of 32", param_filter=["*.w1", "head.weight"])
+    without = r"param_filter=lambda name, _: name.endswith\('weight'\) and name != 'head.weight'"
+    refused(
+        f"head.weight: mxfp8 takes rows in multiples of 32 .*To leave it plain, pass .*{without}",
+        param_filter=["*.w1", "head.weight"],
+    )
     model.experts.w1 = nn.Parameter(model.experts.w1.detach().double())
     plain = copy.deepcopy(model.state_dict())
     refused("experts.w1: mxfp8 quantizes float32, bfloat16 and float16, not torch.float64", param_filter=W)

@@ -48,6 +48,15 @@ class Filters(NamedTuple):
         """For messages."""
         return "filter_fn" if self.param_filter is None else "param_filter"
 
+    def without(self, name: str) -> str:
+        """An example that leaves a parameter out."""
+        module, _, last = name.rpartition(".")
+        if self.param_filter is not None:
+            rest = f"param_filter=lambda name, _: name.endswith({last!r}) and name != {name!r}"
+            return f"a param_filter that refuses it, such as {rest}"
+        rest = f"filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != {module!r}"
+        return f"a filter_fn that refuses its module, such as {rest}"
+
 
 def quantize_(
     model: nn.Module,
@@ -152,7 +161,7 @@ def _replace(
     every = choose(roots, filters.filter_fn, filters.param_filter, among)
     chosen = [use for use in every if not _is_ours(use.param)]
     for use in chosen:
-        _check_weight(cls, use.param, use.name, caller)
+        _check_weight(cls, use.param, use.name, caller, filters)
     if not chosen:
         raise ValueError(_why_none(roots, every, filters, caller))
     check_ties(roots, chosen, cls.LAYOUT.name, filters.names)
@@ -239,7 +248,7 @@ def _is_ours(param: Tensor) -> bool:
     return isinstance(local_tensor(param.data), QuantizedTensor | CastOnGather)
 
 
-def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
+def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str, filters: Filters) -> None:
     if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
         raise ValueError(f"{name} is already sharded: call {caller} before fully_shard")
     if weight.dtype not in FLOATS:
@@ -247,11 +256,7 @@ def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller:
     try:
         cls.LAYOUT.check_shape(tuple(weight.shape), name)
     except ValueError as error:
-        module = name.rpartition(".")[0]
-        raise ValueError(
-            f"{error}. To leave it plain, pass a filter_fn that refuses its module, such as "
-            f"filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != {module!r}"
-        ) from error
+        raise ValueError(f"{error}. To leave it plain, pass {filters.without(name)}") from error
     if isinstance(weight, DTensor):
         meshes.check_shards(cls.LAYOUT, weight, name)
 
