@@ -339,10 +339,10 @@ def leaves_nothing_of_a_failed_gather() -> None:
     model = fully_shard(converted(Layers([WIDTH, 384, WIDTH, 384]), "fp8_block", "quantized", ON_GATHER))
     made = hooks.new_values
 
-    def fails(shard: Any, *args: Any) -> Tensor:
-        if shard.weight_name == "layers.2.weight":
+    def fails(sharding: Any, *args: Any) -> Tensor:
+        if sharding.name == "layers.2.weight":
             raise Lost
-        return made(shard, *args)
+        return made(sharding, *args)
 
     hooks.new_values = fails
     try:

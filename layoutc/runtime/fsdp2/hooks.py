@@ -196,38 +196,30 @@ def finish(
     others are gather outputs, which FSDP2 frees anyway. Of a weight that is dequantized on gather, the tensor has
     plain values, which are among the inner tensors.
     """
-    leaves_values = _leaves_values(shard)
-    if leaves_values and (sharding := find(shard)) is not None:
-        gathered_of(sharding).read = gathering
-    if out is None and leaves_values:
-        device = next(iter(planes.values())).device
-        values = new_values(shard, gathering.route, dtype, device)
-        deliver(shard, planes, None)
-        return values, (values, *to_be_freed(gathering, [gathering.route], device))
-    if out is None:
-        cls, route, home = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch)
-        sharding = find(shard)
-        if shard.LAYOUT.passes_differ and route.which != "both":
-            planes = GatheredPlanes(planes, home, route.matrix)
-        tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
-        tensor.weight_name, tensor.store.home, tensor.own_products = shard.weight_name, home, shard.own_products
-        both: tuple[PassName, ...] = ("forward", "backward")
-        passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
-        return tensor, to_be_freed(gathering, passes, tensor.device)
-    deliver(shard, planes, out)
-    return None
-
-
-def _leaves_values(shard: Gatherable) -> bool:
     sharding = find(shard)
-    return sharding is not None and on_gather.is_awaited(sharding.param())
+    if sharding is not None and on_gather.is_awaited(sharding.param()):
+        state, device = gathered_of(sharding), next(iter(planes.values())).device
+        state.read = gathering
+        values = None if out is not None else new_values(sharding, gathering.route, dtype, device)
+        assert state.values is not None
+        on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, state.values))
+        return None if values is None else (values, (values, *to_be_freed(gathering, [gathering.route], device)))
+    if out is not None:
+        deliver(shard, planes, out)
+        return None
+    cls, route, home = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch)
+    if shard.LAYOUT.passes_differ and route.which != "both":
+        planes = GatheredPlanes(planes, home, route.matrix)
+    tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard.orientations)
+    tensor.weight_name, tensor.store.home, tensor.own_products = shard.weight_name, home, shard.own_products
+    both: tuple[PassName, ...] = ("forward", "backward")
+    passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
+    return tensor, to_be_freed(gathering, passes, tensor.device)
 
 
-def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_values(sharding: Sharding, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor that gathers of a weight leave its values in, to be written: ordinary memory, though inference may be
     what gathers first."""
-    sharding = find(shard)
-    assert sharding is not None
     with torch.inference_mode(False):
         values = torch.empty(route.shape, dtype=dtype, device=device)
         gathered_of(sharding).values = values.view(route.matrix)
@@ -235,21 +227,11 @@ def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torc
 
 
 def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None) -> None:
-    """Gives an earlier gather's tensor the planes that have arrived; if it has values, they will be dequantized.
-
-    out: None for a tensor with values that this gather has made.
-    """
-    target = out._local_tensor if isinstance(out, DTensor) else out
-    if isinstance(target, QuantizedTensor):
-        target.store.planes.clear()
-        target.store.planes.update(planes)
-        target.own_products = shard.own_products  # may have been set since
-        return
-    sharding = find(shard)
-    assert sharding is not None
-    values = gathered_of(sharding).values
-    assert values is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
+    """Gives an earlier gather's tensor the planes that have arrived."""
+    target: Any = out._local_tensor if isinstance(out, DTensor) else out
+    target.store.planes.clear()
+    target.store.planes.update(planes)
+    target.own_products = shard.own_products  # may have been set since
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
