@@ -138,10 +138,6 @@ DOORS = {"layoutc", "layoutc.__main__", "layoutc.pickled"}
 OLD_NAMES = {f"layoutc.runtime.{name}" for name in ("broadcasts", "casting", "plain_state")}
 # Imports against the table, each with the reason.
 EXCEPTIONS: set[tuple[str, str]] = set()
-# Modules of one room that import one another.
-CYCLES = [
-    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "into_row", "shared_amax", "tensor")},
-]
 
 
 def name_of(path: Path) -> str:
@@ -257,10 +253,9 @@ def test_no_rooms_import_one_another() -> None:
     assert rings(graph) == []
 
 
-def test_modules_import_one_another_only_where_it_is_said() -> None:
+def test_no_modules_import_one_another() -> None:
     graph = {name: ours(path) & set(NAMES) - {name} for name, path in NAMES.items() if name not in DOORS | OLD_NAMES}
-    found = rings({name: others & graph.keys() for name, others in graph.items()})
-    assert sorted(map(sorted, found)) == sorted(map(sorted, CYCLES))
+    assert rings({name: others & graph.keys() for name, others in graph.items()}) == []
 
 
 def test_old_names_are_those_of_pickles_alone() -> None:

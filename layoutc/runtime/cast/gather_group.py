@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from layoutc.runtime.cast.shared_amax import decide_all
+from layoutc.runtime.cast.shared_amax import Cast, decide_all
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.quantize.block_edges import with_halos
@@ -29,9 +29,6 @@ from layoutc.runtime.sharding.registry import Sharding
 from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from layoutc.runtime.cast.tensor import CastOnGather
 
 Sent = tuple[tuple[Tensor, ...], Any]  # what a pre-all-gather hook returns
 
@@ -44,7 +41,7 @@ class Part(NamedTuple):
     version: int
     writes: int  # through views and aliases, whose version counters are their own
 
-    def is_of(self, shard: CastOnGather) -> bool:
+    def is_of(self, shard: Cast) -> bool:
         """True if nobody has written the values or replaced them."""
         planes = shard.store
         same = planes is self.planes and _version(planes["values"]) == self.version
@@ -59,7 +56,7 @@ class GatherGroup:
     parts: list[Part | None] = field(default_factory=list)
     turn: int = 0  # whose part is taken next
 
-    def part_of(self, shard: CastOnGather, sharding: Sharding) -> QuantizedTensor | None:
+    def part_of(self, shard: Cast, sharding: Sharding) -> QuantizedTensor | None:
         """A weight's part; None if it must be quantized by itself.
 
         The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
@@ -90,7 +87,7 @@ def group_of(sharding: Sharding) -> GatherGroup:
     return _groups.setdefault(sharding.group(), GatherGroup())
 
 
-def send(shard: CastOnGather, mesh: Any) -> Sent:
+def send(shard: Cast, mesh: Any) -> Sent:
     """What the pre-all-gather hook returns: what a quantized weight sends. Collective if scales or blocks are."""
     sharding = registry.find(shard)
     if sharding is None or not sharding.is_of(shard) or hooks.simulated():
@@ -99,36 +96,36 @@ def send(shard: CastOnGather, mesh: Any) -> Sent:
     return send_alone(shard, mesh) if part is None else _send(shard, part, mesh)
 
 
-def send_alone(shard: CastOnGather, mesh: Any) -> Sent:
+def send_alone(shard: Cast, mesh: Any) -> Sent:
     """What a tensor sends in the pass that gathers now, quantized by itself. Collective if its scales or blocks are."""
     shards.check_cuts(shard)
     return _send(shard, shard.quantize(shard.LAYOUT.serves[hooks.passing(shard)]), mesh)
 
 
-def _send(shard: CastOnGather, quantized: Any, mesh: Any) -> Sent:
+def _send(shard: Cast, quantized: Any, mesh: Any) -> Sent:
     """Through the hook of the recipe's class."""
     registry.stand_in(quantized, shard)
     return quantized.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
 
 
-def members_of(sharding: Sharding) -> list[CastOnGather]:
+def members_of(sharding: Sharding) -> list[Cast]:
     """The shards that are cast on gather in a parameter's group, in the order of their hooks."""
     weights = [local for local in sharding.locals_of_group() if hasattr(local, "QUANTIZED")]
     return [local for local in weights if not isinstance(local, QuantizedTensor)]
 
 
-def matrix(tensor: CastOnGather) -> Tensor:
+def matrix(tensor: Cast) -> Tensor:
     """The values of a shard, (rows, k), without the rows that FSDP2 pads a short one with."""
     values = tensor._plain
     return as_matrix(values, (prod(values.shape[:-1]), values.shape[-1]))
 
 
-def _is_ordinary(tensor: CastOnGather) -> bool:
+def _is_ordinary(tensor: Cast) -> bool:
     values = tensor.store["values"]
     return type(values) is Tensor and not values.is_meta
 
 
-def _stamp(tensor: CastOnGather) -> tuple[dict[str, Tensor], int, int]:
+def _stamp(tensor: Cast) -> tuple[dict[str, Tensor], int, int]:
     return tensor.store, _version(tensor.store["values"]), tensor._agreed.writes
 
 
@@ -138,7 +135,7 @@ def _version(values: Tensor) -> int:
     return -1 if values.is_inference() else values._version
 
 
-def quantized(tensors: Sequence[CastOnGather]) -> list[QuantizedTensor]:
+def quantized(tensors: Sequence[Cast]) -> list[QuantizedTensor]:
     """The shards of a group, quantized for the pass that gathers now: in one launch for those of a kind.
 
     Collective if they share amaxes, or if cuts split blocks of some of them.

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,31 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
+from layoutc.runtime.fsdp2.hooks import Gatherable
 from layoutc.runtime.quantize.amax import agree_on_amax, join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import traced, version_of
 from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
-if TYPE_CHECKING:
-    from layoutc.runtime.cast.tensor import CastOnGather
+
+class Cast(Gatherable, Protocol):
+    """A weight that is cast on gather, as those see it who quantize it: a `CastOnGather`, whose module imports them."""
+
+    _plain: Tensor
+    _agreed: Agreed
+    _source: Any
+
+    def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor: ...
+    def quantized(
+        self,
+        planes: dict[str, Tensor],
+        matrix: Tensor,
+        orientations: tuple[str, ...],
+        row_sharding: RowSharding | None,
+        values: Tensor | None = None,
+    ) -> QuantizedTensor: ...
 
 
 @dataclass
@@ -41,9 +59,7 @@ class Agreed:
     owner: int | None = None  # the id of the planes that it was precomputed for
     fused: Group | None = None  # of a weight that is quantized under one amax with others
 
-    def decide(
-        self, tensor: CastOnGather, matrix: Tensor, shape: Sequence[int]
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def decide(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
         it.
 
@@ -75,21 +91,21 @@ class Agreed:
         reduced = reduce_max(torch.cat([amax, self.is_new(tensor, amax)]), groups)
         return self.follow(tensor, reduced[:1], reduced[1:])
 
-    def follow(self, tensor: CastOnGather, amax: Tensor, new: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def follow(self, tensor: Cast, amax: Tensor, new: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
         """What `decide` returns, from the amax of all shards. It is remembered only if the recipe has a history."""
         if new is None:
             return with_history(tensor.LAYOUT, amax, None)
         self.advance(tensor, amax, new)
         return self.current(tensor)
 
-    def is_ahead(self, tensor: CastOnGather) -> bool:
+    def is_ahead(self, tensor: Cast) -> bool:
         """True if the amax was precomputed, and no values have been written since.
 
         False while a CUDA graph is captured: its replays write values, and no count shows that.
         """
         return self.ahead is not None and self.ahead == self.count(tensor) and not capturing(tensor._plain.device)
 
-    def count(self, tensor: CastOnGather) -> int:
+    def count(self, tensor: Cast) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
         planes = (tensor if tensor._source is None else tensor._source).store
         now = id(planes), 0 if planes["values"].is_inference() else version_of(planes["values"])
@@ -99,11 +115,11 @@ class Agreed:
         self.seen = now
         return self.writes
 
-    def is_new(self, tensor: CastOnGather, like: Tensor) -> Tensor:
+    def is_new(self, tensor: Cast, like: Tensor) -> Tensor:
         """(1,): 1 if the values have changed since their amax was found, else 0. The maximum over all ranks counts."""
         return like.new_full((1,), float(self.of != self.count(tensor)))
 
-    def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor | None) -> None:
+    def advance(self, tensor: Cast, current: Tensor, new: Tensor | None) -> None:
         """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1.
 
         Raises LayoutError for a recipe with a history while a CUDA graph is captured.
@@ -131,7 +147,7 @@ class Agreed:
         """Forgets the amax and its history, for values that are unrelated to the old ones."""
         self.amax = self.plane = self.of = self.ahead = None
 
-    def current(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def current(self, tensor: Cast) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The recorded amax, on the tensor's device, and the `amax` plane if there is one."""
         amax, plane = self._on(tensor._plain.device)
         return amax, {} if plane is None else {"amax": plane}
@@ -140,9 +156,7 @@ class Agreed:
         """`amax` and `plane` on a device: with CPU offload, shards are quantized on both."""
         return (one if one is None or one.device == device else one.to(device) for one in (self.amax, self.plane))
 
-    def _traced(
-        self, tensor: CastOnGather, matrix: Tensor, shape: Sequence[int]
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _traced(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.fused is not None:
             raise UnsupportedOperator(
                 f"{tensor.label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
@@ -156,13 +170,13 @@ class Agreed:
         amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(shape))
         return with_history(tensor.LAYOUT, amax, None)
 
-    def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
+    def snapshot(self, tensor: Cast) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
         """The state that a copy of all values takes along."""
         writes = self.count(tensor)
         return self.amax, self.plane, self.of == writes, self.ahead == writes, self.fused
 
     @classmethod
-    def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
+    def restored(cls, snapshot: Any, tensor: Cast) -> Self:
         """The inverse of `snapshot`, for the copy."""
         amax, plane, of, ahead, *fused = snapshot  # those of earlier versions have no group
         agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor.store), *fused)
@@ -173,17 +187,17 @@ class Agreed:
 class Found(NamedTuple):
     """A weight and the amax of all its shards; and (1,), not 0 if a shard has changed since the last one was found."""
 
-    tensor: CastOnGather
+    tensor: Cast
     amax: Tensor
     new: Tensor | None  # None for a recipe without a history
 
 
-def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
+def measured(weights: Sequence[tuple[Cast, Tensor]]) -> list[Found]:
     """The amaxes of several weights: one launch, and one all-reduce for each process group. Collective.
 
     weights: with this rank's values, as (m, k). All recipes share an amax.
     """
-    batches: dict[tuple[tuple[int, ...], str], list[tuple[CastOnGather, Tensor]]] = defaultdict(list)
+    batches: dict[tuple[tuple[int, ...], str], list[tuple[Cast, Tensor]]] = defaultdict(list)
     groups: dict[tuple[int, ...], Sequence[dist.ProcessGroup]] = {}
     for tensor, matrix in weights:
         own_groups = shards.process_groups(tensor)
@@ -208,7 +222,7 @@ def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
     return found
 
 
-def _check_whole(tensors: Sequence[CastOnGather]) -> None:
+def _check_whole(tensors: Sequence[Cast]) -> None:
     """Raises LayoutError for weights whose group is not all here: on all ranks, which measure the same ones."""
     count = Counter(tensor._agreed.fused for tensor in tensors)
     for tensor in tensors:
@@ -221,7 +235,7 @@ def _check_whole(tensors: Sequence[CastOnGather]) -> None:
 
 
 def decide_all(
-    tensors: Sequence[CastOnGather], matrix_of: Callable[[int], Tensor]
+    tensors: Sequence[Cast], matrix_of: Callable[[int], Tensor]
 ) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
     """`Agreed.decide` for several shards that FSDP2 holds: one launch, and one all-reduce. Collective as that is.
 
