@@ -50,6 +50,8 @@ def test_this_machine_is_fine() -> None:
     plain = torch.__version__.partition("+")[0]  # wheels of some releases don't name what they were built for
     assert found["torch"]["found"].partition("+")[0] == plain
     assert found["what is read of FSDP2"]["verdict"] == "fine"
+    assert found["gathers in few steps"]["verdict"] == "fine"
+    assert "a warning" in found["gathers in few steps"]["found"]
     kinds = {one["recipe"]: one for one in data["recipes"]}
     where = "kernels" if torch.cuda.is_available() else "reference: there is no card"
     assert kinds["mxfp8"]["kernels"] == where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import product_modes
@@ -21,13 +22,19 @@ from models import (
     train_step,
     width_for,
 )
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 import layoutc
+from layoutc.runtime import torch_private
 from layoutc.runtime.fsdp2 import wire
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_block", "nvfp4")
+
+
+def on_dim_1(param: Any) -> Shard:
+    return Shard(1) if param.dim() > 1 else Shard(0)
 
 
 def works_nothing_out_again(recipe: str, stays: bool) -> None:
@@ -137,3 +144,32 @@ def follows_its_own_choice(recipe: str, cast: bool) -> None:
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_choice_between_gathers_is_followed(two: Ranks, cast: bool) -> None:
     two.run(follows_its_own_choice, "mxfp8", cast)
+
+
+def says_why_no_plan_sends(reason: str, options: dict[str, Any]) -> None:
+    """Once for each reason, with the first weight's name."""
+    torch_private._left.clear()
+    models = [build("mxfp8", 128), build("mxfp8", 128)]
+    names = [name for name, _ in models[0].named_parameters()]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for model in models:
+            shard(model, **options)  # whose layers are gathered in each forward
+            for step in range(3):
+                with torch.no_grad():
+                    model(batch(step, 128)[0])
+    found = [str(one.message) for one in said if "own steps gather it" in str(one.message)]
+    assert [one.partition(", since ")[2].partition(":")[0] for one in found] == [reason] * bool(reason)
+    assert all(one.partition(":")[0] in names for one in found)
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("", {}),
+        ("it is offloaded to the CPU", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        ("it is sharded on dim 1", {"shard_placement_fn": on_dim_1}),
+    ],
+)
+def test_what_no_plan_sends_is_said_once(two: Ranks, reason: str, options: dict[str, Any]) -> None:
+    two.run(says_why_no_plan_sends, reason, options)

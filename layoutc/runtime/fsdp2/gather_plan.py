@@ -228,15 +228,24 @@ def is_allocated(params: Sequence[Any]) -> bool:
     return all(gathered.outputs_of(param) and gathered.gathered_of(param) is not None for param in params)
 
 
-def plan_of(group: Any, world: int) -> GatherPlan | None:
-    """The plan of an FSDPParamGroup in the pass that gathers now; None where kernels do not reach all that it sends,
-    which FSDP2's own steps send then. Raises as `hooks.gathering_of`."""
+class NoPlan(NamedTuple):
+    """Why a group is gathered by FSDP2's own steps."""
+
+    name: str  # of the parameter that no plan can send
+    reason: str
+
+
+def plan_of(group: Any, world: int) -> GatherPlan | NoPlan:
+    """The plan of an FSDPParamGroup in the pass that gathers now; or why FSDP2's own steps are to send what it does.
+    Raises as `hooks.gathering_of`."""
     parts, weights = _Parts([], []), []
     for param in group.fsdp_params:
         outputs, shard = gathered.outputs_of(param), gathered.shard_of(param)
         if not hasattr(shard, "QUANTIZED"):
-            if not gathered.is_plain(param) or not outputs[0].numel() or parts.nbytes % outputs[0].itemsize:
-                return None
+            if reason := gathered.why_not_plain(param):
+                return NoPlan(gathered.name_of(param), reason)
+            if not outputs[0].numel() or parts.nbytes % outputs[0].itemsize:
+                return NoPlan(gathered.name_of(param), "it has no elements, or starts between two of them")
             sent, arriving = plain(param, outputs[0].dtype, parts.nbytes, outputs[0].numel() // world)
             parts.sent.append(sent)
             parts.arriving.append(arriving)
@@ -244,14 +253,15 @@ def plan_of(group: Any, world: int) -> GatherPlan | None:
             continue
         # Of its own: what `find` gives may be that of another model, which has the same shard.
         sharding = Sharding(weakref.ref(shard), weakref.ref(param), weakref.ref(group))
-        if (weight := _weight_of(param, shard, sharding, parts.nbytes)) is None:
-            return None
+        weight = _weight_of(param, shard, sharding, parts.nbytes)
+        if isinstance(weight, str):
+            return NoPlan(gathered.name_of(param), weight)
         weights.append(weight)
         parts.nbytes += sum(one.numel() for one in outputs) // world
         parts.sent += [in_place(one, at) for one, at in _own(weight, shard)]
     by_kernels = [one for one in weights if one.leaves_values or not one.sources]
     if not in_few_steps([slot.start for one in by_kernels for slot in one.slots], parts.nbytes):
-        return None
+        return NoPlan(gathered.name_of(group.fsdp_params[0]), "planes that kernels reach begin between words")
     cast = [one for one in weights if not one.sources]
     quantizing: Quantizing | None = cast[0].shard().INTO_ROW(cast) if cast else None
     return GatherPlan(weights, parts, quantizing)
@@ -263,16 +273,16 @@ def pass_of(param: Any) -> PassName:
     return "forward" if sharding is None else hooks.pass_of(sharding, hooks.gathered_of(sharding))
 
 
-def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight | None:
-    """A weight, from where it starts in a row on; None if it is sent in a way that a plan does not know."""
-    if sharding.dim or gathered.is_offloaded(param):
-        return None
+def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight | str:
+    """A weight, from where it starts in a row on; or why no plan sends it."""
+    if reason := gathered.why_elsewhere(param):
+        return reason
     is_cast, leaves_values = not isinstance(shard, QuantizedTensor), on_gather.is_awaited(param)
     outputs = gathered.outputs_of(param)
     if leaves_values and not values_or_codes.fits(param, sharding, shard):
-        return None
+        return "cuts go through its blocks, or ranks send planes of other than multiples of 16 bytes"
     if not leaves_values and any(map(Tensor.is_inference, outputs)):  # whose planes only inference may write
-        return None
+        return gathered.FOR_INFERENCE
     state, route = hooks.gathered_of(sharding), hooks.route_of(sharding, shard)
     gathering = Gathering(route, joined=state.joined) if is_cast else hooks.gathering_of(shard, sharding, route)
     legs = route.legs.values()
@@ -284,7 +294,7 @@ def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight
         names = (*route.legs, *gathering.shared)
         sources = tuple([Source(name, shard.store.planes[name], shard.store.planes[name].data_ptr()) for name in names])
         if not all(shard.entries(name).is_contiguous() for name in route.legs):
-            return None
+            return "its planes are not contiguous"
     starts = accumulate(sizes, initial=start)
     slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
     rows = prod(sharding.padded_shape[:-1])

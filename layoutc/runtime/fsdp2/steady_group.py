@@ -26,11 +26,19 @@ from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import gather_plan
-from layoutc.runtime.fsdp2.gather_plan import GatherPlan
+from layoutc.runtime.fsdp2.gather_plan import GatherPlan, NoPlan
 from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
-from layoutc.runtime.torch_private import changed, profiling, reductions, say_changed, transform, without_torch_function
+from layoutc.runtime.torch_private import (
+    changed,
+    profiling,
+    reductions,
+    say_changed,
+    say_left,
+    transform,
+    without_torch_function,
+)
 from layoutc.runtime.torch_private.reductions import Reduction
 
 FORWARD: PassName = "forward"  # of whose planes values are made, in both passes
@@ -98,10 +106,15 @@ class SteadyGroup(FSDPParamGroup):
             return plan
         if (plan is None and which in self._plans) or not gather_plan.is_allocated(self.fsdp_params):
             return None
-        made = self._plans[which] = gather_plan.plan_of(self, self._all_gather_process_group.size())
+        made = gather_plan.plan_of(self, self._all_gather_process_group.size())
         # What it allocated for good, what runs on this stream may still use; gathers write it on theirs.
         self._wait_all_gather_streams_on_event(streams.current(self.device, self.device_handle).record_event())
-        return made if made is not None and made.holds() else None
+        if isinstance(made, NoPlan):
+            say_left(*made)
+            self._plans[which] = None
+            return None
+        self._plans[which] = made
+        return made if made.holds() else None
 
     def post_backward(self, *unused: Any) -> None:
         """Reduces the gradients that backward has left, and frees what was gathered."""
@@ -220,6 +233,7 @@ def carry(group: Any, weights: Sequence[Any], decisions: Sequence[gathered.Decis
     if getattr(group.mesh_info, "shard_process_group", None) is None:
         return
     if type(group) not in (FSDPParamGroup, SteadyGroup):
+        say_left(gathered.name_of(group.fsdp_params[0]), f"its group is a {type(group).__name__}")
         return
     if names := unknown(group):
         say_changed(names, "gathers and reductions")

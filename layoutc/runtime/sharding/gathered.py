@@ -111,11 +111,26 @@ def weights_of_values() -> dict[int, Tensor]:
     return {id(param._unsharded_param): param.sharded_param for made, param in held if made is not None}
 
 
-def is_plain(param: Any) -> bool:
-    """True for an FSDPParam that FSDP2 has gathered as it is: cut on its first dim, into ordinary memory."""
-    if hasattr(shard_of(param), "fsdp_pre_all_gather") or param.fsdp_placement.dim or param.offload_to_cpu:
-        return False
-    return len(param.all_gather_outputs) == 1 and not param.all_gather_outputs[0].is_inference()
+def name_of(param: Any) -> str:
+    """The fully qualified name of an FSDPParam's parameter, if FSDP2 knows it."""
+    return getattr(param, "_param_fqn", None) or "a parameter"
+
+
+FOR_INFERENCE = "inference mode gathered it first"
+
+
+def why_elsewhere(param: Any) -> str:
+    """Why an FSDPParam's shard is not sent as it lies, "" if it is."""
+    if is_offloaded(param):
+        return "it is offloaded to the CPU"
+    return f"it is sharded on dim {param.fsdp_placement.dim}" if param.fsdp_placement.dim else ""
+
+
+def why_not_plain(param: Any) -> str:
+    """Why an FSDPParam is not gathered as it is: cut on its first dim, into ordinary memory; "" if it is."""
+    if hasattr(shard_of(param), "fsdp_pre_all_gather") or len(param.all_gather_outputs) != 1:
+        return "it has all-gather hooks of its own"
+    return why_elsewhere(param) or (FOR_INFERENCE if param.all_gather_outputs[0].is_inference() else "")
 
 
 def plain_shard_of(param: Any) -> Tensor:

@@ -133,6 +133,22 @@ def say_changed(names: str, what: str) -> None:
     )
 
 
+_left: set[str] = set()  # why groups are
+
+
+def say_left(name: str, reason: str) -> None:
+    """Warns, once for each reason, that FSDP2's own steps gather a parameter and its group."""
+    if reason in _left:
+        return
+    _left.add(reason)
+    warnings.warn(
+        f"{name}: FSDP2's own steps gather it, and what is gathered with it, since {reason}: the same bytes, in more "
+        "time of the host. Other groups that are for the same reason are not named",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name (`group.group_name`). Raises RuntimeError if there is none."""
     group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
