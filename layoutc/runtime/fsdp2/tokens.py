@@ -1,14 +1,14 @@
 """Tokens that ranks send each other's experts, and gradients that they send back, as codes of a recipe.
 
-A token travels as the bytes of its row: codes, then scales. So one all-to-all takes them, with the splits of the tokens
-themselves, and what arrives are the values that quantizing would give after the exchange.
+A token travels as its row of codes and its row of scales, by an all-to-all each, with the splits of the tokens
+themselves. What arrives are the values that quantizing would give after the exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from layoutc.ints.sizes import up
 from layoutc.runtime import installed, library
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels.rank_sums import SIDE, not_by_rows
@@ -76,15 +77,7 @@ def exchange_tokens(
 
 def bytes_of_token(recipe: installed.Recipe, columns: int) -> int:
     """How many bytes a token of so many columns travels as. Raises as `exchange_tokens`."""
-    return sum(part.nbytes for part in _parts(_by_rows(recipe), columns))
-
-
-class _Part(NamedTuple):
-    """A plane of a row, in the order that they are sent in."""
-
-    name: str
-    dtype: torch.dtype
-    nbytes: int
+    return sum(_bytes_of_row(_by_rows(recipe), columns).values())
 
 
 class _Exchange(torch.autograd.Function):
@@ -107,18 +100,23 @@ def _run(x: Tensor, takes: list[int], sends: list[int], group: str, recipe: str 
         values: Tensor = _wait(_all_to_all(x.contiguous(), takes, sends, group))
         return values
     cls: Any = operators.recipe_of(recipe)
-    parts, columns = _parts(cls, x.shape[1]), x.shape[1]
-    received = _wait(_all_to_all(_packed(cls, x, parts), takes, sends, group))
-    count = len(received)
+    (rows, columns), count = x.shape, sum(takes)
+    planes = operators.quantize(cls, _filled(x, cls), None, (SIDE,)) if rows else {}
+    sizes = _bytes_of_row(cls, columns)
+    sent = {
+        name: planes[name].view(torch.uint8).view(-1, size)[:rows]
+        if rows
+        else x.new_empty((0, size), dtype=torch.uint8)
+        for name, size in sizes.items()
+    }
+    under_way = {name: _all_to_all(one, takes, sends, group) for name, one in sent.items()}
+    came = {name: _filled(_wait(one), cls) for name, one in under_way.items()}
     if not count:
         return x.new_empty((0, columns))
-    received = _filled(received, cls)
-    facts = cls.LAYOUT.planes(len(received), columns)
-    came, start = {}, 0
-    for name, dtype, size in parts:
-        came[name] = received[:, start : start + size].contiguous().view(dtype).view(facts[name].shape)
-        start += size
-    return operators.dequantize(cls, came, len(received), columns, SIDE, x.dtype)[:count]
+    filled = up(count, cls.LAYOUT.multiple_m)
+    facts = cls.LAYOUT.planes(filled, columns)
+    read = {name: one.view(facts[name].dtype).view(facts[name].shape) for name, one in came.items()}
+    return operators.dequantize(cls, read, filled, columns, SIDE, x.dtype)[:count]
 
 
 library.define(
@@ -129,28 +127,18 @@ library.define(
 _exchange: Any = torch.ops.layoutc.exchange_tokens.default
 
 
-def _packed(recipe: type[QuantizedTensor], x: Tensor, parts: Sequence[_Part]) -> Tensor:
-    """(tokens, columns) -> (tokens, bytes of each): all planes of a row."""
-    rows = len(x)
-    if not rows:
-        return x.new_empty((0, sum(size for *_, size in parts)), dtype=torch.uint8)
-    whole = _filled(x, recipe)
-    planes = operators.quantize(recipe, whole, None, (SIDE,))
-    return torch.cat([planes[name].view(len(whole), -1).view(torch.uint8)[:rows] for name, *_ in parts], 1)
-
-
-def _filled(x: Tensor, recipe: type[QuantizedTensor]) -> Tensor:
+def _filled(rows: Tensor, recipe: Any) -> Tensor:
     """With rows of zeros up to the number that a recipe takes."""
-    missing = -len(x) % recipe.LAYOUT.multiple_m
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    missing = -len(rows) % recipe.LAYOUT.multiple_m
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 @cache
-def _parts(recipe: type[QuantizedTensor], columns: int) -> tuple[_Part, ...]:
+def _bytes_of_row(recipe: Any, columns: int) -> dict[str, int]:
+    """Of each plane that travels."""
     rows = recipe.LAYOUT.multiple_m
     facts = recipe.LAYOUT.planes(rows, columns)
-    names = recipe.LAYOUT.sources[SIDE]
-    return tuple(_Part(name, facts[name].dtype, facts[name].nbytes // rows) for name in names)
+    return {name: facts[name].nbytes // rows for name in recipe.LAYOUT.sources[SIDE]}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
