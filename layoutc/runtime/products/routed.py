@@ -145,6 +145,8 @@ def _fit(
     set for all weights, which a graph then depends on."""
     if type(up) is not type(down) or {mode.of(up), mode.of(down)} != {_MODE}:
         return []
+    if x.dtype not in FLOATS or x.dtype != up.dtype or autograd.autocasts(x):
+        return []
     return [] if _why_not(_pair(up, down, ends, len(order), x)) else [x.new_empty(0)]
 
 
@@ -171,6 +173,11 @@ HANDLERS = {
 }
 
 
+def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
+    """As autograd.call, of which torch.compile of torch 2.11 traces less than the operator."""
+    return operator(first, *args) if torch.compiler.is_compiling() else autograd.call(operator, weight, first, *args)
+
+
 class LowPrecisionRouted(torch.autograd.Function):
     """Tokens to experts, two products with a gate between them, and back. Gradients of x, by and both weights, which
     have none themselves."""
@@ -182,7 +189,7 @@ class LowPrecisionRouted(torch.autograd.Function):
         """up, down: as they are multiplied, (experts, k, 2 * inner) with gates first, and (experts, inner, k)."""
         x = autograd.arrived(x)
         out: Tensor
-        out, both, y = autograd.call(_routed, up, x, by, up, down, order, rows, ends)
+        out, both, y = _call(_routed, up, x, by, up, down, order, rows, ends)
         ctx.save_for_backward(x, by, both, y, up, down, order, rows, ends)
         return out
 
@@ -191,20 +198,19 @@ class LowPrecisionRouted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of those that need one."""
         saved = ctx.saved_tensors
-        needs_input, _, *trains = ctx.needs_input_grad[:4]
+        needs_input, _, up, down = ctx.needs_input_grad[:4]
         grad = autograd.arrived(grad)
-        of_by, *made = autograd.call(_routed_backward, saved[4], grad, *saved, needs_input, trains)
-        found = [made.pop(0) if asked else None for asked in (needs_input, *trains)]
-        return found[0], of_by, found[1], found[2], None, None, None
+        made = _call(_routed_backward, saved[4], grad, *saved, needs_input, [up, down])
+        of_x = made[1] if needs_input else None
+        of_up = made[1 + needs_input] if up else None
+        return of_x, made[0], of_up, made[-1] if down else None, None, None, None
 
 
 def routed(x: Tensor, by: Tensor, up: Any, down: Any, routes: Routes) -> Tensor | None:
     """As `experts.gated_experts`, by kernels that quantize rows where they are made; None where that can't be."""
     if not all(isinstance(one, QuantizedTensor) and one.dim() == 3 for one in (up, down)) or isinstance(x, DTensor):
         return None
-    if x.dtype not in FLOATS or x.dtype != up.dtype or autograd.autocasts(x):
-        return None
-    if not autograd.call(_fits, up, x, up, down, *routes, str(mode.current().products)):
+    if not _call(_fits, up, x, up, down, *routes, str(mode.current().products)):
         return None
     made: Tensor = LowPrecisionRouted.apply(x, by, up, down, *routes)  # type: ignore[no-untyped-call]
     return made
