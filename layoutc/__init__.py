@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _RUNTIME = {
     "AdamW": "layoutc.runtime.optim.adamw",
-    "MasterWeights": "layoutc.runtime.train.master_weights",
+    "MasterWeights": "layoutc.runtime.optim.by_rule",
     "buffers_of": "layoutc.runtime.quantize.batch_buffers",
     "cast_on_gather_": "layoutc.runtime.train.convert",
     "check_ranks": "layoutc.runtime.train.check_ranks",

@@ -22,16 +22,7 @@ ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
     """fp32 -> linear4 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x,
-        STEPS=ELEMENT_STEPS,
-        CODES=ELEMENT_CODES,
-        COUNT=16,
-        NAN=ELEMENT_NAN,
-        SLOPES=(15.999998092651367,),
-        STARTS=(-0.9999995231628418,),
-        ZERO=0,
-        AT=16,
-        codebooks=codebooks,
+        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=ELEMENT_NAN, AT=16, codebooks=codebooks
     )
 
 

@@ -122,7 +122,9 @@ def lines_of(fmt: Format) -> dict[str, Constant]:
     """The constants by which `steps_reached` guesses a code: lines whose least, over |x|, is at most the number of
     steps above 0 that x reaches, and more than one less, with room for what fp32 rounds. ZERO: the steps below 0.
 
-    They are there for codebooks that are linear piece by piece, with wider steps farther from 0, as dynamic maps are.
+    The least of lines is a sum over the parts of |x| in which each is least, SPANS steps long: what is missing of a
+    part is SPANS of ENDS - SLOPES * |x|, kept between 0 and 1. They are there for codebooks that are linear piece by
+    piece, with wider steps farther from 0, as dynamic maps are.
     """
     steps = codebook_thresholds(fmt)
     zero = sum(step <= 0 for step in steps)
@@ -146,11 +148,18 @@ def lines_of(fmt: Format) -> dict[str, Constant]:
         lines = fewer[widest]
     low, high = spread(lines) if lines else (0, math.inf)
     middle = (low + high + 1) / 2
-    if high - low > _ROOM or len(lines) > _MOST_LINES or min(start for _, start in lines) - middle < -2:
+    if high - low > _ROOM or len(lines) > _MOST_LINES or min(start for _, start in lines) < middle:
         return {}
-    found = [(f32(slope), f32(start - middle)) for slope, start in lines]
-    slopes, starts = zip(*found, strict=True)
-    return {"SLOPES": slopes, "STARTS": starts, "ZERO": zero}
+    most = len(steps) - zero - 0.5
+    ends = [(after[1] - start) / (slope - after[0]) for (slope, start), after in itertools.pairwise(lines)]
+    ends.append((most + middle - lines[-1][1]) / lines[-1][0])
+    widths = [high - low for low, high in itertools.pairwise([0.0, *ends])]
+    return {
+        "SLOPES": tuple(f32(1 / width) for width in widths),
+        "ENDS": tuple(f32(end / width) for end, width in zip(ends, widths, strict=True)),
+        "SPANS": tuple(f32(slope * width) for (slope, _), width in zip(lines, widths, strict=True)),
+        "ZERO": zero,
+    }
 
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:

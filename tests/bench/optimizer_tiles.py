@@ -31,7 +31,10 @@ BLOCKS = {  # of recipes with blocks of 128 x 128: they are quantized after all 
         (8, 8, 2, 80, True),
         (8, 8, 3, 80, True),
         (8, 8, 3, None, True),
-        (8, 8, 3, None, False),
+        (8, 8, 3, 96, True),
+        (8, 8, 2, 96, True),
+        (4, 4, 3, 96, True),
+        (4, 4, 3, None, True),
         (8, 16, 2, 64, True),
         (16, 16, 1, 64, True),
         (16, 16, 2, 64, True),
@@ -125,8 +128,7 @@ def main() -> None:
     rate = 8 * UNIT / copy_ms / 1e6
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {rate:.0f} GB/s", flush=True)
     del source, target
-    update = reference.update
-    reference.update = lambda *a: update(*a[:6], True)
+    reference.sqrt = reference.exact_sqrt
     for recipe, form in both:
         if time.perf_counter() - start > options.seconds:
             break

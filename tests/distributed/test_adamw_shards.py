@@ -1,4 +1,4 @@
-"""layoutc.AdamW of shards: the bytes of one process, on any number of ranks, also of saved states."""
+"""Optimizers by a rule, of shards: the bytes of one process, on any number of ranks, also of saved states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16 masters": {"masters": "bf16"},
     "8bit": {"state": "8bit"},
     "bf16 masters, fp8": {"masters": "bf16", "state": "fp8"},
+    "SGD, bf16 masters, 8bit": {"kind": torch.optim.SGD, "momentum": 0.9, "masters": "bf16", "state": "8bit"},
+    "Adam, 8bit": {"kind": torch.optim.Adam, "state": "8bit"},
 }
+
+
+def optimizer_of(model: nn.Module, form: dict[str, Any]) -> Any:
+    form = {"lr": 0.01, "weight_decay": 0.1, **form}
+    if kind := form.pop("kind", None):
+        return layoutc.MasterWeights(kind, model.parameters(), **form)
+    return layoutc.AdamW(model.parameters(), **form)
 
 
 def model_of(recipe: str) -> nn.Sequential:
@@ -76,23 +85,26 @@ def steps_as_one_process(recipe: str, form: dict[str, Any]) -> None:
     """Also, in fp32, as torch.optim.AdamW steps masters."""
     alone, sharded = model_of(recipe), model_of(recipe)
     fully_shard(sharded)
-    options = {"lr": 0.01, "weight_decay": 0.1}
-    expected = steps(alone, layoutc.AdamW(alone.parameters(), **options, **form), 0, 3)
-    assert_same(steps(sharded, layoutc.AdamW(sharded.parameters(), **options, **form), 0, 3), expected)
+    expected = steps(alone, optimizer_of(alone, form), 0, 3)
+    assert_same(steps(sharded, optimizer_of(sharded, form), 0, 3), expected)
     if not form:
         other = model_of(recipe)
-        of_torch: Any = layoutc.MasterWeights(torch.optim.AdamW, other.parameters(), foreach=True, **options)
+        of_torch: Any = layoutc.MasterWeights(
+            torch.optim.AdamW, other.parameters(), foreach=True, lr=0.01, weight_decay=0.1
+        )
         assert_same(steps(other, of_torch, 0, 3), expected)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "fp32"), ("fp8_current", "8bit")])
+@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "fp32"), ("fp8_current", "8bit"), ("mxfp8", "Adam, 8bit")])
 def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> None:
     two.run(steps_as_one_process, recipe, FORMS[form])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "form"), [("fp8_block", "fp32"), ("nvfp4", "bf16 masters, fp8")])
+@pytest.mark.parametrize(
+    ("recipe", "form"), [("fp8_block", "fp32"), ("nvfp4", "bf16 masters, fp8"), ("mxfp8", "SGD, bf16 masters, 8bit")]
+)
 def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
     four.run(steps_as_one_process, recipe, FORMS[form])
 
@@ -100,7 +112,7 @@ def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> 
 def sharded_with(form: dict[str, Any]) -> tuple[nn.Module, Any]:
     model = model_of("mxfp8")
     fully_shard(model)
-    return model, layoutc.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **form)
+    return model, optimizer_of(model, form)
 
 
 def save(folder: str, form: dict[str, Any]) -> None:
@@ -118,12 +130,12 @@ def resume(folder: str, form: dict[str, Any]) -> None:
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
     alone = model_of("mxfp8")
-    expected = steps(alone, layoutc.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1, **form), 0, 6)
+    expected = steps(alone, optimizer_of(alone, form), 0, 6)
     assert_same(steps(model, optimizer, 3, 6), expected)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("form", ["bf16 masters", "8bit"])
+@pytest.mark.parametrize("form", ["bf16 masters", "8bit", "SGD, bf16 masters, 8bit"])
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])
     four.run(resume, str(tmp_path), FORMS[form])

@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which kernels are w
 import triton.language as tl  # noqa: E402
 
 from layoutc.runtime.kernels import conversion_checks, launch  # noqa: E402
+from layoutc.runtime.triton import codes  # noqa: E402
 from layoutc.runtime.triton.codes import cast_to_codes, to_exponents, to_small_codes  # noqa: E402
 
 pytestmark = [
@@ -45,6 +46,36 @@ def up(x):
 @triton.jit
 def nearest(x):
     return to_exponents(tl.abs(x), 127, 254, 0xFF, "nearest")
+
+
+@triton.jit
+def root_by_steps(x):
+    return codes.bits_of(codes.root_inside(x))
+
+
+@triton.jit
+def root_of_card(x):
+    return codes.bits_of(tl.sqrt_rn(x))
+
+
+@triton.jit
+def inverse_by_steps(x):
+    return codes.bits_of(codes.inverse_inside(x))
+
+
+@triton.jit
+def inverse_of_card(x):
+    return codes.bits_of(codes.rdiv(1.0, x))
+
+
+def test_roots_and_inverses_without_branches_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mantissa, in binades of even and of odd exponents, from 2^-100 to 2^100."""
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device=CARD)
+    compared = [("root", root_by_steps, root_of_card), ("inverse", inverse_by_steps, inverse_of_card)]
+    for exponent in (-100, -99, -27, 0, 1, 63, 98, 99):
+        values = (mantissas | ((exponent + 127) << 23)).view(torch.float32)
+        monkeypatch.setattr(conversion_checks, "patterns", lambda _, values=values: values)
+        assert conversion_checks.differing(CARD, compared) == []
 
 
 @pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")

@@ -48,7 +48,7 @@ from layoutc.runtime.kernels import (
 from layoutc.runtime.kernels.choices import Tile
 from layoutc.runtime.operands import kernels as of_rows
 from layoutc.runtime.operands import of_experts
-from layoutc.runtime.optim import launches
+from layoutc.runtime.optim import launches, rules
 from layoutc.runtime.optim.kernels import update_kernel
 from layoutc.runtime.optim.states import FORMS
 from layoutc.runtime.triton import batch, reductions
@@ -297,7 +297,9 @@ def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
         master = torch.bfloat16 if masters == "bf16" else torch.float32
         form = launches.Form(master, first, second, weight, tuple(orientations), torch.float32)
         plan, table = launches._tiles(form), (batches.ROWS[0], True, True)
-        constants = launches.constants_of(form, tuple(kernels), plan, table, launch.level_of(divmod(capability, 10)))
+        constants = launches.constants_of(
+            rules.ADAMW, form, tuple(kernels), plan, table, launch.level_of(divmod(capability, 10))
+        )
         types: list[str | None] = ["*i64", "*i64", "*fp32", "*i32", "*i64", "*fp32"]
         types += ["*fp32" if one and one.codebooks else None for one in kernels[:2]]
         types.append("fp32" if kernels[2] and kernels[2].takes_input_max else None)

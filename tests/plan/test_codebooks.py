@@ -33,9 +33,11 @@ def test_lines_are_at_most_one_step_behind(name: str) -> None:
     fmt = BUILTIN[name]
     lines, steps = lines_of(fmt), np.array(codebook_thresholds(fmt), np.float32)
     x = np.concatenate([np.nextafter(steps, np.float32(-9)), steps, np.nextafter(steps, np.float32(9))])
-    slopes, starts = (np.array(lines[key], np.float32)[:, None] for key in ("SLOPES", "STARTS"))
-    at = np.minimum((np.abs(x) * slopes + starts).min(0), len(steps) - 0.5 - lines["ZERO"]).astype(np.int32)
-    below = np.maximum(np.where(x < 0, ~at, at) + lines["ZERO"], 0)
+    slopes, ends, spans = (np.array(lines[key], np.float32)[:, None] for key in ("SLOPES", "ENDS", "SPANS"))
+    missing = spans * np.clip(ends - (np.abs(x) if lines["ZERO"] else x) * slopes, 0, 1)
+    at = np.float32(len(steps) - 0.5 - lines["ZERO"]) - missing.sum(0, dtype=np.float32)
+    assert at.min() >= 0
+    below = np.maximum(np.floor(np.where((x < 0) & (lines["ZERO"] > 0), -at, at)) + lines["ZERO"], 0)
     behind = (steps <= x[:, None]).sum(1) - below
     assert set(behind.tolist()) == {0, 1}
 

@@ -1,4 +1,4 @@
-"""layoutc.AdamW: its steps are torch.optim.AdamW's, its kernel's bytes the reference's, its options those of torch."""
+"""Optimizers by a rule: their steps and options are those of torch.optim, their kernels' bytes the reference's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime.optim import reference
-from layoutc.runtime.optim.reference import Chance, Options
+from layoutc.runtime.optim.reference import Chance
 
 
 def build(recipe: str | None = "mxfp8", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -85,6 +85,74 @@ def test_steps_in_fp32_are_those_of_torch(recipe: str | None) -> None:
     assert found[0].state[found[0].param_groups[0]["params"][0]]["step"] == 5
 
 
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, in the order of its authors' program."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                update = moment.clone().mul_(beta1).add_(param.grad, alpha=1 - beta1).sign_()
+                param.add_(update, alpha=-group["lr"])
+                moment.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "betas": (0.4, 0.9)}),
+    "decoupled Adam": (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "Nesterov": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01}),
+    "Lion": (Lion, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_steps_of_others_in_fp32_are_those_of_torch(name: str) -> None:
+    """Masters, moments and codes, to the bit; their states load, also where a class counts no steps."""
+    kind, options = OTHERS[name]
+    foreach = {} if kind is Lion else {"foreach": True}
+    models = build("mxfp8"), build("mxfp8"), build("mxfp8")
+    ours: Any = layoutc.MasterWeights(kind, models[0].parameters(), lr=0.01, state="fp32", **options)
+    theirs: Any = layoutc.MasterWeights(kind, models[1].parameters(), lr=0.01, **foreach, **options)
+    assert isinstance(ours, layoutc.MasterWeights)
+    for model, optimizer in zip(models, (ours, theirs), strict=False):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(4):
+            give_gradients(model, step)
+            optimizer.step()
+            schedule.step()
+    expected = bytes_of(models[1], theirs)
+    found = bytes_of(models[0], ours)
+    assert_same({key: found[key] for key in expected}, expected)
+    loaded: Any = layoutc.MasterWeights(kind, models[2].parameters(), lr=1.0, masters="fp32", **options)
+    models[2].load_state_dict(models[1].state_dict())
+    loaded.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    expected = trained(models[1], theirs)
+    found = trained(models[2], loaded)
+    assert_same({key: found[key] for key in expected if "step" not in key}, {
+        key: value for key, value in expected.items() if "step" not in key
+    })  # fmt: skip
+
+
+def test_what_has_no_rule_is_refused() -> None:
+    """In words, before anything is made; without state= and masters= each class steps by itself, as before."""
+    weight = [nn.Parameter(torch.zeros(4, 4))]
+    for kind, options, said in (
+        (torch.optim.RMSprop, {}, "leave them out, and RMSprop keeps its state as it makes it"),
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with state= or masters= does not take amsgrad=True"),
+        (torch.optim.SGD, {}, "give it momentum=0.9"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            layoutc.MasterWeights(kind, weight, lr=0.1, state="8bit", **options)
+        assert type(layoutc.MasterWeights(kind, weight, lr=0.1, **options).inner) is kind
+
+
 def test_multiply_and_add_is_rounded_once() -> None:
     """What torch's lerp and addcmul do on this CPU, which the kernel's arithmetic follows."""
     generator = torch.Generator().manual_seed(0)
@@ -117,8 +185,7 @@ def test_multiply_and_add_is_rounded_once() -> None:
 def test_kernels_write_the_bytes_of_the_reference(
     recipe: str | None, form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = reference.update
-    monkeypatch.setattr(reference, "update", lambda *args: update(*args[:6], True))  # square roots to nearest
+    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
     model = build(recipe, dtype)
     expected = trained(model, layoutc.AdamW(groups_of(model), lr=0.01, **form))
     use_kernels(monkeypatch)
@@ -127,6 +194,27 @@ def test_kernels_write_the_bytes_of_the_reference(
     assert_same(trained(model, optimizer), expected)
     assert all(updates._launches for updates in optimizer._updates.values())
     assert len(optimizer._updates) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("Adam", {"masters": "bf16"}), ("Nesterov", {"state": "8bit"}), ("Lion", {"state": "fp8", "masters": "bf16"})],
+)
+def test_kernels_of_others_write_the_bytes_of_the_reference(
+    name: str, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = OTHERS[name]
+    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    model = build("mxfp8")
+    expected = trained(model, layoutc.MasterWeights(kind, model.parameters(), lr=0.01, **form, **options))
+    use_kernels(monkeypatch)
+    model = build("mxfp8")
+    optimizer: Any = layoutc.MasterWeights(kind, model.parameters(), lr=0.01, **form, **options)
+    assert_same(trained(model, optimizer), expected)
+    assert all(updates._launches for updates in optimizer._updates.values())
+    assert copy.deepcopy((model, optimizer))[1].param_groups[0]["lr"] == 0.01
+    forms = [held.moments for held in optimizer.explain()]
+    assert set(forms[0].values()) == {"8bit": {"adam_m8"}, "fp8": {"moment_fp8"}, None: {"fp32"}}[form.get("state")]
 
 
 def test_what_is_held_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +240,7 @@ def test_what_is_held_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and infinite gradients, values at the ends of the range, subnormal ones."""
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -1e-40, 1e-45, 0.0, -0.0, 1e-20, 65504.0])
-    update = reference.update
-    monkeypatch.setattr(reference, "update", lambda *args: update(*args[:6], True))
+    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
     found = []
     for kernels in (False, True):
         for form in ({}, {"masters": "bf16"}):
@@ -290,9 +377,10 @@ def test_options_out_of_range_are_refused() -> None:
         layoutc.AdamW(weight, state={"exp_avg": "nvfp4"})
 
 
-def test_update_is_what_its_options_say() -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_update_is_what_its_options_say(quick: bool) -> None:
     """By hand, in fp64."""
     values, first, second = torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
-    reference.update(values, torch.full((1, 1), 2.0), first, second, 1, Options(0.1, 0.9, 0.99, 1e-8, 0.5))
+    reference.adam(values, torch.full((1, 1), 2.0), (first, second), 1, (0.1, 0.9, 0.99, 1e-8, 0.5), True, quick)
     assert values.item() == pytest.approx(1 - 0.05 - 0.1, abs=1e-6)
     assert (first.item(), second.item()) == pytest.approx((0.2, 0.04), abs=1e-6)

@@ -1,1 +1,1 @@
-"""AdamW with state in recipes: one launch from a gradient's shard to masters, moments, and the weight's codes."""
+"""Optimizers: any on fp32 masters; by a rule, in one launch from a gradient's shard to masters, moments and codes."""

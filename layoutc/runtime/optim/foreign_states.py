@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import installed
-from layoutc.runtime.optim.states import FORMS, MOMENTS
+from layoutc.runtime.optim.states import FORMS
 from layoutc.runtime.torch_private import spec_of
 from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -29,15 +29,18 @@ class Coded(NamedTuple):
     shape: torch.Size
 
 
-def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def translated(state_dict: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
     """A state dict of an optimizer whose moments go by AdamW's names, in recipes or in fp32; others as they are.
 
     Raises ValueError for states of amsgrad, which layoutc.AdamW does not have.
     """
-    return {**state_dict, "state": {key: _of_parameter(key, saved) for key, saved in state_dict["state"].items()}}
+    return {
+        **state_dict,
+        "state": {key: _of_parameter(key, saved, moments) for key, saved in state_dict["state"].items()},
+    }
 
 
-def _of_parameter(key: Any, saved: Any) -> Any:
+def _of_parameter(key: Any, saved: Any, moments: Sequence[str]) -> Any:
     if not isinstance(saved, Mapping):
         return saved
     state = {**saved, **saved.get(_WRAPPED, {})}
@@ -46,7 +49,7 @@ def _of_parameter(key: Any, saved: Any) -> Any:
             f"the state of parameter {key} has max_exp_avg_sq, of amsgrad, which layoutc.AdamW does not have"
         )
     state.pop(_WRAPPED, None)
-    for number, name in enumerate(MOMENTS, 1):
+    for number, name in enumerate(moments, 1):
         if f"state{number}" in state:
             state[name] = state.pop(f"state{number}")
             table, scales = state.pop(f"qmap{number}", None), state.pop(f"absmax{number}", None)

@@ -1,4 +1,4 @@
-"""The kernels of AdamW: what each parameter's step is multiplied by, and the update of a group of weights.
+"""The kernels of optimizers: what each parameter's step is multiplied by, and the update of a group of weights.
 
 A table (triton/batch.py) has a row for each shard: rows, columns, its slot, and the addresses of its master, of three
 planes of each moment, and of six of the weight, or of its rounded values. Gradients, which move from step to step,
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan, root
+from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
 SCALARS = 8  # of a slot
@@ -62,12 +62,14 @@ def power(base, exponent):
 def scalars_kernel(
     steps,  # (slots,) fp32: steps that each parameter has taken
     groups,  # (slots,) int32: each parameter's group
-    settings,  # (groups, 8) fp64: lr, beta1, beta2, eps, weight decay
+    settings,  # (groups, 8) fp64: what a rule takes (optim/rules.py)
     skipped,  # fp32: 1 where a gradient is not finite, and no parameter steps
     scale,  # fp32: what gradients are divided by
     scalars,  # (slots, 8) fp32
     count,
     TILE: tl.constexpr,
+    RULE: tl.constexpr,  # "adam", "sgd" or "lion"
+    DECOUPLED: tl.constexpr,  # decay shrinks values; else it is added to gradients
 ):
     """Counts a step of each parameter, and works out what its update multiplies by."""
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -80,25 +82,69 @@ def scalars_kernel(
     tl.store(steps + slot, step, mask=inside)
     own = settings + tl.load(groups + slot, mask=inside, other=0) * 8
     lr = tl.load(own, mask=inside, other=0.0)
-    beta1 = tl.load(own + 1, mask=inside, other=0.0)
-    beta2 = tl.load(own + 2, mask=inside, other=0.0)
-    eps = tl.load(own + 3, mask=inside, other=0.0)
+    first = tl.load(own + 1, mask=inside, other=0.0)  # beta1, or the momentum
+    second = tl.load(own + 2, mask=inside, other=0.0)  # beta2, or the dampening
+    third = tl.load(own + 3, mask=inside, other=0.0)  # eps, or whether the momentum is Nesterov's
     decay = tl.load(own + 4, mask=inside, other=0.0)
+    is_maximized = tl.load(own + 5, mask=inside, other=0.0) != 0.0
     number = step.to(tl.int32)
-    correction1 = 1.0 - power(beta1, number)
-    correction2 = 1.0 - power(beta2, number)
+    rest = 1.0 - first
+    last = 1.0 - second
+    rate = lr
+    correction = lr
+    if RULE == "adam":
+        rate = lr / (1.0 - power(first, number))
+        correction = tl.sqrt(1.0 - power(second, number))
+    elif RULE == "sgd":
+        correction = tl.where(number == 1, 1.0, 0.0).to(tl.float64)
     out = scalars + slot * 8
-    factor = 1.0
+    factor = tl.where(is_maximized, -1.0, 1.0)
     if scale is not None:
-        factor = 1.0 / tl.load(scale).to(tl.float64)
-    tl.store(out, (1.0 - lr * decay).to(tl.float32), mask=inside)
-    tl.store(out + 1, (1.0 - beta1).to(tl.float32), mask=inside)
-    tl.store(out + 2, beta2.to(tl.float32), mask=inside)
-    tl.store(out + 3, (1.0 - beta2).to(tl.float32), mask=inside)
-    tl.store(out + 4, (-(lr / correction1)).to(tl.float32), mask=inside)
-    tl.store(out + 5, tl.sqrt(correction2).to(tl.float32), mask=inside)
-    tl.store(out + 6, eps.to(tl.float32), mask=inside)
-    tl.store(out + 7, taken * factor, mask=inside)  # 0: nothing is written
+        factor = factor / tl.load(scale).to(tl.float64)
+    tl.store(out, (1.0 - lr * decay if DECOUPLED else decay).to(tl.float32), mask=inside)
+    tl.store(out + 1, (first if RULE == "sgd" else rest).to(tl.float32), mask=inside)
+    tl.store(out + 2, second.to(tl.float32), mask=inside)
+    tl.store(out + 3, last.to(tl.float32), mask=inside)
+    tl.store(out + 4, (-rate).to(tl.float32), mask=inside)
+    tl.store(out + 5, (first if RULE == "lion" else correction).to(tl.float32), mask=inside)
+    tl.store(out + 6, third.to(tl.float32), mask=inside)
+    tl.store(out + 7, (taken * factor).to(tl.float32), mask=inside)  # 0: nothing is written
+
+
+@triton.jit
+def moment_of(moment, g, by, RULE: tl.constexpr, QUICK: tl.constexpr):
+    """(The first moment, as it is kept; what the value moves along)."""
+    one, second, last, fifth, sixth = by[1], by[2], by[3], by[5], by[6]
+    if RULE == "adam" and QUICK:
+        moment = fma(tl.broadcast_to(one, g.shape), g - moment, moment)
+        return moment, moment
+    elif RULE == "adam":  # as torch.lerp: from the end that is nearer
+        is_near = one < 0.5
+        share = tl.broadcast_to(tl.where(is_near, one, one - 1.0), g.shape)
+        moment = fma(share, g - moment, tl.where(is_near, moment, g))
+        return moment, moment
+    elif RULE == "sgd":
+        is_first, is_nesterov = fifth != 0.0, sixth != 0.0
+        moment = tl.where(is_first, g, fma(g, tl.broadcast_to(last, g.shape), moment * one))
+        return moment, tl.where(is_nesterov, fma(moment, tl.broadcast_to(one, g.shape), g), moment)
+    else:
+        mixed = fma(g, tl.broadcast_to(one, g.shape), moment * fifth)
+        kept = fma(g, tl.broadcast_to(last, g.shape), moment * second)
+        return kept, (mixed > 0).to(tl.float32) - (mixed < 0).to(tl.float32)
+
+
+@triton.jit
+def moved(p, along, square, by, over, HAS_SECOND: tl.constexpr, QUICK: tl.constexpr):
+    """Values after the step. over: 1 / by[5], the correction of square roots."""
+    rate = by[4]
+    if not HAS_SECOND:
+        return fma(along, tl.broadcast_to(rate, p.shape), p)
+    else:
+        correction, eps = by[5], by[6]
+        if QUICK:
+            deviation = root_inside(minimum(maximum(square, 2.0**-100), 2.0**100))
+            return fma(along * rate, inverse_inside(deviation * over + eps), p)
+        return p + tl.div_rn(along * rate, divide_by_scalar(tl.sqrt_rn(square), correction, over) + eps)
 
 
 @triton.jit
@@ -121,6 +167,8 @@ def update_kernel(
     KEEP: tl.constexpr,  # masters stay in the card's cache until they are read again, in place of all else
     EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
+    RULE: tl.constexpr, DECOUPLED: tl.constexpr,  # as scalars_kernel
+    QUICK: tl.constexpr,  # arithmetic of masters or moments that are rounded (optim/reference.py)
 ):  # fmt: skip
     """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
 
@@ -143,7 +191,7 @@ def update_kernel(
         _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
         None, None, None, books_m,
     )  # fmt: skip
-    second = (
+    second = (  # no plane where a rule has one moment
         _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
         _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
         _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
@@ -159,10 +207,9 @@ def update_kernel(
     )
     buffers = (None, None, None, None, None, None)
     unused = (None, None, None, None, None)
-    decay, weight1 = tl.load(own), tl.load(own + 1)
-    beta2, weight2 = tl.load(own + 2), tl.load(own + 3)
-    rate, correction, eps = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6)
-    over_correction = tl.div_rn(1.0, correction)
+    decay, rate, correction = tl.load(own), tl.load(own + 4), tl.load(own + 5)
+    by = (decay, tl.load(own + 1), tl.load(own + 2), tl.load(own + 3), rate, correction, tl.load(own + 6))
+    over = tl.div_rn(1.0, correction)
     number = 0
     first_row = 0
     first_column = 0
@@ -179,15 +226,16 @@ def update_kernel(
         at_row = row + done
         place = (at_row, column, m, k)
         g = to_float(load(grad, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)) * factor
-        p = to_float(load(master, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)) * decay
+        p = to_float(load(master, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT))
+        if DECOUPLED:
+            p = p * decay
+        else:
+            g = tl.where(decay != 0.0, fma(p, tl.broadcast_to(decay, p.shape), g), g)
         if DEQUANTIZE_M is None:
             moment = load(first[0], place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)
         else:
             moment = DEQUANTIZE_M(first, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
-        # As torch.lerp: from the end that is nearer.
-        is_near = weight1 < 0.5
-        share = tl.broadcast_to(tl.where(is_near, weight1, weight1 - 1.0), (STRIP, SPAN_K))
-        moment = fma(share, g - moment, tl.where(is_near, moment, g))
+        moment, along = moment_of(moment, g, by, RULE, QUICK)
         if DEQUANTIZE_M is None:
             store(first[0], moment, place, EVEN, EVICT=FIRST_OUT)
         else:
@@ -195,21 +243,23 @@ def update_kernel(
                 _inside(moment, place, EVEN), None, unused, first, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
-        if DEQUANTIZE_V is None:
-            square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)
-        else:
-            square = DEQUANTIZE_V(second, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL))
-        square = fma(g * weight2, g, square * beta2)
-        if DEQUANTIZE_V is None:
-            store(second[0], square, place, EVEN, EVICT=FIRST_OUT)
-        else:
-            QUANTIZE_V(
-                _inside(square, place, EVEN), None, unused, second, buffers,
-                (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
-            )  # fmt: skip
-        deviation = tl.sqrt_rn(square) if DEQUANTIZE_V is None else root(square)  # what recipes of roots take as well
-        divisor = divide_by_scalar(deviation, correction, over_correction) + eps
-        p = p + tl.div_rn(moment * rate, divisor)
+        square = None
+        if KINDS_V:
+            if DEQUANTIZE_V is None:
+                square = load(second[0], place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)
+            else:
+                square = DEQUANTIZE_V(
+                    second, None, place, DequantizeOptions(True, False, STRIP, SPAN_K, EVEN, CVT_LEVEL)
+                )
+            square = fma(g * by[3], g, square * by[2])
+            if DEQUANTIZE_V is None:
+                store(second[0], square, place, EVEN, EVICT=FIRST_OUT)
+            else:
+                QUANTIZE_V(
+                    _inside(square, place, EVEN), None, unused, second, buffers,
+                    (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
+                )  # fmt: skip
+        p = moved(p, along, square, by, over, KINDS_V != 0, QUICK)
         p = write_master(p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT)
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)

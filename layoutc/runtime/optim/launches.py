@@ -14,6 +14,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.optim.rules import Rule
 from layoutc.runtime.optim.states import as_matrix
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -34,7 +35,7 @@ class Member(NamedTuple):
 
     master: Tensor
     first: Tensor
-    second: Tensor
+    second: Tensor | None
     step: Tensor
     target: Tensor | None
     group: int
@@ -56,6 +57,11 @@ class Form(NamedTuple):
     target: Any  # a recipe's class, a dtype, or None
     orientations: tuple[str, ...]
     grad: torch.dtype
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the arithmetic is that of masters or moments that are rounded."""
+        return self.master != torch.float32 or self.first is not None or self.second is not None
 
 
 def planes_of(tensor: Tensor | None) -> list[Tensor]:
@@ -92,7 +98,8 @@ def why_apart(target: QuantizedTensor) -> str:
 class Updates:
     """Updates members, again and again, for as long as they stay where they are."""
 
-    def __init__(self, members: Sequence[Member], grads: Sequence[Tensor], groups: int) -> None:
+    def __init__(self, rule: Rule, members: Sequence[Member], grads: Sequence[Tensor], groups: int) -> None:
+        self._rule = rule
         device = self._device = members[0].master.device
         steps = torch.stack([member.step.to(device, torch.float32).reshape(()) for member in members])
         self._steps = steps  # of all, of which members' own are views
@@ -128,7 +135,7 @@ class Updates:
         return same and (capturing(self._device) or self._stream == stream_of(self._device))
 
     def set_options(self, groups: Sequence[tuple[Any, ...]], seed: int) -> None:
-        """lr, beta1, beta2, eps and weight decay of each group. Numbers are copied to the card when they change;
+        """What the rule takes of each group. Numbers are copied to the card when they change;
         tensors are read on it."""
         if seed != self._seed_given:
             self.seed.fill_(seed)
@@ -138,7 +145,7 @@ class Updates:
             if numbers != self._given[at]:
                 if capturing(self._device) and self._given[at] is not None:
                     raise LayoutError(
-                        "an option of AdamW has changed since the last step before a CUDA graph is captured, which "
+                        "an option has changed since the last step before a CUDA graph is captured, which "
                         "would fix it; make it a tensor on the card, as lr=torch.tensor(3e-4, device='cuda')"
                     )
                 row = torch.tensor(numbers, dtype=torch.float64)
@@ -156,7 +163,8 @@ class Updates:
 
         self._point_to(grads)
         count = len(self.members)
-        arguments = (self._steps, self._groups, self.options, skipped, scale, self._scalars, count, 128)
+        given = (self._steps, self._groups, self.options, skipped, scale, self._scalars)
+        arguments = (*given, count, 128, self._rule.name, self._rule.decoupled)
         run(scalars_kernel, (cdiv(count, 128),), arguments, 4)
         for plan in self._launches:
             plan()
@@ -192,7 +200,7 @@ class Updates:
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
         for table in tables:
             facts = table.rows, table.aligned and grads_aligned, table.even
-            constants = Constants(constants_of(form, (first, second, target), plan, facts, level))
+            constants = Constants(constants_of(self._rule, form, (first, second, target), plan, facts, level))
             args = (table.entries, *tensors, input_max)
             yield LaunchPlan.of(
                 update_kernel, Arguments((table.programs,), args, plan.warps, plan.registers, constants), args
@@ -281,7 +289,7 @@ def _kernels(cls: Any, x: Tensor) -> Any:
 
 
 def constants_of(
-    form: Form, kernels: tuple[Any, Any, Any], plan: Tiling, table: tuple[int, bool, bool], level: int
+    rule: Rule, form: Form, kernels: tuple[Any, Any, Any], plan: Tiling, table: tuple[int, bool, bool], level: int
 ) -> tuple[Any, ...]:
     """The constants of `update_kernel`, in its order.
 
@@ -292,11 +300,11 @@ def constants_of(
     *moments, target = kernels
     rows, aligned, even = table
     found: list[Any] = [DTYPES[form.grad], DTYPES[form.master]]
-    for cls, one in zip((form.first, form.second), moments, strict=True):
+    for at, (cls, one) in enumerate(zip((form.first, form.second), moments, strict=True)):
         tiles = (one.dequantize_tile, one.quantize_tile) if one else (None, None)
-        found += [*tiles, _kinds(cls or torch.float32)]
+        found += [*tiles, _kinds(cls or torch.float32) if at < len(rule.moments) else 0]
     served = target.serves if target else {}
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
     found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]
     found.append(DTYPES[form.target] if isinstance(form.target, torch.dtype) else None)
-    return (*found, rows, aligned, *plan[:7], even, level, 0, 0)
+    return (*found, rows, aligned, *plan[:7], even, level, 0, 0, rule.name, rule.decoupled, form.is_quick)

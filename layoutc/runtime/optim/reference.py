@@ -1,23 +1,14 @@
-"""AdamW's step of one shard, in plain torch, on any device: the definition that the kernels follow, byte for byte."""
+"""Steps of one shard, in plain torch, on any device: the definition that the kernels follow, byte for byte."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.random_bits import counted_words
-
-
-class Options(NamedTuple):
-    """What a step depends on beside tensors."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 class Chance(NamedTuple):
@@ -29,27 +20,72 @@ class Chance(NamedTuple):
     first: tuple[int, int]
 
 
-def update(
-    values: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: int, options: Options, exact: bool = True
-) -> None:
-    """Updates fp32 values and moments in place: (m, k) each. step: from 1 on.
+def adam(
+    values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
+    quick: bool,
+) -> None:  # fmt: skip
+    """Updates fp32 values and moments in place, (m, k) each. step: from 1 on. settings: as `Rule.settings`.
 
-    The order of operations, and what is rounded once, is that of torch.optim.AdamW with foreach. exact: square roots
-    are rounded to nearest, as cards do; torch's on CPUs are now and then one bit off.
+    The order of operations, and what is rounded once, is that of torch.optim with foreach. quick: that of masters or
+    moments that are rounded: one multiplication by a reciprocal, and second moments count from 2^-100 to 2^100, so that
+    cards take roots and reciprocals without branches.
     """
-    lr, beta1, beta2, eps, decay = options
-    if decay:
-        values.mul_(1 - lr * decay)
+    (first, second), (lr, beta1, beta2, eps, decay, *_) = moments, settings
+    grad = _decayed(values, grad, lr, decay, decoupled)
+    correction = (1 - beta2**step) ** 0.5
+    if quick:
+        first.add_(grad - first, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        over = 1 / torch.tensor(correction, dtype=torch.float32, device=values.device)
+        inverse = exact_sqrt(second.clamp(2.0**-100, 2.0**100)).mul_(over).add_(eps).reciprocal_()
+        values.addcmul_(first, inverse, value=-(lr / (1 - beta1**step)))
+        return
     first.lerp_(grad, 1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    divisor = root(second) if exact else second.sqrt()
-    divisor.div_((1 - beta2**step) ** 0.5).add_(eps)
-    values.addcdiv_(first, divisor, value=lr / (1 - beta1**step) * -1)
+    values.addcdiv_(first, sqrt(second).div_(correction).add_(eps), value=lr / (1 - beta1**step) * -1)
 
 
-def root(x: Tensor) -> Tensor:
-    """The square root, rounded to nearest; of numbers below 0, which no second moment is, that of 0."""
-    x = x.clamp(min=0)
+def sgd(
+    values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
+    quick: bool,
+) -> None:  # fmt: skip
+    """As `adam`, of SGD with momentum."""
+    (buffer,), (lr, momentum, dampening, nesterov, decay, *_) = moments, settings
+    grad = _decayed(values, grad, lr, decay, decoupled)
+    if step == 1:
+        buffer.copy_(grad)
+    else:
+        buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
+    values.add_(grad.add(buffer, alpha=momentum) if nesterov else buffer, alpha=-lr)
+
+
+def lion(
+    values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
+    quick: bool,
+) -> None:  # fmt: skip
+    """As `adam`, of Lion (arXiv 2302.06675)."""
+    (moment,), (lr, beta1, beta2, _, decay, *_) = moments, settings
+    grad = _decayed(values, grad, lr, decay, decoupled)
+    values.add_(moment.mul(beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)
+    moment.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+def _decayed(values: Tensor, grad: Tensor, lr: float, decay: float, decoupled: bool) -> Tensor:
+    """The gradient, with what weight decay adds to it; decoupled: values shrink, in place."""
+    if decay and not decoupled:
+        return grad.add(values, alpha=decay)
+    if decay:
+        values.mul_(1 - lr * decay)
+    return grad
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """torch's own, which on CPUs is now and then one bit off."""
+    return x.sqrt()
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Rounded to nearest, as on cards."""
     return x.sqrt() if x.is_cuda else x.double().sqrt().float()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,6 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMS = {
     "8bit": ("adam_m8", "adam_v8"),
     "fp8": ("moment_fp8", "moment_fp8_sqrt"),
@@ -36,7 +35,7 @@ class Forms:
     least: int
 
     @classmethod
-    def of(cls, state: State, least: int) -> Forms:
+    def of(cls, state: State, least: int, moments: Sequence[str]) -> Forms:
         """Of an argument of users. Raises ValueError for what is none."""
         if isinstance(state, str):
             if state != "fp32" and state not in FORMS:
@@ -44,12 +43,12 @@ class Forms:
                     f"state={state!r} is none of fp32, {', '.join(FORMS)}; a dict names a recipe for each moment, "
                     'as {"exp_avg": "adam_m8"}'
                 )
-            names = dict(zip(MOMENTS, FORMS.get(state, ()), strict=False))
+            names = dict(zip(moments, FORMS.get(state, ()), strict=False))
         else:
             names = {name: recipe for name, recipe in state.items() if recipe != "fp32"}
-        if unknown := sorted(names.keys() - set(MOMENTS)):
+        if unknown := sorted(names.keys() - set(moments)):
             raise ValueError(
-                f"state={state!r}: {', '.join(unknown)} is no state of AdamW, which has exp_avg, exp_avg_sq"
+                f"state={state!r}: {', '.join(unknown)} is no state of this optimizer, which has {', '.join(moments)}"
             )
         return cls({name: _tensor_of(recipe) for name, recipe in names.items()}, least)
 

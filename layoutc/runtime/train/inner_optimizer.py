@@ -37,9 +37,9 @@ ELEMENTWISE = frozenset(
 )
 
 
-def listed(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[Any]:
-    """The parameters or groups that `owner` is given, with the class of the inner optimizer. Raises TypeError, with
-    what to write, for an optimizer in place of its class, and for a model, or nothing, in place of parameters."""
+def groups_of(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[dict[str, Any]]:
+    """The parameter groups that `owner` is given, with the class of the inner optimizer. Raises TypeError, with what to
+    write, for an optimizer in place of its class, and for a model, or nothing, in place of parameters."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(f"{owner} makes the optimizer itself: pass the class, {owner}({name}, model.parameters(), ...)")
@@ -51,7 +51,15 @@ def listed(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[A
         raise TypeError(f"{owner} takes parameters, not a {type(params).__name__}: pass model.parameters()")
     if isinstance(params, tuple) and not params:
         raise TypeError(f"{owner} has no parameters to step: pass model.parameters()")
-    return list(params)
+    params = list(params)
+    groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        if members and isinstance(members[0], tuple):  # named_parameters()
+            group["param_names"], members = map(list, zip(*members, strict=True))
+        group["params"] = members
+    return groups
 
 
 def steps_shard(inner: torch.optim.Optimizer, master: Tensor) -> bool:

@@ -44,6 +44,9 @@ class MasterWeights(FollowsParameters):
     Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
     A step raises LayoutError if its parameters are no model's any more, or a quantized weight has been made plain.
 
+    With `state` or `masters`, as for AdamW of this package, moments and masters of torch's AdamW and Adam, of SGD with
+    momentum, and of Lion are held in recipes, and one launch steps them and writes codes. Others raise ValueError then.
+
     Example:
 
         >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
@@ -59,6 +62,12 @@ class MasterWeights(FollowsParameters):
     _gradients = Gradients()
     _rewriting: WriteBack | None = None
 
+    BY_RULE: type[MasterWeights]  # what `state` or `masters` make; optim/by_rule.py, which is above, sets it
+
+    def __new__(cls, *args: Any, state: Any = None, masters: Any = None, **options: Any) -> MasterWeights:
+        """With `state` or `masters`, what steps by its own rule."""
+        return super().__new__(cls.BY_RULE if cls is MasterWeights and (state, masters) != (None, None) else cls)
+
     def __init__(
         self, optimizer_class: Callable[..., torch.optim.Optimizer], params: Iterable[Any] = (), **options: Any
     ) -> None:
@@ -66,14 +75,7 @@ class MasterWeights(FollowsParameters):
 
         After fully_shard masters are as small as shards.
         """
-        params = inner_optimizer.listed(type(self).__name__, optimizer_class, params)
-        groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
-        for group in groups:
-            members = group["params"]
-            members = [members] if isinstance(members, Tensor) else list(members)
-            if members and isinstance(members[0], tuple):  # named_parameters()
-                group["param_names"], members = map(list, zip(*members, strict=True))
-            group["params"] = members
+        groups = inner_optimizer.groups_of(type(self).__name__, optimizer_class, params)
         self._masters, self._recipes, self._written, self._coarse = {}, {}, {}, {}
         self._loaded = False
         self._adopt([param for group in groups for param in group["params"]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import bits_of, isnan, like, power_above
+from layoutc.runtime.triton.codes import approximately, bits_of, float_of, isnan, like, power_above
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NO_LINES = tl.constexpr(())  # as a default, Triton 3.6 takes no bare tuple
@@ -26,6 +26,12 @@ def count_of(values):
 
 
 @triton.constexpr_function
+def reaches_nan(slopes, codes, nan):
+    """Whether what is found by SLOPES for NaN is its code."""
+    return len(slopes) > 0 and codes[-1] == nan
+
+
+@triton.constexpr_function
 def last_of_bits(codes):
     """The largest code that has the bits of the largest of these."""
     return (1 << max(codes).bit_length()) - 1
@@ -34,19 +40,21 @@ def last_of_bits(codes):
 @triton.jit
 def to_codebook(
     x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr,
-    SLOPES: tl.constexpr = NO_LINES, STARTS: tl.constexpr = NO_LINES, ZERO: tl.constexpr = 0, AT: tl.constexpr = 0,
-    codebooks=None,
+    SLOPES: tl.constexpr = NO_LINES, ENDS: tl.constexpr = NO_LINES, SPANS: tl.constexpr = NO_LINES,
+    ZERO: tl.constexpr = 0, AT: tl.constexpr = 0, codebooks=None,
 ):  # fmt: skip
     """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1.
 
     codebooks: memory that has the steps from place AT on; None: the program holds them. The rest: `steps_reached`.
     """
     if COUNT > COMPARED or codebooks is not None:
-        reached = steps_reached(x, STEPS, COUNT, SLOPES, STARTS, ZERO, codebooks, AT)
+        reached = steps_reached(x, STEPS, COUNT, SLOPES, ENDS, SPANS, ZERO, codebooks, AT)
         if in_order(CODES):
             codes = (reached + CODES[0]) & last_of_bits(CODES) if CODES[0] else reached
         else:
             codes = held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
+        if reaches_nan(SLOPES, CODES, NAN) and not INTERPRETED:
+            return codes  # of NaN, which has no sign on a card, that of the largest value
         return tl.where(isnan(x), NAN, codes)
     codes = tl.full(x.shape, CODES[0], tl.int32)
     for i in tl.static_range(COUNT - 1):
@@ -73,31 +81,60 @@ def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.con
 
 @triton.jit
 def steps_reached(
-    x, STEPS: tl.constexpr, COUNT: tl.constexpr, SLOPES: tl.constexpr, STARTS: tl.constexpr, ZERO: tl.constexpr,
-    codebooks, AT: tl.constexpr,
+    x, STEPS: tl.constexpr, COUNT: tl.constexpr, SLOPES: tl.constexpr, ENDS: tl.constexpr, SPANS: tl.constexpr,
+    ZERO: tl.constexpr, codebooks, AT: tl.constexpr,
 ):  # fmt: skip
     """How many of COUNT - 1 ascending STEPS are at most x: int32. By one look at them, or without lines by halves.
 
-    SLOPES, STARTS: of lines whose least, over |x|, is about the number of steps above 0 that x reaches: cut off, it is
-    that or one less. ZERO steps lie below 0. The plan finds them (plan/conversions.py).
+    SLOPES, ENDS, SPANS: of parts of |x|, whose sum is about the number of steps above 0 that x reaches: cut off, it is
+    that or one less. ZERO steps lie below 0. The plan finds them (plan/conversions.py). Multiplying and adding takes
+    cards half as long as comparing.
     """
     SIZE: tl.constexpr = power_above(COUNT)
     # No x reaches the steps that fill a table up.
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks + AT
     if count_of(SLOPES) > 0:
+        size = tl.abs(x) if ZERO else x
         at = like(x, COUNT - 1.5 - ZERO)
         for i in tl.static_range(count_of(SLOPES)):
-            at = tl.minimum(at, tl.fma(tl.abs(x), like(x, SLOPES[i]), like(x, STARTS[i])))
-        if INTERPRETED:
-            at = tl.where(isnan(x), 0.0, at)  # as cards' minimum, which leaves NaN out
-        below = (at.to(tl.int32) ^ (bits_of(x) >> 31)) + ZERO  # the sign turns n into -1 - n
-        below = tl.maximum(below, 0)
-        return below + (x >= step_at(below, steps)).to(tl.int32)
+            at = tl.fma(from_0_to_1(-size, SLOPES[i], ENDS[i]), like(x, -SPANS[i]), at)
+        if ZERO:
+            at = float_of(bits_of(at) | (bits_of(x) & -0x80000000))  # at is not below 0
+        below = whole_below(at) + ZERO
+        if ZERO:
+            below = tl.maximum(below, 0)
+        return below + tl.where(x < step_at(below, steps), 0, 1)
     reached = tl.zeros(x.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):  # a code has at most 8
         if 1 << bit < SIZE:
             reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
     return reached
+
+
+@triton.jit
+def from_0_to_1(x, slope, start):
+    """x * slope + start, no less than 0 and no more than 1; of NaN, 0."""
+    if INTERPRETED:
+        value = tl.fma(x, like(x, slope), like(x, start))
+        return tl.where(value > 0, tl.where(value < 1, value, 1.0), 0.0)
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [x, like(x, slope), like(x, start)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def whole_below(x):
+    """The largest integer that is no more than x, of a few bits: by adding, which takes cards less than converting."""
+    if INTERPRETED:
+        return tl.floor(x).to(tl.int32)
+    else:
+        return bits_of(approximately("add.rm.f32 $0, $1, 0f4B400000;", x)) - 0x4B400000  # 1.5 * 2^23
 
 
 @triton.jit
@@ -145,9 +182,9 @@ def gathered(table, places):
         return tl.load(table + places)
     else:
         return tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];",
-            "=f,l",
-            [(table + places).to(tl.int64)],
+            "{ .reg .u64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }",
+            "=f,l,r",
+            [tl.broadcast_to(table.to(tl.int64), places.shape), places],
             dtype=tl.float32,
             is_pure=True,
             pack=1,

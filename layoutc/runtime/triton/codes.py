@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 F32_MAX = tl.constexpr(3.4028234663852886e38)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # in place of an offset
 
 
@@ -63,6 +64,36 @@ def divide(a, b):
 def root(x):
     """The square root of each value, rounded to nearest even; of numbers below 0, that of 0."""
     return tl.sqrt_rn(maximum(x, 0.0)) + 0.0  # no negative zero
+
+
+@triton.jit
+def root_inside(x):
+    """The square root of 2^-100 to 2^100, rounded to nearest even.
+
+    As `tl.sqrt_rn`, whose branch for other numbers keeps a thread from working on several at a time.
+    """
+    if INTERPRETED:
+        return tl.sqrt_rn(x)
+    else:
+        over = approximately("rsqrt.approx.ftz.f32 $0, $1;", x)
+        near = x * over
+        return tl.fma(tl.fma(-near, near, x), 0.5 * over, near)
+
+
+@triton.jit
+def inverse_inside(x):
+    """1 / x of 2^-100 to 2^100, rounded to nearest even; without a branch, as `root_inside`."""
+    if INTERPRETED:
+        return rdiv(1.0, x)
+    else:
+        over = approximately("rcp.approx.ftz.f32 $0, $1;", x)
+        return tl.fma(tl.fma(-x, over, 1.0), over, over)
+
+
+@triton.jit
+def approximately(INSTRUCTION: tl.constexpr, x):
+    """What an instruction makes of each value."""
+    return tl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -1,0 +1,226 @@
+"""Optimizers by a rule: moments and masters in the layout that recipes say, updated with the weights' codes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.optim import foreign_states, launches, reference, rules, states
+from layoutc.runtime.optim.explain import Held, form_of, nbytes_of
+from layoutc.runtime.optim.launches import Member, Updates
+from layoutc.runtime.optim.reference import Chance
+from layoutc.runtime.optim.states import Forms, State, as_matrix
+from layoutc.runtime.train import inner_optimizer
+from layoutc.runtime.train.master_weights import MasterWeights
+from layoutc.runtime.train.steps import Entry, gradient_of, local_of
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+Masters = Literal["fp32", "bf16"]
+
+
+class _Moments(torch.optim.Optimizer):
+    """Holds groups and moments for what is stepped. ByRule steps it."""
+
+    STEPS_SHARDS = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Never called."""
+        raise NotImplementedError
+
+
+class ByRule(MasterWeights):
+    """What `MasterWeights(optimizer_class, params, state=..., masters=...)` makes, and AdamW is."""
+
+    _KEPT = (*MasterWeights._KEPT, "_updates")
+    _step_supports_amp_scaling = True  # GradScaler leaves scaling, and steps that it skips, to the launch
+
+    inner: _Moments
+    _updates: Mapping[torch.device, Updates] = MappingProxyType({})
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any] = (),
+        *,
+        state: State | None = None,
+        masters: Masters | None = None,
+        least: int = 4096,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """As MasterWeights and AdamW have it. Raises ValueError for classes without a rule (optim/rules.py)."""
+        masters = masters or "fp32"
+        if masters not in ("fp32", "bf16"):
+            raise ValueError(f"masters={masters!r} is none of fp32, bf16")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must fit into 32 bits, and {seed} does not")
+        owner = MasterWeights if type(self) is ByRule else type(self)
+        groups = inner_optimizer.groups_of(owner.__name__, optimizer_class, params)
+        self._rule, given = rules.of_class(optimizer_class, options)
+        self._forms, self._masters_in = Forms.of(state or "fp32", least, self._rule.moments), masters
+        super().__init__(_moments, groups, **given, seed=seed)
+
+    # ---------------------------------------------------------------------------------------------------------- masters
+    def _master_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.bfloat16 if self._masters_in == "bf16" and self._forms.applies(param) else torch.float32
+
+    def _adopt(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        for param in params:
+            if param.requires_grad:
+                name = getattr(local_of(param), "weight_name", None) or "a parameter"
+                self._forms.check(param, name)
+                if self._master_dtype(param) != torch.float32:
+                    states.refuse_masters(param, name, self._masters_in)
+        super()._adopt(params)
+
+    def _forget_entries(self) -> None:
+        super()._forget_entries()
+        self._updates = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As MasterWeights has it. States in fp32 and in other recipes are converted, and so are those of torchao's and
+        bitsandbytes' AdamW, whose bytes are kept where this optimizer's recipe has their layout."""
+        super().load_state_dict(foreign_states.translated(state_dict, self._rule.moments))
+
+    def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
+        """States in other recipes, or in fp32, are converted."""
+        super()._load_one(param, saved)
+        master = self._masters[param]
+        stepped = local_of(master) if inner_optimizer.steps_shard(self.inner, master) else master
+        state = self.inner.state.get(stepped, {})
+        for name in self._rule.moments:
+            if name in state:
+                state[name] = states.converted(local_of(state[name]), self._forms.recipe(param, name))
+        if state:  # torch's SGD counts no steps
+            step = torch.as_tensor(state.get("step", 1), dtype=torch.float32)
+            state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
+
+    def explain(self) -> list[Held]:
+        """What is held of each parameter on this rank, and whether its launch writes the weight's codes, or why not."""
+        found = []
+        for entry in self._entries():
+            state, local, master = self.inner.state.get(entry.stepped, {}), entry.local, local_of(entry.stepped)
+            moments = {name: local_of(state[name]) for name in self._rule.moments if name in state}
+            held = [*moments.values(), *([master] if entry.trains else [])]
+            why = "" if _has_kernels(master, moments.values()) else "plain torch steps it here"
+            if entry.trains and not why and isinstance(local, QuantizedTensor):
+                why = launches.why_apart(local)
+            own = "is its own" if not entry.trains else form_of(master)
+            forms = {name: form_of(moment) for name, moment in moments.items()}
+            nbytes = sum(map(nbytes_of, held))
+            name = getattr(local, "weight_name", None) or ""
+            found.append(Held(name, tuple(entry.param.shape), own, forms, nbytes, why))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------- step
+    def _advance(self, entries: Sequence[Entry]) -> None:
+        """Updates what has a gradient, and rewrites its weights."""
+        numbers = {entry: number for number, entry in enumerate(entries)}
+        groups = [at for at, group in enumerate(self.param_groups) for _ in group["params"]]
+        stepped = [entry for entry in entries if entry.param.grad is not None]
+        found_inf, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+        together: dict[torch.device, list[tuple[Entry, Member, Tensor]]] = defaultdict(list)
+        for entry in stepped:
+            number, grad = numbers[entry], gradient_of(entry)
+            member = self._member(entry, number, groups[number])
+            if _runs(member, grad):
+                together[member.master.device].append((entry, member, grad))
+            elif found_inf is None or not bool(found_inf):
+                self._update(member, grad if scale is None else grad / scale)
+        done: set[Entry] = set()
+        for device, updated in together.items():
+            self._launch(device, updated, found_inf, scale)
+            done.update(entry for entry, member, _ in updated if member.target is not None)
+        written([entry.local for entry in done if isinstance(entry.local, QuantizedTensor)])
+        increment_version([entry.local for entry in done if not isinstance(entry.local, QuantizedTensor)])
+        self._collect_state()
+        self._write_back(done)
+
+    def _member(self, entry: Entry, number: int, group: int) -> Member:
+        """What a step reads and writes of a parameter. Makes its state, if it has none."""
+        stepped = entry.stepped
+        state, master, target = self.inner.state[stepped], local_of(stepped), None
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state.update(
+                {name: states.zeros(master, self._forms.recipe(entry.param, name)) for name in self._rule.moments}
+            )
+        if entry.trains and self._moves(self.param_groups[group]):
+            local = entry.local
+            if not isinstance(local, QuantizedTensor) or not launches.why_apart(local):
+                target = local
+        first, *rest = (local_of(state[name]) for name in self._rule.moments)
+        return Member(
+            master, first, rest[0] if rest else None, state["step"], target, group, number, states.place_of(entry.param)
+        )
+
+    def _moves(self, group: dict[str, Any]) -> bool:
+        return isinstance(group["lr"], Tensor) or bool(group["lr"])
+
+    def _launch(
+        self, device: torch.device, updated: list[tuple[Entry, Member, Tensor]], skipped: Any, scale: Any
+    ) -> None:
+        members, grads = [member for _, member, _ in updated], [grad for _, _, grad in updated]
+        updates = self._updates.get(device)
+        if updates is None or not updates.holds(members, grads):
+            if capturing(device):
+                raise LayoutError(
+                    "the first step makes its tables, and a CUDA graph can't capture that: step once before the "
+                    "capture, with gradients of the same dtypes"
+                )
+            updates = Updates(self._rule, members, grads, len(self.param_groups))
+            self._updates = {**self._updates, device: updates}
+            for (entry, _, _), member in zip(updated, updates.members, strict=True):
+                self.inner.state[entry.stepped]["step"] = member.step
+        updates.set_options([self._rule.settings(group) for group in self.param_groups], self.param_groups[0]["seed"])
+        updates(grads, skipped, scale)
+
+    def _update(self, member: Member, grad: Tensor) -> None:
+        """The step of one shard in plain torch."""
+        member.step.add_(1)
+        if not member.master.numel():
+            return
+        step, settings = int(member.step), tuple(map(float, self._rule.settings(self.param_groups[member.group])))
+        held = [moment for moment in (member.first, member.second) if moment is not None]
+        moments = [states.read(moment) for moment in held]
+        master, grad = as_matrix(member.master), as_matrix(grad).to(torch.float32)
+        plain = master.dtype == torch.float32
+        values = master if plain else master.to(torch.float32)
+        quick = not plain or any(isinstance(moment, QuantizedTensor) for moment in held)
+        grad = -grad if settings[-1] else grad
+        self._rule.update(values, grad, moments, step, settings, self._rule.decoupled, quick)
+        for moment, one in zip(held, moments, strict=True):
+            states.write(moment, one)
+        if not plain:
+            chance = Chance(self.param_groups[0]["seed"], member.number, step, member.place)
+            reference.write_master(values, master, chance)
+
+
+MasterWeights.BY_RULE = ByRule
+
+
+def _moments(params: Any, **options: Any) -> _Moments:
+    return _Moments(params, options)
+
+
+def _runs(member: Member, grad: Tensor) -> bool:
+    """Whether kernels update a shard."""
+    if type(grad) is not Tensor or grad.dtype not in launch.FLOATS or not grad.is_contiguous():
+        return False
+    return _has_kernels(member.master, (member.first, member.second))
+
+
+def _has_kernels(master: Tensor, moments: Iterable[Tensor | None]) -> bool:
+    if not launch.usable(master) or not master.is_contiguous():
+        return False
+    return all(type(one).quantizing_kernels(master) for one in moments if isinstance(one, QuantizedTensor))

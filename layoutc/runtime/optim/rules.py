@@ -1,0 +1,67 @@
+"""How optimizers move a value: the moments that each has, its options, and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layoutc.runtime.optim import reference
+
+Update = Callable[[Tensor, Tensor, Sequence[Tensor], int, Sequence[float], bool, bool], None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's arithmetic.
+
+    name: of the kernels'. moments: names in `optimizer.state`. update: in plain torch. decoupled: decay shrinks values;
+    else it is added to gradients.
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    update: Update
+    decoupled: bool
+
+    def settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a step takes of a parameter group, in the order of kernels; numbers, or tensors of one."""
+        lr, decay, maximize = group["lr"], group["weight_decay"], group.get("maximize") or 0
+        if self.name == "sgd":
+            return lr, group["momentum"], group["dampening"], group["nesterov"], decay, maximize
+        return (lr, *group["betas"], group.get("eps", 0), decay, maximize)
+
+
+ADAMW = Rule("adam", ("exp_avg", "exp_avg_sq"), reference.adam, True)
+ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), reference.adam, False)
+SGD = Rule("sgd", ("momentum_buffer",), reference.sgd, False)
+LION = Rule("lion", ("exp_avg",), reference.lion, True)
+
+_KNOWN = {"lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov"}
+_KNOWN |= {"foreach", "fused", "capturable", "use_triton"}  # how, not what
+_NEUTRAL = {"cautious_factor": 1.0}  # others do nothing where they are false
+
+
+def of_class(optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Rule, Any]:
+    """The rule of an optimizer, and the options of its groups. Raises ValueError for one that has no rule."""
+    probe = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
+    given, kind = dict(probe.defaults), type(probe)
+    rules: dict[type, Rule] = {torch.optim.AdamW: ADAMW, torch.optim.Adam: ADAM, torch.optim.SGD: SGD}
+    rule = LION if kind.__name__ == "Lion" else rules.get(kind)
+    if rule is None:
+        raise ValueError(
+            "state= and masters= are there for AdamW, Adam, SGD with momentum, and Lion, whose steps this package has: "
+            f"leave them out, and {kind.__name__} keeps its state as it makes it"
+        )
+    if rule is ADAM and given.get("decoupled_weight_decay"):
+        rule = ADAMW
+    given.pop("decoupled_weight_decay" if rule.name == "adam" else "", None)
+    if other := sorted(key for key in given.keys() - _KNOWN if given[key] and given[key] != _NEUTRAL.get(key)):
+        named = ", ".join(f"{key}={given[key]!r}" for key in other)
+        raise ValueError(f"{kind.__name__} with state= or masters= does not take {named}: leave them out")
+    if rule is SGD and not given["momentum"]:
+        raise ValueError("SGD without momentum has no state: leave state= and masters= out, or give it momentum=0.9")
+    return rule, given
