@@ -105,11 +105,17 @@ def _checked(module: object) -> ModuleType:
     raise ValueError(f"{what}; {WAYS}")
 
 
-def _unknown(name: str, others: list[str]) -> str:
-    folded = {one.replace("_", "-"): one for one in sorted([*_own().RECIPES, *others])}
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, if any is close."""
+    folded = {one.replace("_", "-"): one for one in sorted(names)}
     close = difflib.get_close_matches(name.casefold().replace("_", "-")[:80], folded, n=1)
+    return folded[close[0]] if close else None
+
+
+def _unknown(name: str, others: list[str]) -> str:
+    meant = nearest(name, [*_own().RECIPES, *others])
     there = f"There are {', '.join(others)}, and layoutc's own, which" if others else "Those that there are,"
-    hint = f"Did you mean {folded[close[0]]}?" if close else f"{there} `layoutc list` names."
+    hint = f"Did you mean {meant}?" if meant else f"{there} `layoutc list` names."
     return (
         f"there is no recipe {name!r} in layoutc.recipes, in an installed package or in {BUILT.absolute()}. {hint} Of "
         f"your own, {WAYS}"

@@ -16,7 +16,7 @@ from torch import nn
 from layoutc.checkpoint import convert_safetensors, load_safetensors, quantize_as_stored
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit, told
-from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, installed, is_for
+from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, chosen, installed, is_for
 from layoutc.recipes import (
     fp8_block,
     fp8_block_e8m0,
@@ -40,6 +40,14 @@ def test_a_recipe_without_files_hides_no_files_of_its_layout() -> None:
             "nf4_bitsandbytes/bitsandbytes",
             "nf4_bitsandbytes/bitsandbytes_double",
         ]
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("fp8_blok/deepseek", "fp8_block/deepseek"), ("deepsek", "deepseek")])
+def test_misspelled_bindings_are_answered_with_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(LayoutError, match=f"has files '{typed}'; did you mean {meant}\\?"):
+        chosen(typed, installed())
+    with pytest.raises(LayoutError, match=r"files 'zebra'; bindings there are: .*fp8_block/deepseek"):
+        chosen("zebra", installed())
 
 
 def test_equal_bindings_of_a_layout_are_one() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weight_recipes import WEIGHTS
 
 import layoutc
-from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors
+from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors, quantize_as_stored
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.checkpoint.safetensors import writing
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
@@ -472,7 +472,7 @@ def test_codes_of_six_bits_in_words_that_they_cross(dtype: str, tmp_path: Path) 
     assert same_tensors(load_file(tmp_path / "out" / "model.safetensors"), tensors)
 
 
-def test_conversions_take_small_files_along_and_say_what_they_did(tmp_path: Path) -> None:
+def test_conversions_and_exports_take_small_files_along_and_say_what_they_did(tmp_path: Path) -> None:
     """Tokenizer and templates; nothing that states how the source's weights are quantized, and nothing large."""
     from click.testing import CliRunner
 
@@ -500,3 +500,10 @@ def test_conversions_take_small_files_along_and_say_what_they_did(tmp_path: Path
         assert {name: (folder / name).read_text() for name in beside} == {name: name for name in beside}
     names = {path.name for path in back.iterdir()}
     assert names == {*beside, "config.json", "model.safetensors"}
+    model = nn.Sequential(nn.Linear(32, 64, bias=False))
+    quantize_as_stored(model, codes, files="mxfp8/compressed_tensors")
+    load_safetensors(model, codes)
+    export_safetensors(model, tmp_path / "tuned", files="compressed_tensors", source=codes)
+    tuned = tmp_path / "tuned"
+    assert {path.name for path in tuned.iterdir()} == names
+    assert {name: (tuned / name).read_text() for name in beside} == {name: name for name in beside}

@@ -1,9 +1,10 @@
-"""Files beside a model's weights, which a converted folder needs as well: tokenizer, templates, generation settings."""
+"""Files beside a model's weights, which the next folder needs as well: tokenizer, templates, generation settings."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from os import PathLike
 from pathlib import Path
 
 from layoutc.checkpoint.common.folders import sync
@@ -15,16 +16,18 @@ _NAMES = re.compile(r"LICEN[CS]E|NOTICE", re.IGNORECASE)
 _OF_WEIGHTS = re.compile(r"config\.json|.*\.index\.json|(hf_)?quant\w*_config\.json|layoutc\.json", re.IGNORECASE)
 
 
-def copy_companions(source: Path, folder: Path) -> tuple[str, ...]:
-    """Copies them from one folder to another; returns their names, sorted.
+def copy_companions(source: str | PathLike[str] | None, folder: Path) -> tuple[str, ...]:
+    """Copies them from one folder to another; returns their names, sorted. None, and a file, have none.
 
     Files of at most 64 MiB; no folders, no weights, and nothing that states how the source's weights are quantized.
     """
-    names = sorted(path.name for path in source.iterdir() if _is_companion(path) and not (folder / path.name).exists())
-    for name in names:
-        shutil.copyfile(source / name, folder / name)
-        sync(folder / name)
-    return tuple(names)
+    beside = Path(source).iterdir() if source is not None and Path(source).is_dir() else ()
+    found = sorted(path for path in beside if _is_companion(path) and not (folder / path.name).exists())
+    names = tuple(path.name for path in found)
+    for path in found:
+        shutil.copyfile(path, folder / path.name)
+        sync(folder / path.name)
+    return names
 
 
 def _is_companion(path: Path) -> bool:

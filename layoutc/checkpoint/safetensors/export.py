@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layoutc.checkpoint.common.companions import copy_companions
 from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
@@ -94,9 +95,10 @@ def export_safetensors(
     files: a binding that the recipes' specs state under `files`, such as `deepseek`. Weights, also those that are cast
     on gather, are written as that program's files hold them, and config.json says so. Files with codes of scales
     (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; default: that
-    of a model of transformers. source: the folder that the weights were loaded from. If it has the same binding, its
-    quantization_config is kept, with the modules that are plain now; scales of activations and layers that the model's
-    class ignores are copied, as are texts and codes of unchanged scales. A warning names what is left out.
+    of a model of transformers. source: the folder that the weights were loaded from, whose small files are copied
+    (tokenizer, templates). If it has the same binding, its quantization_config is kept, with the modules that are plain
+    now; scales of activations and layers that the model's class ignores are copied, as are texts and codes of unchanged
+    scales. A warning names what is left out.
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
     the files. Of tied weights only the first is written; values that are not tensors are left out.
 
@@ -132,9 +134,8 @@ def export_safetensors(
         split = split_into_files([*items, *beside_it], max_shard_bytes)
         if first:
             check_new(folder, "export")
-    described = repr([[(item.name, item.tensors) for item in file] for file in split.values()])
-    facts = hashlib.sha256(described.encode()).hexdigest()
-    agree(problems, process_group, facts, "export different names, shapes or dtypes")
+    described = repr([[(item.name, item.tensors) for item in file] for file in split.values()]).encode()
+    agree(problems, process_group, hashlib.sha256(described).hexdigest(), "export different names, shapes or dtypes")
     join_amaxes(item.value for item in items if item.held)
     partly = from_first(lambda: begin_folder(folder), process_group)
     try:
@@ -152,6 +153,7 @@ def export_safetensors(
                 if theirs or config is not None:
                     stated = config if config is not None else config_of_model(model_or_state_dict)
                     write_config(partly, began.config if stated is None else stated, quantization)
+                copy_companions(source, partly)
                 planned = {name: [one for item in file for one in item.planned] for name, file in split.items()}
                 finish_folder(partly, folder, planned)
         agree(problems, process_group)
@@ -296,9 +298,8 @@ def _with_source(
     before, written = source.quantization, {tensor for item in items for tensor in item.tensors}
     config = quantization_of(theirs, before, *beside.modules_of(weights, theirs, source.tensors))
     state = model.state_dict() if isinstance(model, nn.Module) else model
-    names = [file_name(name, rename) for name in state]
     left_out = beside.left_out_by(model) if isinstance(model, nn.Module) else None
-    kept, others = beside.rest_of(source.tensors, names, weights, left_out)
+    kept, others = beside.rest_of(source.tensors, [file_name(name, rename) for name in state], weights, left_out)
     if not goes_on([one.binding for one in theirs], before):
         kept, others = [], kept + others
     found = list[Item]()
@@ -306,8 +307,7 @@ def _with_source(
         if (stored := source.tensors[name]).dtype not in OF_OTHERS:
             raise LayoutError(f"{name} in the source is {stored.dtype}, which torch has no dtype for")
         facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
-        read = partial(source.slices.read, stored, ())
-        found.append(Item(name, name, torch.empty(0), {name: facts}, copied=read))
+        found.append(Item(name, name, torch.empty(0), {name: facts}, copied=partial(source.slices.read, stored, ())))
     return config, found, others
 
 

@@ -17,7 +17,7 @@ from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-from layoutc.runtime.installed import every, find
+from layoutc.runtime.installed import every, find, nearest
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
@@ -144,8 +144,10 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
         with suppress(ValueError):
             found = [one for one in bindings_of([find(files.partition("/")[0]).Tensor]) if one.label == files]
     if not found:
+        meant = nearest(files, [name for one in every for name in (one.label, one.binding.name)])
         there = ", ".join(sorted(one.label for one in every)) or "none: their specs state no `files`"
-        raise LayoutError(f"no recipe of the model has files {files!r}; bindings there are: {there}")
+        hint = f"did you mean {meant}?" if meant else f"bindings there are: {there}"
+        raise LayoutError(f"no recipe of the model has files {files!r}; {hint}")
     return found
 
 
