@@ -89,6 +89,8 @@ def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
     if rect.shape[1] != own.matrix[1]:
         common |= tensor.LAYOUT.shared_along_rows
     piece.store.cut_from(own, part, common)
+    if is_first:
+        piece.stacked = tensor.stacked  # still on their way: what waits for the piece waits for them
     return piece
 
 
