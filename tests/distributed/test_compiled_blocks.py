@@ -130,7 +130,7 @@ def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tu
     two.run(compiles, recipe, Block, modes, seconds=COLD)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
@@ -158,7 +158,7 @@ def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str, modes: tuple[str,
     two.run(compiles, recipe, Pieces, modes, seconds=COLD)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("recipe", "mode"), [("fp8_current", "whole"), ("mxfp8", "resharded")])
 def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str, mode: str) -> None:
     """A whole model is taken apart at FSDP2's hooks."""
@@ -217,7 +217,7 @@ def handed_over(recipe: str, modes: tuple[str, ...]) -> None:
         assert train(recipe, partial(make, True), mode)[0] == expected
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [

@@ -538,7 +538,7 @@ def test_simple_fsdp_refuses_weights_that_are_cast_on_gather(two: Ranks, recipe:
     two.run(refuses_cast_weights, recipe)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
     """Collectives of planes are traced as they run."""

@@ -268,6 +268,7 @@ def test_it_is_as_with_plain_weights(two: Ranks, recipe: str, case: str) -> None
     two.run(equal_to_plain, recipe, case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES if ALL_PAIRS else RECIPES[:1])
 def test_gradients_of_replicas_are_summed_later(four: Ranks, recipe: str) -> None:
     four.run(equal_to_plain, recipe, "replicas")

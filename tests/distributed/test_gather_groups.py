@@ -555,6 +555,7 @@ def keeps_single_values(recipe: str) -> None:
     assert places[-4:-2] == places[-2:]  # once the group gathers in few steps
 
 
+@pytest.mark.thorough
 def test_single_values_stay_where_they_are(two: Ranks) -> None:
     """A table is made for each place."""
     two.run(keeps_single_values, "fp8_current")

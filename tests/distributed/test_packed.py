@@ -152,7 +152,7 @@ def switches(recipe: str) -> None:
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
 def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
     two.run(switches, recipe)

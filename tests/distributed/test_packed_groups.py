@@ -158,7 +158,7 @@ def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mix
     two.run(is_the_same, recipe, cast, mixed, False)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("recipe", "cast", "width"), [("nvfp4", True, 64), ("fp8_block", False, 256)])
 def test_by_kernels(two: Ranks, recipe: str, cast: bool, width: int) -> None:
     two.run(is_the_same, recipe, cast, True, True, width)

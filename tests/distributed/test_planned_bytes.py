@@ -453,7 +453,7 @@ def test_cases_have_every_pair_of_choices() -> None:
     assert {one.mesh for one in CASES} == MESHES.keys()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "_"))
 def test_ranks_send_and_hold_what_is_planned(two: Ranks, four: Ranks, case: Case) -> None:
     """A case for every pair of choices: what tests/budget/test_budgets.py says of the integers holds for all others."""

@@ -126,6 +126,7 @@ def all_said(rows: int) -> dict[str, str]:
     return {hidden: said_of(rows, hidden) for hidden, _ in RENAMED} | {"all": said_of(rows, None)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [64, 96], ids=["even shards", "cuts inside blocks"])
 def test_a_renamed_registry_is_refused_on_all_ranks_before_a_collective(two: Ranks, rows: int) -> None:
     first, second = two.run(all_said, rows)

@@ -352,6 +352,7 @@ def test_recomputed_activations_are_rounded_as_before() -> None:
     assert torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.thorough
 def test_compiled_code_gives_the_bytes_of_eager_code() -> None:
     """With a seed, and with torch's: the operator that draws is the same."""
     made = package("by_chance_e2m1")

@@ -587,6 +587,7 @@ def test_compiled_equals_eager(recipe: str, use: str, batched: bool) -> None:
         assert all(map(same_bits, made(compiled, recomputed), expected))
 
 
+@pytest.mark.thorough
 def test_a_graph_of_any_number_of_tokens() -> None:
     layer = experts("mxfp8", weight(EXPERTS, N, K, dtype=torch.bfloat16))
     torch._dynamo.reset()

@@ -104,7 +104,7 @@ def in_mode(how: Any, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     return called
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_a_mix_compiled_or_recomputed_equals_eager(recipe: str, use: str) -> None:
