@@ -21,10 +21,15 @@ gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are s
 grad_fp8: E4M3 gradients on the wire, rounded by random bits, under an FP32 scale for each 128.
 grad_int4: 4-bit gradients on the wire, mixed by a Hadamard matrix and rounded by random bits, in groups of 128.
 hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
+int2_affine64: 2-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
+int3_affine64: 3-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
+int4_affine64: 4-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
 int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 int4_packed128: 4-bit integers in words, in groups of 128 under BF16 scales of amax / 7.5.
 int4_packed128_zeros: 4-bit integers in words, in groups of 128 under BF16 scales with zero points.
 int4_packed32: 4-bit integers in words, in groups of 32 under BF16 scales of amax / 7.5.
+int6_affine64: 6-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
+int8_affine64: 8-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
 int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
 int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
 moment_fp8: Moments in E4M3, FP32 scales of 128 elements of a row.
@@ -47,6 +52,7 @@ nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one 
 nvfp4_compressed_tensors_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as in
 compressed-tensors.
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
+nvfp4_mlx: E2M1 weights in 1x16 blocks under E4M3 scales alone, as MLX has NVFP4.
 nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
 nvfp4_modelopt_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as ModelOpt has them.
 q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256.
@@ -77,10 +83,15 @@ RECIPES = (
     "grad_fp8",
     "grad_int4",
     "hybrid_fp8",
+    "int2_affine64",
+    "int3_affine64",
+    "int4_affine64",
     "int4_group32",
     "int4_packed128",
     "int4_packed128_zeros",
     "int4_packed32",
+    "int6_affine64",
+    "int8_affine64",
     "int8_block",
     "int8_rowwise",
     "moment_fp8",
@@ -102,6 +113,7 @@ RECIPES = (
     "nvfp4_compressed_tensors",
     "nvfp4_compressed_tensors_experts",
     "nvfp4_gradient",
+    "nvfp4_mlx",
     "nvfp4_modelopt",
     "nvfp4_modelopt_experts",
     "q4_k",

@@ -763,7 +763,7 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
 def test_configs_of_mlx(released: Callable[[str], Path], tmp_path: Path) -> None:
     """It reads them under another key, and has had them there alone; a plain folder has none. A mode that no recipe has
     is refused in its name, with what would work."""
-    path, by_default = released("mxfp4_of_mlx"), {"bits": 4, "group_size": 64}
+    path, by_default = released("mxfp4_of_mlx"), {"bits": 5, "group_size": 64}
     stated = json.loads((path / "config.json").read_text())["quantization_config"]
     for i, one in enumerate(({"quantization": stated}, {"quantization": stated, "quantization_config": stated})):
         folder, out = with_config(path, tmp_path / str(i), {"hidden_size": 256} | one), tmp_path / f"plain{i}"
@@ -773,9 +773,9 @@ def test_configs_of_mlx(released: Callable[[str], Path], tmp_path: Path) -> None
         convert_safetensors(folder, tmp_path / f"same{i}", files="mxfp4/mlx")
         written = json.loads((tmp_path / f"same{i}" / "config.json").read_text())
         assert written["quantization"] == written["quantization_config"] == stated
-    for i, one in enumerate((by_default, stated | {"mode": "nvfp4", "group_size": 16})):
+    for i, one in enumerate((by_default, by_default | {"mode": "affine"})):
         folder = with_config(path, tmp_path / f"other{i}", {"quantization": one})
-        with pytest.raises(LayoutError, match=r"mxfp4/mlx, but for mode, group_size\nMLX .* --dequantize\n") as found:
+        with pytest.raises(LayoutError, match=r"int6_affine64/mlx, but for bits\nMLX .* --dequantize\n") as found:
             convert_safetensors(folder, tmp_path / "none", dtype=torch.bfloat16)
         assert str(found.value).count("\n") < 10
 

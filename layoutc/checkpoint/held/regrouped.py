@@ -115,7 +115,8 @@ def _class_of(cls: type[QuantizedTensor], columns: int | None, divides: bool) ->
     """The class that decodes blocks of so many columns, None for a whole row, with scales that fp32 holds. divides:
     blocks of other rows' lengths go on in the next row, so they are no blocks of a row, and fit no file."""
     layout, data = cls.LAYOUT, cls.LAYOUT.stored["rowwise_data"]
-    dtypes = {name: layout.dtypes[name] for name in PER_BLOCK if name in layout.stored} | {SCALE: torch.float32}
+    stored = {name: layout.dtypes[name] for name in PER_BLOCK if name in layout.stored}
+    dtypes = {name: torch.float32 if dtype in HALVES else dtype for name, dtype in stored.items()}
 
     def planes(m: int, k: int) -> dict[str, Facts]:
         blocks = cdiv(k, columns) if columns else 1
@@ -142,23 +143,24 @@ def regrouped(
     cls: type[QuantizedTensor], binding: Binding, config: Mapping[str, Any]
 ) -> Iterator[tuple[type[Regrouped], Binding]]:
     """Classes and bindings that read files whose config has a binding's key for the columns of a block: one for
-    each size there, with scales of 16 bits in any dtype of 16 or 32. Sizes that each weight's text states are those
-    that bitsandbytes has, which counts blocks over the flattened weight."""
+    each size there, with scales and zero points of 16 bits in any dtype of 16 or 32. Sizes that each weight's text
+    states are those that bitsandbytes has, which counts blocks over the flattened weight."""
     if not _is_plain(layout := cls.LAYOUT):
         return
-    own, scale = layout.stored[SCALE].columns_per_value, binding.planes[SCALE]
-    in_halves = layout.dtypes[SCALE] in HALVES
+    own = layout.stored[SCALE].columns_per_value
+    halves = [name for name in PER_BLOCK if layout.dtypes.get(name) in HALVES]
+    widened = {name: binding.planes[name]._replace(dtype="F32", bits=32) for name in halves}
     for columns, changed in _stated(binding, config):
         if columns and binding.text is not None:
             words = f"{binding.name}, blocks of {columns} across rows"
             yield _flat_of(cls, columns), changed._replace(name=words)
-        if columns == own and not in_halves:
+        if columns == own and not halves:
             continue
         yield (
             _class_of(cls, columns, binding.text is not None),
             changed._replace(
                 name=f"{binding.name}, {_words(columns, columns == own)}",
-                planes={**binding.planes, SCALE: scale._replace(dtype="F32", bits=32) if in_halves else scale},
+                planes={**binding.planes, **widened},
                 groups=binding.groups and (*binding.groups[:2], columns or ALL),
             ),
         )

@@ -28,7 +28,7 @@ _OF_WEIGHTS = r"weight_(scale|scales|scale_inv|scale_2|global_scale|zero_point|g
 _CODES = re.compile(rf"weight_packed|qweight|qzeros|W_q|dense_weights|{_OF_WEIGHTS}")
 # That of one that says how another is decoded: of a tensor whose name it goes on from, or of its module's weight.
 _SUFFIX = re.compile(r"_(scale|scales|scale_inv|scale_2|global_scale|zero_point|zero_points|g_idx|absmax)$")
-_OF_MODULE = re.compile(rf"scales?|scale_inv|zeros|zero_point|qzeros|g_idx|biases|{_OF_WEIGHTS}")
+_OF_MODULE = re.compile(rf"scales?|scale_inv|global_scale|zeros|zero_point|qzeros|g_idx|biases|{_OF_WEIGHTS}")
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 
 

@@ -20,12 +20,13 @@ OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "weight_block_size": [128, 128],
-        "mode": "affine",
         "bnb_4bit_quant_type": "fp4",
         "bnb_4bit_use_double_quant": False,
         "bnb_4bit_quant_storage": "uint8",
     }
 )
+
+OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # likewise, in configs without a quant_method: MLX's
 
 # How programs read their own files as plain weights, by quant_method; None is MLX, whose configs state none.
 READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
@@ -64,12 +65,17 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config by each of its schemes: of ModelOpt's `quantized_layers`, with the `quant_algo` of one; of
-    `config_groups`, with that one alone, and its own `format` where it states one. The config itself without several.
+    """A config by each of its schemes: of ModelOpt's `quantized_layers`, with the `quant_algo` of one; of MLX's
+    modules, with what one states; of `config_groups`, with that one alone, and its own `format` where it states one.
+    The config itself without several.
     """
     if isinstance(layers := config.get("quantized_layers"), Mapping) and layers:
         algos = dict.fromkeys(str(one.get("quant_algo")) for one in layers.values() if isinstance(one, Mapping))
         return [{**config, "quant_algo": algo} for algo in algos]
+    if modules := modules_in(config):
+        shared = {key: value for key, value in config.items() if key not in modules}
+        found = [shared, *({**shared, **one} for one in modules.values() if one)]
+        return [one for i, one in enumerate(found) if one not in found[:i]]
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return [config]
@@ -78,6 +84,19 @@ def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         {**config, "format": form or config.get("format"), "config_groups": {key: one}}
         for (key, one), form in zip(groups.items(), own, strict=True)
     ]
+
+
+def modules_in(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What a config of MLX states of single modules, by their names: {} of one that is not quantized."""
+    if "quant_method" in config or "bits" not in config:
+        return {}
+    stated = {key: one for key, one in config.items() if isinstance(one, Mapping | bool)}
+    return {key: one if isinstance(one, Mapping) else {} for key, one in stated.items()}
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with what its program's reader takes a key for that is not there."""
+    return {**DEFAULTS, **({} if "quant_method" in config else OF_MLX), **config}
 
 
 def _lower(value: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutc.runtime.bindings.configs import DEFAULTS, OF_FORMAT, schemes_of, spelled
+from layoutc.runtime.bindings.configs import OF_FORMAT, completed, schemes_of, spelled
 from layoutc.runtime.bindings.facts import Binding
 
 
@@ -59,7 +59,7 @@ def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
     """The paths that tell this binding's files from others, and at which a config has none of its values: of several
     schemes, the one that is nearest."""
     own, paths = spelled(binding.config), [(path, path.split(".")) for path in binding.recognized]
-    each = [{**DEFAULTS, **one} for one in schemes_of(spelled(config))]
+    each = [completed(one) for one in schemes_of(spelled(config))]
     found = [
         [name for name, path in paths if not _agrees(values_at(own, path), values_at(theirs, path), name)]
         for theirs in each
@@ -69,7 +69,12 @@ def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
 
 def _agrees(own: Sequence[Any], theirs: Sequence[Any], name: str) -> bool:
     """True if a config has a binding's value, or leaves out which version of a format it is of."""
-    return any(one in own for one in theirs) or (name in OF_FORMAT and not theirs)
+    return any(_of_weights(one) in own for one in theirs) or (name in OF_FORMAT and not theirs)
+
+
+def _of_weights(value: Any) -> Any:
+    """A config's value without what it says of activations that stay as they are, as in ModelOpt's `W4A16_...`."""
+    return re.sub(r"^w\d+a16_", "", value) if isinstance(value, str) else value
 
 
 def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
@@ -84,7 +89,7 @@ def _contradicts(binding: Binding, theirs: Mapping[str, Any]) -> tuple[str, Any,
     for path in binding.recognized:
         there = [value for value in values_at(theirs, path.split(".")) if value is not None]
         here = values_at(own, path.split("."))
-        if there and not any(value in here for value in there):
+        if there and not any(_of_weights(value) in here for value in there):
             return path, there[0], here[0]
     return None
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from layoutc.runtime.bindings.configs import list_in, schemes_of
+from layoutc.runtime.bindings.configs import list_in, modules_in, schemes_of
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import recognizes, values_at
 
@@ -36,7 +36,8 @@ def config_of(
     bindings, all that it says is kept, such as how activations and caches are quantized, and its list of modules that
     are not quantized changes by those that are quantized `now`, and were not `before`, or the other way round. Else it
     is what the bindings state, with a list of the modules that are plain now; of several schemes, one of
-    `config_groups` for each binding, whose targets are its modules; or by `quant_algo`, one for each layer.
+    `config_groups` for each binding, whose targets are its modules; or by `quant_algo` one for each layer, or as MLX
+    has them, the first one's with the modules of others.
     """
     had = {*before.quantized} if len(schemes_of(source)) > 1 else set[str]()
     moved = any(not had.intersection(those) <= {*was} for those, was in zip(now.of, before.of, strict=True))
@@ -47,8 +48,10 @@ def config_of(
             listed = [str(one) for one in config.get(key) or ()]
             if (changed := _changed(listed, now, before, by_prefix=key not in ("ignore", "exclude_modules"))) != listed:
                 config[key] = changed
-        return config
-    config, by_targets = {}, _by_targets(bindings, now.of) or _by_layers(bindings, now.of, source)
+        wrong = [name for name, one in modules_in(config).items() if bool(one) != (name in now.quantized)]
+        return {key: value for key, value in config.items() if key not in wrong}
+    by_targets = _by_targets(bindings, now.of) or _by_layers(bindings, now.of, source) or _by_modules(bindings, now.of)
+    config = dict[str, Any]()
     for one in bindings:
         stated = dict(one.config) | by_targets | ({one.plain: sorted(now.plain)} if one.plain else {})
         if any(config.setdefault(key, value) != value for key, value in stated.items()):
@@ -60,6 +63,8 @@ def _tells_of(source: Mapping[str, Any], module: str) -> bool:
     """True if one of several schemes names a module; or modules by their class, which nothing here knows."""
     if isinstance(layers := source.get("quantized_layers"), Mapping):
         return module in layers
+    if stated := modules_in(source):
+        return bool(stated.get(module))
     targets = [str(one) for found in values_at(source, ["config_groups", "*", "targets"]) for one in found or ()]
     return "Linear" in targets or is_listed(module, targets, by_prefix=False)
 
@@ -94,6 +99,16 @@ def _by_layers(
         for name in own
     }
     return {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict(sorted(layers.items()))}
+
+
+def _by_modules(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
+    """The config of files that MLX has in several schemes: the first one's, and that of each module of the others; {}
+    for other bindings, and for those that state one scheme."""
+    stated = [one.config for one in bindings]
+    if any("quant_method" in one or "bits" not in one for one in stated) or all(one == stated[0] for one in stated):
+        return {}
+    rest = zip(stated[1:], modules[1:], strict=True)
+    return {**stated[0], **{name: dict(one) for one, names in rest for name in sorted(names)}}
 
 
 def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix: bool) -> list[str]:

@@ -136,10 +136,10 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             help = "for instance `{layout: (e m) (g b) -> e m g b, b: 32}`"
             yield source.find("LC363", f"layout: {error}", label, why=why, help=help)
             continue
-        if kind in planes and planes[kind].bits == 6 and tensor.layout is not None:
-            label = source.value((*where, "layout"))
-            why = "codes of 6 bits lie across bytes, and move as the plane's bytes do"
-            yield source.find("LC363", "a layout of 6-bit codes", label, why=why, help="delete `layout`")
+        if kind in planes and _crosses_bytes(planes[kind]) and tensor.layout is not None:
+            label, bits = source.value((*where, "layout")), planes[kind].bits
+            why = f"codes of {bits} bits lie across bytes, and move as the plane's bytes do"
+            yield source.find("LC363", f"a layout of {bits}-bit codes", label, why=why, help="delete `layout`")
             continue
         last, bits = layout.order[-1], planes[kind].bits if kind in planes else 8
         size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
@@ -173,8 +173,8 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
             help = f"write `dtype: {_usual(fmt)}`"
             yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
-        elif fmt.bits == 6 and tensor.dtype != "U8" and tensor.pack not in (None, spec.element.pack):
-            label, message = source.value((*where, "pack")), f"6-bit codes in {tensor.dtype} packed otherwise"
+        elif _crosses_bytes(fmt) and tensor.dtype != "U8" and tensor.pack not in (None, spec.element.pack):
+            label, message = source.value((*where, "pack")), f"{fmt.bits}-bit codes in {tensor.dtype} packed otherwise"
             why = "their bytes move as they are, into words"
             yield source.find("LC364", message, label, why=why, help="delete `pack`, or write `dtype: U8`")
 
@@ -361,7 +361,12 @@ def _holds(dtype: str, fmt: Format) -> bool:
         return fmt == POWERS_OF_TWO
     if dtype in BYTES:
         return BYTES[dtype] == fmt.torch
-    return dtype in INTEGERS and (fmt.bits == 6 or INTEGERS[dtype] % fmt.bits == 0)  # 6: across entries
+    return dtype in INTEGERS and (_crosses_bytes(fmt) or INTEGERS[dtype] % fmt.bits == 0)
+
+
+def _crosses_bytes(fmt: Format) -> bool:
+    """True for codes that may lie in two bytes, and so in two entries of any width."""
+    return 8 % fmt.bits > 0 and fmt.bits < 8
 
 
 def _usual(fmt: Format) -> str:
