@@ -54,7 +54,9 @@ def exchange_tokens(
 
     Example:
 
-        >>> y = layoutc.exchange_tokens(torch.randn(4, 64), None, None, dist.group.WORLD, recipe="fp8_rowwise")
+        >>> ranks = torch.distributed.group.WORLD
+        >>> layoutc.exchange_tokens(torch.randn(4, 64), None, None, ranks, recipe="fp8_rowwise").shape
+        torch.Size([4, 64])
     """
     if x.dim() != 2 or x.dtype not in _FLOATS:
         raise ValueError(
