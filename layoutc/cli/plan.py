@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,9 @@ from layoutc.cli.charts import chart_option, check_chart, draw_chart, shown_agai
 from layoutc.cli.planning import CARDS, count, dtype, is_given, options, planned, recipe_option
 from layoutc.cli.shared import MOST_RANKS, grouped, split_list
 from layoutc.estimate.state import MASTERS, STATES
+
+if TYPE_CHECKING:
+    from layoutc.models.weights import Model
 
 WRITTEN = "layoutc_plan"  # the key of the JSON that this command writes
 _FREE = ("model", "shapes", "as_json", "as_csv", "chart", "weights", "quiet", "folder")  # also of an earlier plan
@@ -180,9 +184,43 @@ def _data(
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     asked = _settled(asked)
-    if asked["frozen"]:
-        found = adapted(found, asked["lora_rank"])
-    return planned(found, asked, quiet), None
+    run = adapted(found, asked["lora_rank"]) if asked["frozen"] else found
+    data = planned(run, asked, quiet)
+    if asked["ranked"] and all(one["spare"] < 0 for one in data["budgets"]):
+        lightest = [one["recipe"] for one in sorted(data["budgets"], key=_memory) if one["how"] != "plain"]
+        data["instead"] = list(_instead(found, {**asked, "recipes": tuple(lightest[:1]) or asked["recipes"]}))
+    return data, None
+
+
+def _memory(one: dict[str, Any]) -> float:
+    return float(one["memory"])
+
+
+def _instead(model: Model, asked: dict[str, Any]) -> Iterator[str]:
+    """What fits where nothing does, as options and what they take: no replicas, smaller states of the optimizer, a
+    frozen base, and the fewest cards, by doubling them."""
+    from layoutc.models.adapters import adapted
+
+    base = adapted(model, asked["lora_rank"])
+    if asked["replicas"] > 1:
+        yield from _fitting("--replicas 1", base if asked["frozen"] else model, {**asked, "replicas": 1})
+    if not asked["frozen"]:
+        if not any(map(is_given, ("state", "masters", "moments"))):
+            yield from _fitting("--state 8bit --masters bf16", model, {**asked, "state": "8bit", "masters": "bf16"})
+        yield from _fitting(f"--lora-rank {asked['lora_rank']}", base, {**asked, "frozen": True})
+    world = asked["worlds"][0]
+    while (world := 2 * world) <= MOST_RANKS:
+        words = f"--cards {world}x{asked['card'].upper()}"
+        if found := _fitting(words, base if asked["frozen"] else model, {**asked, "worlds": [world]}):
+            yield from found
+            return
+
+
+def _fitting(words: str, model: Model, asked: dict[str, Any]) -> list[str]:
+    """The options, with the recipe that takes least of a card and what it takes; [] if none fits."""
+    least = min(planned(model, asked, True)["budgets"], key=_memory)
+    gb = least["memory"] / 1e9
+    return [f"{words} ({least['recipe']}: {gb:,.1f} GB)"] if least["spare"] >= 0 else []
 
 
 def _settled(asked: dict[str, Any]) -> dict[str, Any]:

@@ -299,6 +299,8 @@ def test_the_answer_for_70b_on_64_cards_is_one_screen() -> None:
     assert re.fullmatch(
         r"  fits: .* is fastest, [\d.]+ of the 80.7 GB of a card; .* tokens/s in all, bound by products \d+%", lines[1]
     )
+    steps = r'steps within layoutc\.products\("low_precision"\), each layer checkpointed'
+    assert re.fullmatch(rf'  in code: layoutc\.quantize_\(model, "\w+"\) before fully_shard, {steps}', lines[2])
     rows = [line for line in lines if "x  " in line and "%" in line]
     assert rows[-1].split()[0] == "bf16"  # the slowest
     fast = [float(found[1]) for line in rows if (found := re.search(r" (\d\.\d\d)x ", line))]
@@ -312,6 +314,12 @@ def test_the_answer_for_70b_on_64_cards_is_one_screen() -> None:
 def test_what_does_not_fit_is_said_first() -> None:
     lines = answer_of("llama-70b", "--cards", "64xH100", "--replicas", "8", "--recipe", "nvfp4")
     assert "does not fit: bf16 takes least" in lines[1]
+    took = r" \(\w+: [\d.]+ GB\)"
+    ways = rf"  would fit: --replicas 1{took}; --lora-rank 16{took}; (--cards \d+xH100){took}"
+    found = re.fullmatch(ways, lines[2])
+    assert found is not None, lines[2]
+    again = answer_of("llama-70b", *found[1].split(), "--replicas", "8", "--recipe", "nvfp4")
+    assert again[1].startswith("  fits: ")
     assert sum("no: -" in line for line in lines) == 2
     table = run("llama-70b", "--card", "h100", "--world", "64,512", "--replicas", "8", "--recipe", "nvfp4").stdout
     assert "2 of 4 do not fit an H100 (80.7 GB): nvfp4 on 64 takes" in table

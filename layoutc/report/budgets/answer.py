@@ -58,7 +58,7 @@ def tables(data: Mapping[str, Any]) -> list[Table]:
     notes = tuple((line,) for line in (*_notes(data), *data["model"]["notes"], *_kept(data["notes"])))
     numbers = frozenset({*range(1, 4), *range(5, 10)})
     return [
-        Table(_where(data), (), ((_verdict(data, order),),)),
+        Table(_where(data), (), ((_verdict(data, order),), (_to_do(data, order),))),
         Table("", HEADS, rows, numbers),
         Table("", (), notes),
     ]
@@ -90,6 +90,24 @@ def _verdict(data: Mapping[str, Any], order: Sequence[int]) -> str:
         f"fits: {label(best)} is fastest, {best['memory'] / 1e9:,.1f} of the {room}; {step['total']:,.2f} s a step, "
         f"{tokens:,.0f} tokens/s in all, bound by {bound(step)}"
     )
+
+
+def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
+    """What the fastest is in code; where nothing fits, what would."""
+    best = data["budgets"][order[0]]
+    if best["spare"] < 0:
+        return f"would fit: {'; '.join(data.get('instead', ())) or 'none of more cards, smaller states, a frozen base'}"
+    convert = {"plain": "", "cast": "cast_on_gather_"}.get(best["how"], "quantize_")
+    again = {"full": "each layer checkpointed", "half": "every second layer checkpointed"}
+    parts = [
+        f'layoutc.{convert}(model, "{best["recipe"]}") before fully_shard'
+        if convert
+        else "fully_shard of a plain model",
+        'steps within layoutc.products("low_precision")' if best["low"] else "",
+        "layoutc.exchange_gradients(model)" if best["exchange"] else "",
+        again.get(best["policy"], ""),
+    ]
+    return f"in code: {', '.join(filter(None, parts))}"
 
 
 def bound(step: Mapping[str, float]) -> str:
@@ -143,8 +161,7 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
     return [
         "GB of the fullest card, s, tokens/s of a card; state: weights, masters, moments; gathered: with gradients",
         "again: layers that backward computes again, as few as fit; to spare: of the card, less 4 GiB of CUDA and NCCL",
-        "as fast as bf16: above 1 is faster than bf16 on these cards; bound by: what takes most, of the whole step",
-        f"loss, above bf16's: {low}tuned: 30 steps at 1e-5, products in bf16",
+        f"as fast: above 1 is faster than bf16; loss, above bf16's: {low}tuned: 30 steps at 1e-5, products in bf16",
     ]
 
 
