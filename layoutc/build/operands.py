@@ -14,6 +14,8 @@ from layoutc.spec.checks.read import read_spec_bytes
 from layoutc.spec.schema import Spec
 from layoutc.spec.source import Source
 
+Key = tuple[str, ...]  # where a spec names a recipe
+
 
 def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layout], list[Diagnostic]]:
     """The layouts of the recipes that a spec names, by name; and findings about those that can't be had.
@@ -21,11 +23,12 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
     A name is the spec's own, or that of a spec beside it, or of one that layoutc ships. content: the spec's file, for
     positions in it. Never raises.
     """
-    if spec.gemm is None:
-        return {}, []
+    named: list[tuple[Key, str | None]] = [(("reduce",), spec.reduce)]
+    if spec.gemm is not None:
+        named += [(("gemm", "activation"), spec.gemm.activation), (("gemm", "gradient"), spec.gemm.gradient)]
     found: dict[str, Layout] = {}
     findings: list[Diagnostic] = []
-    for key, name in (("activation", spec.gemm.activation), ("gradient", spec.gemm.gradient)):
+    for key, name in named:
         if name is None or name in found:
             continue
         if name == spec.name:
@@ -38,6 +41,8 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
         other, problems = _read(file)
         if other is None:
             findings.append(_broken(name, key, _source(content, path), file, problems))
+        elif key == ("reduce",) and other.use != "wire":
+            findings.append(_not_sent(name, key, _source(content, path)))
         else:
             found[name] = resolve(other)
     return found, findings
@@ -73,24 +78,29 @@ def _source(content: bytes, path: str) -> Source:
     return source
 
 
-def _unknown(name: str, key: str, source: Source) -> Diagnostic:
+def _unknown(name: str, key: Key, source: Source) -> Diagnostic:
     names = sorted(files_of(source.path))
     meant = nearest(name, names)
     return source.find(
         "LC908",
         f"there is no recipe `{name}`",
-        source.value(("gemm", key)),
+        source.value(key),
         why="looked for beside this spec, and among those that come with layoutc",
-        help=f"write `{key}: {meant}`" if meant else f"name one of {', '.join(names)}",
+        help=f"write `{key[-1]}: {meant}`" if meant else f"name one of {', '.join(names)}",
     )
 
 
-def _broken(name: str, key: str, source: Source, file: Path, problems: Sequence[Diagnostic]) -> Diagnostic:
+def _not_sent(name: str, key: Key, source: Source) -> Diagnostic:
+    message = f"`{name}` is no recipe of gradients on the wire"
+    return source.find("LC908", message, source.value(key), help="name one with `use: wire`, as `reduce: grad_fp8`")
+
+
+def _broken(name: str, key: Key, source: Source, file: Path, problems: Sequence[Diagnostic]) -> Diagnostic:
     first = next((one.message for one in problems if has_errors([one])), "")
     return source.find(
         "LC908",
         f"the spec of `{name}` has errors",
-        source.value(("gemm", key)),
+        source.value(key),
         why=f"the first is: {first}",
         help=f"see them all with `layoutc check {file}`",
     )

@@ -329,6 +329,7 @@ def _wire(asked: Mapping[str, Any]) -> Wire | None:
 def _uses(asked: Mapping[str, Any]) -> list[Use]:
     """The plain weights, then the recipes. Reports what is no recipe for weights."""
     from layoutc.cli.reading import plan_of
+    from layoutc.estimate.state import wire_of
     from layoutc.estimate.work import Use
 
     plain, stated = asked["gathered"], asked["recipes"]
@@ -356,8 +357,11 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
             )
         if len(made.layout.orientations) == 1 and not asked["frozen"]:
             raise click.UsageError(f"{made.layout.name} is for weights that are frozen: add --frozen, or --lora-rank N")
+        wire = exchange
+        if asked["exchange"] and made.layout.reduce:
+            wire = wire_of(plan_of(spec_of(made.layout.reduce, asked["folder"])))
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
-            uses.append(Use(made.layout.name, made, cast, asked["low"], exchange, asked["on_gather"]))
+            uses.append(Use(made.layout.name, made, cast, asked["low"], wire, asked["on_gather"]))
         if uses[-1].problem:
             raise click.UsageError(uses[-1].problem)
     return uses

@@ -179,7 +179,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         history=layout.history,
         pick=layout.pick,
         has_kernels=has_kernels,
-        products=products_lines(plan),
+        products=[*products_lines(plan), *([f'reduce="{layout.reduce}",'] if layout.reduce else [])],
         has_products=plan.products is not None,
         bindings=[name for name in ("CONTAINERS", "FILES") if getattr(layout, name.lower())],
         hooks=hooks_text(plan),

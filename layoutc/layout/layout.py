@@ -187,6 +187,7 @@ class Layout:
     containers: tuple[RecordBinding, ...]  # those that hold its records
     records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
     use: Use = "weight"  # what is held in it
+    reduce: str = ""  # the recipe of its gradients on the wire
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -262,6 +263,7 @@ def resolve(spec: schema.Spec) -> Layout:
         name=spec.name,
         summary=spec.summary,
         use=spec.use,
+        reduce=spec.reduce or "",
         multiple_m=spec.shape.m,
         multiple_k=spec.shape.k,
         sources=tuple(sources),

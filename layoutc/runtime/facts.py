@@ -154,6 +154,7 @@ class Layout:
     swizzled: tuple[str, ...] = ()  # buffers that a GEMM reads in another order
     stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
     not_weights: str = ""  # what the recipe is for, and why weights can't have it; "": they can
+    reduce: str = ""  # the recipe by which ranks send gradients, where `exchange_gradients` is given none
     extremes: bool = True  # the scales of a block follow from the least and the greatest value of each of its columns
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't

@@ -280,6 +280,9 @@ class Spec(_Model):
         default="weight",
         description="what is held in it: weights, the state of optimizers (moments), or gradients that ranks send",
     )
+    reduce: RecipeName | None = Field(
+        default=None, description="the recipe by which ranks send these weights' gradients, where no other is given"
+    )
     shape: Shape = Field(default_factory=Shape, description="what the weight's sizes must be multiples of")
     formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")
     element: Element

@@ -78,3 +78,22 @@ def test_nothing_is_built_for_an_unknown_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gemm", ["gemm: {activation: mine}", "gemm: {activation: mine, gradient: fp8_e5m2_current}"])
 def test_a_recipe_may_name_itself(tmp_path: Path, gemm: str) -> None:
     assert findings(spec(tmp_path, "mine", "fp8_current", gemm)) == []
+
+
+def test_gradients_travel_by_a_recipe_of_the_wire(tmp_path: Path) -> None:
+    """`reduce` names one, which the package states; another recipe, and one that is not there, are refused."""
+    path = spec(tmp_path, "mine", "mxfp8", "reduce: grad_fp8")
+    assert findings(path) == []
+    _, texts, _ = pipeline.read(path.read_bytes(), str(path))
+    assert 'reduce="grad_fp8",' in texts["layout.py"]
+    for name, said in (
+        ("mxfp8", "`mxfp8` is no recipe of gradients on the wire"),
+        ("grad", "there is no recipe `grad`"),
+    ):
+        path = spec(tmp_path, "mine", "mxfp8", f"reduce: {name}")
+        (found,) = pipeline.check(path.read_bytes(), str(path))
+        assert (found.code, found.message) == ("LC908", said)
+        assert found.help is not None
+        assert "reduce: grad_fp8" in found.help or "name one of" in found.help
+    path = spec(tmp_path, "mine", "adam_v8", "reduce: grad_fp8")
+    assert [one.code for one in pipeline.check(path.read_bytes(), str(path))] == ["LC338"]

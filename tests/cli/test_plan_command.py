@@ -155,6 +155,16 @@ def test_gradients_that_are_exchanged_are_in_all_outputs(tmp_path: Path) -> None
     assert run(tmp_path / "run.json").stdout == table
 
 
+def test_an_exchange_is_by_the_recipe_that_a_spec_names(tmp_path: Path) -> None:
+    text = (SPECS / "nvfp4.yaml").read_text(encoding="utf-8").replace("name: nvfp4\n", "name: mine\n")
+    (tmp_path / "mine.yaml").write_text(f"{text}reduce: grad_fp8\n", encoding="utf-8")
+    args = (LLAMA, "--world", "8", "--recipe")
+    stated = data_of(*args, str(tmp_path / "mine.yaml"), "--exchange")["budgets"]
+    named = data_of(*args, "nvfp4", "--gradients", "grad_fp8")["budgets"]
+    assert [one["traffic"]["reduced"] for one in stated[1:]] == [one["traffic"]["reduced"] for one in named[1:]]
+    assert stated[0]["traffic"]["reduced"] > named[0]["traffic"]["reduced"]  # plain weights go as they are
+
+
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [

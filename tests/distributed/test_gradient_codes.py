@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import unshipped
 from harness import Ranks, mesh_of
 from test_exchange import by_columns, counted, gradients
 from test_fsdp2_options import LOOPS, built, sharded, stepped, two_steps
@@ -372,6 +374,31 @@ def exchanges_of(model: Any) -> list[Any]:
 
 def test_what_travels_is_explained(two: Ranks) -> None:
     two.run(explained)
+
+
+def stated_by_specs() -> None:
+    """Groups of weights whose spec says so send codes; others go as they are; two recipes in a group are refused."""
+    for wire in ("grad_fp8", "grad_int4"):
+        text = (SPECS / "mxfp8.yaml").read_text(encoding="utf-8").replace("name: mxfp8", f"name: by_{wire}")
+        unshipped.add(f"by_{wire}", f"{text}reduce: {wire}\n")
+    by = {wire: importlib.import_module(f"layoutc.recipes.by_{wire}") for wire in ("grad_fp8", "grad_int4")}
+    model = sharded(built(by["grad_int4"], "quantized"), mp_policy=POLICY)
+    named = sharded(built(by["grad_int4"], "cast"), mp_policy=POLICY)
+    layoutc.exchange_gradients(model)
+    assert [one.way for one in layoutc.explain_gradients(model)] == ["grad_int4"] * len(model)
+    layoutc.exchange_gradients(named, "grad_fp8")
+    assert {one.way for one in layoutc.explain_gradients(named)} == {"grad_fp8"}
+    mixed = nn.Sequential(*(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    for layer, recipe in zip(mixed, by.values(), strict=True):
+        layoutc.cast_on_gather_(layer, recipe)
+    with pytest.raises(
+        LayoutError, match="by_grad_fp8 has `reduce: grad_fp8` and by_grad_int4 has `reduce: grad_int4`"
+    ):
+        layoutc.exchange_gradients(fully_shard(mixed, mp_policy=POLICY))
+
+
+def test_specs_say_how_gradients_travel(two: Ranks) -> None:
+    two.run(stated_by_specs)
 
 
 def refused() -> None:

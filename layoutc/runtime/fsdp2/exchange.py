@@ -23,8 +23,8 @@ from layoutc.runtime.installed import Recipe
 from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling
 from layoutc.runtime.random_bits import seed_of
-from layoutc.runtime.torch_private import without_torch_function
-from layoutc.runtime.torch_private.fsdp2 import reductions
+from layoutc.runtime.torch_private import local_tensor, without_torch_function
+from layoutc.runtime.torch_private.fsdp2 import Reduced, reductions
 
 NARROW = (torch.bfloat16, torch.float16)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
@@ -251,7 +251,8 @@ def exchange_gradients(
     Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. Sums are in the
     order of ranks, so that the same gradients give the same bytes on any host.
 
-    recipe: None: gradients in bf16 or fp16 are sent as they are, where the policy's param_dtype is one of these and its
+    recipe: None: a group of parameters whose weights' spec has `reduce: RECIPE` sends codes of that recipe. In other
+    groups gradients in bf16 or fp16 are sent as they are, where the policy's param_dtype is one of these and its
     reduce_dtype fp32. Half of the bytes travel. Gradients of two ranks are those of FSDP2's own reduce-scatter to the
     bit. Gradients that were accumulated without synchronization, in fp32, travel in fp32. A recipe, as "grad_fp8" or
     "grad_int4": gradients of any dtype are quantized for the rank that keeps their sum; an infinite or NaN gradient
@@ -275,8 +276,8 @@ def exchange_gradients(
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
-    codes = None if recipe is None else Codes(recipe)
     found = {module: reductions(module) for module in modules}
+    codes = {module: _codes_of(names[module], reduced, recipe) for module, reduced in found.items()}
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
             f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
@@ -286,7 +287,7 @@ def exchange_gradients(
         module: one.over
         for module, reductions in found.items()
         for one in reductions
-        if codes is not None or (one.into is torch.float32 and one.dtypes & {*NARROW})
+        if codes[module] is not None or (one.into is torch.float32 and one.dtypes & {*NARROW})
     }
     if not acts:
         raise LayoutError(
@@ -303,12 +304,27 @@ def exchange_gradients(
         )
     for number, (module, group) in enumerate(acts.items()):
         ranks = group.size()
-        if ranks > 1 and codes is not None:
+        if ranks > 1 and (by := codes[module]) is not None:
             own = seed_of(seed, number, dist.get_rank())
-            made = ExchangeOfCodes(ranks, codes, own, error_feedback, names[module])
+            made = ExchangeOfCodes(ranks, by, own, error_feedback, names[module])
             module.set_custom_reduce_scatter(cast(Any, made))
         elif ranks > 1:
             module.set_custom_reduce_scatter(cast(Any, Exchange(ranks)))
+
+
+def _codes_of(name: str, reduced: Sequence[Reduced], recipe: Recipe | None) -> Codes | None:
+    """What gradients of a group travel as: codes of a recipe, or of the one that the specs of its weights name."""
+    if recipe is None:
+        layouts = [getattr(local_tensor(param), "LAYOUT", None) for one in reduced for param in one.params]
+        stated = {layout.reduce: layout.name for layout in layouts if layout is not None and layout.reduce}
+        if len(stated) > 1:
+            said = " and ".join(f"{weights} has `reduce: {wire}`" for wire, weights in sorted(stated.items()))
+            raise LayoutError(
+                f"exchange_gradients: parameters of {name or 'the root'} are reduced together, and {said}. Name one "
+                f"recipe for all: layoutc.exchange_gradients(model, {min(stated)!r})"
+            )
+        recipe = next(iter(stated), None)
+    return None if recipe is None else Codes(recipe)
 
 
 class ExplainedReduction(NamedTuple):

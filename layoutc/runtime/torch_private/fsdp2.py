@@ -241,7 +241,8 @@ class Reduced:
     """How FSDP2 reduces gradients of parameters that it gathers together.
 
     over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
-    same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter.
+    same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter. params:
+    those that are reduced, as they are sharded.
     """
 
     over: dist.ProcessGroup
@@ -249,6 +250,7 @@ class Reduced:
     into: torch.dtype | None
     numel: int
     by: Any
+    params: tuple[nn.Parameter, ...]
 
 
 def reductions(module: nn.Module) -> list[Reduced]:
@@ -264,6 +266,7 @@ def reductions(module: nn.Module) -> list[Reduced]:
         given = {param.sharded_param.dtype for param in group.fsdp_params}
         dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
         for mesh in compress(meshes, [isinstance(mesh, mesh_class) for mesh in meshes]):
-            sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm
+            kept = tuple(param.sharded_param for param in trained)
+            sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm, kept
             found.append(Reduced(mesh.shard_process_group, dtypes, *sums))
     return found

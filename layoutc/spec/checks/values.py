@@ -14,6 +14,7 @@ _ROWS: Path = ("orientations", "rowwise")
 # What a recipe of state, or of gradients on the wire, can't state, and why.
 _REFUSED: tuple[tuple[Path, str], ...] = (
     (("gemm",), "no product reads it"),
+    (("reduce",), "ranks send gradients of weights"),
     (("files",), "other checkpoint formats hold weights"),
     (("tensor",), "each rank quantizes its own rows, so no scale may depend on those of others"),
     (("scale", "history"), "a step reads what the step before it wrote, and nothing older"),
