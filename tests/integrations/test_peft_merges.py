@@ -420,6 +420,63 @@ def test_adapters_of_experts_and_by_transformers_merge_and_are_exported(
             merge(model)
 
 
+def experts_in_shards(recipe: str) -> bool:
+    """Adapters of stacked experts too: as in one process."""
+    from peft import LoraConfig
+
+    from layoutc.integrations.peft import merged_state
+
+    names = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+    how = {"target_modules": ["q_proj"], "target_parameters": names, "init_lora_weights": False}
+    update_warnings._warned.add("merge")
+    alone, model = (adapted(of_experts(recipe), LoraConfig(r=4, **how)) for _ in range(2))
+    fully_shard(model)
+    before = planes_of(model)
+    for one in (alone, model):
+        one.merge_adapter()
+    states = merged_state(alone), merged_state(model)
+    names += ["model.layers.0.self_attn.q_proj.weight"]
+    assert all(torch.equal(states[0][name], states[1][name].full_tensor()) for name in names)  # type: ignore[attr-defined]
+    assert not same(planes_of(model), before)
+    model.unmerge_adapter()
+    return same(planes_of(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*target_parameters")
+@pytest.mark.parametrize("recipe", ["nvfp4_modelopt_experts"])
+def test_experts_in_shards_come_back(two: Ranks, recipe: str) -> None:
+    assert two.run(experts_in_shards, recipe) == [True, True]
+
+
+def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
+    """By the names of the base, and with the bytes of the merge; the wrapped model is refused."""
+    import gguf_files
+    from peft import LoraConfig
+
+    from layoutc.checkpoint import export_gguf, load_gguf, quantize_as_stored
+    from layoutc.integrations.peft import merged_state
+
+    file, out = gguf_files.write(tmp_path / "in.gguf", 1), tmp_path / "out.gguf"
+
+    def base() -> Any:
+        made = gguf_files.skeleton()
+        quantize_as_stored(made, file)
+        load_gguf(made, file)
+        return made.requires_grad_(False)
+
+    how = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model, again = adapted(base(), how), base()
+    before = planes_of(model)
+    with pytest.raises(LayoutError, match="is the base of a layer with adapters"):
+        export_gguf(model, out, source=file)
+    with pytest.warns(UserWarning, match="merges adapters into quantized weights"):
+        model.merge_adapter()
+    export_gguf(merged_state(model), out, source=file)
+    load_gguf(again, out)
+    assert same(planes_of(again), planes_of(model))
+    assert not same(planes_of(again), before)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8"])
 def test_a_base_in_shards_comes_back_too(two: Ranks, recipe: str) -> None:
     """Of cuts inside blocks as well, with rows of other ranks."""
