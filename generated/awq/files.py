@@ -25,6 +25,13 @@ FILES = {
                 spread=True,
             ),  # (g a b) k -> k (g b a)
         },
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
         recognized=("quant_method", "bits", "group_size", "version"),
         plain="modules_to_not_convert",

@@ -44,7 +44,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="awq",
     summary="AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales",
-    spec_sha256="ab168ac1b946c9a2e5b17a0a2eaa1c1803aa8337c74d500c35b32e11ae08f0b3",
+    spec_sha256="de3c3617bfce139e08b3a62a88d54e997c46bd2370b245d56ef5cd460126f390",
     layout_id="823b87347ba1",
     shard_rows=8,
     shard_reason="8 rows share tiles of rowwise_data",

@@ -38,7 +38,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp4_bitsandbytes",
     summary="FP4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization",
-    spec_sha256="b05abc0553b91e8e4e613aa5064e5a80b5b962cbbe25ed74d2f64770a4e6e704",
+    spec_sha256="dccfdfb0090218a4d0cf010ad3b75cfdee53ce31c0496bdddf651830c75db660",
     layout_id="fba2f3241c22",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=64,

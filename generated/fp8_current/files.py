@@ -12,6 +12,13 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale_inv", "F32", 32, scalar=True),
         },
         ignored=("{module}.activation_scale",),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
         recognized=("quant_method", "weight_block_size"),
         plain="modules_to_not_convert",
@@ -30,6 +37,13 @@ FILES = {
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
         ignored=("{module}.input_scale", "{module}.output_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -64,6 +78,13 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale", "F32", 32, scalar=True),
         },
         ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={"quant_method": "modelopt", "quant_algo": "FP8"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",

@@ -19,6 +19,13 @@ FILES = {
             ),  # m k -> k m
         },
         groups=("{module}.g_idx", "I32", 128),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={
             "quant_method": "gptq",
             "bits": 4,

@@ -43,7 +43,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="gptq",
     summary="GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1)",
-    spec_sha256="85b37c947aef2e1cdea978aa8d30f726f96f32b14453acbd2b736ff9aa897a2c",
+    spec_sha256="55b5dbb061e4ccef2949ede172a23d7b5bf28abb691f25a6981324523510644a",
     layout_id="18cfc780f7cd",
     shard_rows=8,
     shard_reason="8 rows share words of 32 bits of rowwise_zero",

@@ -79,6 +79,13 @@ FILES = {
             {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
             ("dtype",),
         ),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -124,6 +131,13 @@ FILES = {
             },
             ("dtype", "nested_offset"),
         ),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+        ],
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

@@ -38,7 +38,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nf4_bitsandbytes",
     summary="NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization",
-    spec_sha256="2cddadb400931481bbca230beddd91b2e1f7b1f729339f73d88b483680a20b50",
+    spec_sha256="6921fd4d7c1902d6efe20fb3e588af73ca6021022613cee93e7eb5ecaa8212f3",
     layout_id="54509abfdf25",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=64,

@@ -912,6 +912,65 @@ def test_experts_of_their_own_scales_go_into_a_plain_model_part_by_part(tmp_path
             assert torch.equal(stacks.down_proj[number], read(f"mlp.experts.{number}.down_proj.weight"))
 
 
+ONE_BY_ONE: dict[str, tuple[Writer, Values, torch.dtype]] = {
+    "fp8_current/modelopt": (
+        partial(
+            one_scale,
+            ends=("weight_scale", "input_scale"),
+            shape=(),
+            config={"quant_method": "modelopt", "quant_algo": "FP8"},
+        ),
+        times_scale,
+        torch.float32,
+    ),
+    "gptq/gptq": (gptq, gptq_values, HALF),
+    "awq/awq": (awq, awq_values, HALF),
+    "nf4_bitsandbytes/bitsandbytes": (bitsandbytes, read_by_bitsandbytes, torch.bfloat16),
+    "nf4_bitsandbytes/bitsandbytes_double": (partial(bitsandbytes, double=True), read_by_bitsandbytes, torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* are for other programs alone", "ignore:.*engines join")
+@pytest.mark.parametrize("label", ONE_BY_ONE)
+def test_experts_that_files_have_one_by_one_are_stacked(label: str, tmp_path: Path) -> None:
+    """As Qwen's releases in GPTQ have them, byte for byte there and back; under a scale for each weight they go into a
+    plain model alone, which the refusal says."""
+    from safetensors.torch import save_file
+
+    write, read, dtype = ONE_BY_ONE[label]
+    path, stacks = tmp_path / "in", Stacks().to(dtype)
+    parts = {
+        f"mlp.experts.{number}.{part}.weight": rows
+        for number in range(4)
+        for part, rows in zip(
+            ("gate_proj", "up_proj", "down_proj"),
+            (*stacks.gate_up_proj.detach()[number].chunk(2), stacks.down_proj.detach()[number]),
+            strict=True,
+        )
+    }
+    tensors, config = write(parts)
+    path.mkdir()
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    values = {name: read(tensors, name).to(dtype) for name in parts}
+    gate_up = [[values[f"mlp.experts.{number}.{one}_proj.weight"] for one in ("gate", "up")] for number in range(4)]
+    expected = torch.stack([torch.cat(both) for both in gate_up])
+
+    plain, model = of_experts(Stacks().to(dtype)), of_experts(Stacks().to(dtype))
+    load_safetensors(plain, path, convert=True)
+    assert torch.equal(plain.mlp.experts.gate_up_proj, expected)
+    assert torch.equal(plain.mlp.experts.down_proj[3], values["mlp.experts.3.down_proj.weight"])
+    assert set(quantize_as_stored(model, path).values()) == {label.partition("/")[0]}
+    if label.startswith("fp8_current"):
+        with pytest.raises(LayoutError, match=r"its parts in the files have values of their own, .*convert=True"):
+            load_safetensors(model, path)
+        return
+    load_safetensors(model, path)
+    assert torch.equal(model.mlp.experts.gate_up_proj.dequantize(dtype), expected)
+    export_safetensors(model, tmp_path / "out", files=label, source=path)
+    assert same_files(path, tmp_path / "out")
+
+
 def test_experts_of_their_own_scales_are_quantized_anew_when_asked_to(tmp_path: Path) -> None:
     """Into a stack that has one amax, as the values of all parts would be; and refused, in words, when not."""
     model, expected = of_experts(nvfp4_experts(tmp_path / "in")), of_experts(Stacks(384)).float()
