@@ -20,7 +20,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Only what is missing.")
 def doctor(as_json: bool, quiet: bool) -> None:
-    """Look at this machine: what is installed, what will run as a kernel, and what to install.
+    """Look at what this machine has, what will run, what to install.
 
     \b
     layoutc doctor                            all of it
@@ -86,7 +86,7 @@ def _print(drawn: list[Table]) -> None:
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion of a shell: verbs, options, and what they can be.
+    """Print the completion of a shell.
 
     \b
     eval "$(layoutc completion bash)"         in ~/.bashrc

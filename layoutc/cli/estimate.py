@@ -35,7 +35,7 @@ SIZES = {
 @options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, as `layoutc plan` writes it.")
 def estimate(recipes: tuple[str, ...], model: str, cast: bool, as_json: bool, **asked: Any) -> None:
-    """Estimate the time of a training step on more cards and other links than were measured, beside bf16.
+    """Estimate a step's time on other cards and links, beside bf16.
 
     The times of `layoutc plan`, part by part. Constants are fitted to steps on two H200s, by NVLink and over sockets
     (docs/pages/measured.md has the residuals). All else is extrapolated. tests/bench/links.py measures links.

@@ -37,7 +37,7 @@ def convert(
     like: Path | None,
     as_json: bool,
 ) -> None:
-    """Rewrite a safetensors folder in another checkpoint format, or a GGUF file as plain safetensors, and back.
+    """Rewrite a safetensors folder or a GGUF file in another format.
 
     One weight is in memory at a time, and no model is needed. `layoutc show RECIPE --files` prints the bindings of a
     recipe. Weights of the same layout keep their bytes.

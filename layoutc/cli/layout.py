@@ -37,7 +37,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @specs_option("Where recipes are looked up.  Without it and RECIPE: also those of installed packages.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
-    """List recipes: bits of an element, what each is for, where its products run, which files it reads.
+    """List recipes: bits of an element, and what each is for.
+
+    Also where its products run in low precision, and which files it reads.
 
     \b
     layoutc list                              those of specs/ and of installed packages
@@ -101,7 +103,7 @@ def show(
     svg: Path | None,
     png: Path | None,
 ) -> None:
-    """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
+    """Show what a spec means: buffers, cuts, gathers, what is exact.
 
     Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote, or in a
     GGUF file: entries, layouts, bytes. No weights are loaded, and nothing in the files is trusted.

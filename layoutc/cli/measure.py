@@ -43,7 +43,7 @@ def bench(
     as_json: bool,
     chart: Path | None,
 ) -> None:
-    """Time kernels against the bandwidth of this machine's card, and the all-gather hooks.
+    """Time kernels against the card's bandwidth, and gather hooks.
 
     Without a card the hooks alone. Where only torch and Triton are installed: python -m layoutc.bench
 

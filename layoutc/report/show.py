@@ -205,7 +205,8 @@ class Overview:
     """A recipe in short.
 
     stored, gathered: bits for an element of a large weight, on a rank and in forward's gather. use: "train"; "freeze"
-    of recipes with codes for forward alone; "operand" of activations and gradients. files: bindings, as RECIPE/NAME.
+    of recipes with codes for forward alone; "operand" of activations and gradients; "state" of optimizers; "wire" of
+    gradients that ranks send. files: bindings, as RECIPE/NAME.
     products: the lowest compute capability that multiplies in low precision, by product; none: weights are dequantized.
     """
 
@@ -225,7 +226,8 @@ def overview(plan: Plan) -> Overview:
     facts = describe(plan, m, k, 1)
     stored = 8 * sum(plane.nbytes for plane in facts.planes) / (m * k)
     gathered = 8 * float(facts.passes[0].large_weight)
-    use = "operand" if plan.not_weights else "train" if len(layout.orientations) > 1 else "freeze"
+    of_weights = "train" if len(layout.orientations) > 1 else "freeze"
+    use = layout.use if layout.use != "weight" else "operand" if plan.not_weights else of_weights
     bindings = [one.name for one in layout.files] + [one.name for one in layout.containers]
     names = tuple(f"{layout.name}/{name}" for name in bindings)
     found = plan.products.products if plan.products else ()

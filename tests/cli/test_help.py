@@ -27,6 +27,12 @@ def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ..
 EVERY = dict(commands(main))
 
 
+def test_the_list_of_commands_cuts_no_sentence_off() -> None:
+    """In a terminal of 80 columns."""
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert "..." not in shown.partition("Commands:")[2]
+
+
 def described(command: click.Command) -> str:
     """Its parameters, as any release of click has them."""
     lines = [*(command.help or "").strip().splitlines(), ""]
