@@ -28,6 +28,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
+from layoutc.runtime.torch_private import gloo_threads as gloo_threads  # which acts when Python ends
+
 #: The dispatch modes that are on, the outermost first.
 dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
