@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
-from quantized_cases import RECIPES, module, same, same_bits, snapshot, weight
+from quantized_cases import RECIPES, module, same, same_bits, same_tensors, snapshot, weight
 from torch import Tensor
 from torch.testing import make_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -214,6 +214,24 @@ def check(seed: int, number: int) -> None:
             wrong += [f"{call}: {what}"] if what else []
     assert not wrong, "\n".join([f"LAYOUTC_SEED={seed}", *wrong])
     assert went["equal"] + went["written"] > number * 2 / 3, went
+
+
+@pytest.mark.parametrize("recipe", ["int4_group32", "awq", "q4_k", "nvfp4"])
+def test_an_operator_in_place_that_writes_nowhere_leaves_the_codes(recipe: str) -> None:
+    """Quantizing the values again would give other codes in most of these recipes."""
+    q, nowhere = module(recipe).quantize(weight(256, 256)), torch.empty(0, dtype=torch.int64)
+    before = snapshot(q)
+    none = torch.empty(0, q.shape[1])
+    calls: dict[str, Callable[[], Any]] = {
+        "put_": lambda: q.put_(nowhere, torch.empty(0)),
+        "index_copy_": lambda: q.index_copy_(0, nowhere, none),
+        "index_fill_": lambda: q.index_fill_(0, nowhere, 7.0),
+        "index_put_": lambda: q.index_put_((nowhere,), none),
+        "scatter_": lambda: q.scatter_(0, nowhere.view(0, 1), 7.0),
+    }
+    for name, call in calls.items():
+        assert call() is q, name
+        assert same_tensors(q.planes(), before), name
 
 
 SEED = int(os.environ.get("LAYOUTC_SEED", "1"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     Composite operators, which inference mode dispatches as a whole (matmul, reshape, chunk), are decomposed and their
     parts dispatched. Views, also in place (t_, unsqueeze_), are refused with UnsupportedOperator. The rest runs on
-    dequantized copies, and tensors that it writes are requantized; under strict(), it raises ImplicitDequantize.
+    dequantized copies, and tensors that it writes are requantized, but for those written at no places (put_ and
+    index_copy_ of an empty index); under strict(), it raises ImplicitDequantize.
     """
     if func._can_decompose():
         decomposed = func.decompose(*args, **kwargs)
@@ -62,18 +64,27 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     # Requantizes the copies that the operator wrote, and returns the quantized tensors in their place.
     back: dict[int, QuantizedTensor] = {}
     written = _outputs(func, plain_args, plain_kwargs)
+    places = [value for argument, value in _given(func, args, kwargs) if argument.name in ("index", "indices")]
+    nowhere = any(isinstance(place, torch.Tensor) and place.numel() == 0 for place in tree_leaves(places))
     for target, values in zip(_outputs(func, args, kwargs), written, strict=True):
         if isinstance(target, QuantizedTensor):
-            copy_(aten.copy_.default, (target, truncated.redrawn(func, target, values)), {})
             back[id(values)] = target
+            if nowhere:  # many recipes' codes of dequantized values are others
+                continue
+            copy_(aten.copy_.default, (target, truncated.redrawn(func, target, values)), {})
     return tree_map(lambda value: back.get(id(value), value), result)
+
+
+def _given(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, Any]]:
+    """An operator's arguments, as its schema has them, with their values; None where a call leaves one out."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        yield argument, args[position] if position < len(args) else kwargs.get(argument.name)
 
 
 def _outputs(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that an operator writes; the elements of those that are lists."""
     outputs: list[Any] = []
-    for position, argument in enumerate(schema_of(func).arguments):
+    for argument, value in _given(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
             outputs += value if isinstance(value, list | tuple) else [value]
     return outputs
