@@ -237,6 +237,13 @@ def quantize(x, *, seed=None, **options):
         SENT + '        return (sent[0].flip(0) if note.which == "forward" else sent[0], *sent[1:]), note\n',
         ("gather",),
     ),
+    "backward sends its codes in reverse": (
+        "mxfp8",
+        "tensor.py",
+        SEND,
+        SENT + '        return (sent[0].flip(0) if note.which == "backward" else sent[0], *sent[1:]), note\n',
+        ("gather",),
+    ),
     "short shards are not filled up": (
         "fp8_block",
         "tensor.py",
@@ -444,5 +451,6 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
 # Faults that processes must find, as MUTANTS.
 IN_PROCESSES: dict[str, tuple[str, ...]] = {
     "forward sends its codes in reverse": ("fsdp2",),
+    "backward sends its codes in reverse": ("fsdp2",),
     "bytes are not copied": ("reshard", "fsdp2-checkpoint"),
 }

@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
+from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.fsdp2.gather_plan import GatherPlan
 from layoutc.runtime.sharding import gathered
 
@@ -180,11 +181,10 @@ def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int])
 
 
 @contextmanager
-def hostile(recipe: str) -> Iterator[None]:
+def hostile() -> Iterator[None]:
     """Poisons gather outputs before each gather; delays the hooks, and what gathers in few steps do in their place, on
     the card, now the one, now the other."""
-    cls = import_module(f"layoutc.recipes.{recipe}").Tensor
-    allocate, pre, post = FSDPParam.alloc_all_gather_outputs, cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather
+    allocate, send, receive = FSDPParam.alloc_all_gather_outputs, all_gather.send, all_gather.receive
     chance = random.Random(7)
 
     def poisoned(self: FSDPParam) -> None:
@@ -192,17 +192,6 @@ def hostile(recipe: str) -> Iterator[None]:
         for tensor in self.all_gather_outputs:
             with torch.autograd._unsafe_preserve_version_counter(tensor):  # as FSDP2 itself fills them
                 tensor.view(torch.uint8).fill_(0xA5)
-
-    def delayed(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def pre_hook(self: Any, mesh: Any) -> Any:
-            torch.cuda._sleep(chance.choice([0, 0, 300_000]))
-            return hook(self, mesh)
-
-        def post_hook(self: Any, *arguments: Any, **named: Any) -> Any:
-            torch.cuda._sleep(chance.choice([0, 0, 300_000]))
-            return hook(self, *arguments, **named)
-
-        return pre_hook if hook is pre else post_hook
 
     def poisoned_in_few_steps(values: Tensor) -> None:
         of_gathers(values)
@@ -220,14 +209,14 @@ def hostile(recipe: str) -> Iterator[None]:
     gathered.allocate = poisoned_in_few_steps
     GatherPlan.fill, GatherPlan.arrive = slept(fill), slept(arrive)  # type: ignore[method-assign]
     FSDPParam.alloc_all_gather_outputs = poisoned  # type: ignore[method-assign]
-    cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = delayed(pre), delayed(post)
+    all_gather.send, all_gather.receive = slept(send), slept(receive)  # which hooks call
     try:
         yield
     finally:
         gathered.allocate = of_gathers
         GatherPlan.fill, GatherPlan.arrive = fill, arrive  # type: ignore[method-assign]
         FSDPParam.alloc_all_gather_outputs = allocate  # type: ignore[method-assign]
-        cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre, post
+        all_gather.send, all_gather.receive = send, receive
 
 
 def runs(recipes: Sequence[str], modes: Sequence[str], world: int) -> list[tuple[str, str]]:
@@ -269,7 +258,7 @@ def main() -> None:
         if (recipe, kind, sizes) not in alone:
             alone[recipe, kind, sizes] = losses(recipe, kind, device, sizes)
         expected = alone[recipe, kind, sizes]
-        with hostile(recipe):
+        with hostile():
             sharded = losses(recipe, mode, device, sizes)
         # Offloaded masters are stepped on the CPU, whose AdamW may round in another order.
         close = mode == "offload" and max(abs(a - b) / b for a, b in zip(sharded, expected, strict=True)) < 1e-2

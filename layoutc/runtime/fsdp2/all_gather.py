@@ -1,7 +1,8 @@
 """What the generated all-gather hooks call: sends the planes of a pass, and makes a weight of those that arrive.
 
 Every gather that FSDP2 makes through hooks takes these two steps, and `gather_plan` sends the same bytes for a group.
-`LAYOUT.travels` says which planes a pass sends.
+`LAYOUT.travels` says which planes a pass sends. A group with hooks that do anything else, because somebody has edited
+or replaced them, is left to FSDP2, which calls them in each gather.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.fsdp2 import hooks, on_gather, wire
 from layoutc.runtime.sharding import gathered, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding, find
-from layoutc.runtime.torch_private import say_changed
+from layoutc.runtime.torch_private import say_changed, say_left
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Sent = tuple[tuple[Tensor, ...], wire.Gathering]
@@ -74,5 +75,20 @@ def _carry(sharding: Sharding) -> None:
         say_changed(str(error), "gathers and reductions")
         return
     weights = values_or_codes.weights_of(sharding)
+    for one in weights:
+        if not _as_generated(recipe := gathered.shard_of(one).QUANTIZED):
+            name = f"{recipe.__module__}.{recipe.__qualname__}"
+            say_left(gathered.name_of(one), f"the hooks of {name} are not those that `layoutc build` writes")
+            return
     decisions = [decision for one in weights if (decision := gathered.decision_of(one)) is not None]
     steady_group.carry(sharding.group(), weights, decisions)
+
+
+def _as_generated(recipe: Any) -> bool:
+    """Whether a class's hooks are those that layoutc generates: one call of `send`, and one of `receive`."""
+    hooks_of = {"send": recipe.fsdp_pre_all_gather, "receive": recipe.fsdp_post_all_gather}
+    for name, hook in hooks_of.items():
+        code = getattr(hook, "__code__", None)  # whose constants are a docstring, or None in its place
+        if code is None or code.co_names != ("all_gather", name) or len(code.co_consts) > 1:
+            return False
+    return True
