@@ -20,6 +20,7 @@ from models import (
     assert_equal_on_all_ranks,
     assert_same_tensors,
     batch,
+    build,
     counted,
     gathers,
     make_uneven,
@@ -455,6 +456,49 @@ def counts_flops(recipe: str) -> None:
 def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
     """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""
     two.run(counts_flops, recipe)
+
+
+def trains_under_autocast(recipe: str, use: str, backend: str | None) -> None:
+    """FSDP2 gathers what the fp32 values quantize to, so one process quantizes these too, and rounds afterwards."""
+    width, curves = width_for(recipe, dist.get_world_size()), []
+    for world in (1, dist.get_world_size()):
+        torch._dynamo.reset()
+        model = build_cast(recipe, width) if use == "cast" else build(recipe, width)
+        for layer in model.layers if backend else ():
+            layer.compile(backend=backend)
+        sharded = shard(model) if world > 1 else model
+        params = sharded.parameters()
+        optimizer = (
+            torch.optim.AdamW(params, lr=1e-2)
+            if use == "cast"
+            else layoutc.MasterWeights(torch.optim.AdamW, params, lr=1e-2)
+        )
+        losses = []
+        for step in range(FEW):
+            x, y = batch(step, width)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (sharded(x) - y).square().mean()
+            (loss * (my_share() if world > 1 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        curves.append(losses)
+    assert curves[0] == curves[1], curves
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("recipe", "use", "backend"),
+    [
+        ("nvfp4", "cast", None),
+        ("mxfp8", "quantized", None),
+        ("fp8_current", "cast", "aot_eager"),
+        ("int8_rowwise", "cast", None),
+        ("nvfp4", "quantized", "aot_eager"),
+    ],
+)
+def test_autocast_trains_as_in_one_process(two: Ranks, recipe: str, use: str, backend: str | None) -> None:
+    two.run(trains_under_autocast, recipe, use, backend)
 
 
 def gathers_what_was_loaded(recipe: str) -> None:

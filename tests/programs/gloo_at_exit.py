@@ -31,12 +31,12 @@ USES = ("torch", "trained", "trained, nothing at exit")
 HELD: list[dist.ProcessGroup | None] = []
 
 
-def train(use: str, recipe: str, seed: int) -> None:
+def train(use: str, recipe: str, seed: int, sharded: bool = True) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
     if use != "torch":
         layoutc.quantize_(model, recipe)
-    for module in (*model, model):
+    for module in (*model, model) if sharded else ():
         fully_shard(module)
     make = torch.optim.AdamW if use == "torch" else lambda params: layoutc.MasterWeights(torch.optim.AdamW, params)
     optimizer = make(model.parameters())
@@ -110,6 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp()
     for number, use in enumerate(args.uses):
+        train(use, args.recipe, 0, sharded=False)  # imports what each rank would import
         started = time.time()
         ends = Counter(codes(Path(folder, f"{number} {run}"), use, args) for run in range(args.runs))
         aborted = args.runs - ends[0, 0]
