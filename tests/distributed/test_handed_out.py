@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Ranks, mesh_of
 from models import raw
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import layoutc
 from layoutc import checkpoint
+from layoutc.integrations import plain_values
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -68,6 +70,25 @@ def of_unsharded(model: Any) -> Any:
     return copied
 
 
+def objects(model: Any) -> list[Any]:
+    """As pickles between ranks."""
+    found: list[Any] = [None] * group(model).size()
+    dist.all_gather_object(found, local(model), group=group(model))
+    return found
+
+
+def shifted(model: Any) -> list[Any]:
+    """Each rank's rows, in a list that all_gather fills."""
+    found = [torch.empty_like(local(model)) for _ in range(group(model).size())]
+    dist.all_gather(found, local(model), group=group(model))
+    return found
+
+
+def of_class(model: Any, call: Callable[[Any], Any]) -> Any:
+    """What a call that plain weights don't have gives."""
+    return [] if type(local(model)) is Tensor else call(local(model))
+
+
 GIVERS: dict[str, Callable[[Any], Any]] = {
     "full_tensor": lambda m: m.weight.full_tensor(),
     "replicate": lambda m: m.weight.redistribute(placements=[Replicate()]),
@@ -111,6 +132,10 @@ GIVERS: dict[str, Callable[[Any], Any]] = {
     "new_empty": lambda m: local(m).new_empty(local(m).shape),
     "empty_like": lambda m: torch.empty_like(local(m)),
     "values": lambda m: local(m).to(torch.bfloat16),
+    "quantized": lambda m: of_class(m, lambda weight: weight.quantize() if hasattr(weight, "quantize") else []),
+    "plain values": lambda m: plain_values.plain(m.state_dict()),
+    "all_gather into a list": shifted,
+    "objects": objects,
 }
 ALIASES: dict[str, Callable[[Any], Any]] = {  # as those of plain weights
     "state_dict": lambda m: m.state_dict(),

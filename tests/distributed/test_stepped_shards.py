@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from models import raw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -136,6 +137,38 @@ def copies_go_on() -> None:
 
 def test_copies_step_their_own_masters(two: Ranks) -> None:
     two.run(copies_go_on)
+
+
+def outer_steps(recipe: str) -> None:
+    """An outer optimizer's step on masters: weights have the bytes that one process writes, also where a cut splits
+    blocks, and go on from there."""
+    planes = []
+    for world in (1, 2):
+        model = model_of(recipe)
+        if world == 2:
+            fully_shard(model)
+        params = list(model.parameters())
+        optimizer = layoutc.MasterWeights(torch.optim.AdamW, params, lr=0.01)
+        outer = torch.optim.SGD(list(optimizer.masters().values()), lr=0.7, momentum=0.9, nesterov=True)
+        before = [master.clone() for master in optimizer.masters().values()]
+        for step in range(2):
+            give_gradients(params, step)
+            optimizer.step()
+        with torch.no_grad():
+            for master, start in zip(optimizer.masters().values(), before, strict=True):
+                master.grad = start - master
+                master.copy_(start)
+        outer.step()
+        optimizer.write_back()
+        give_gradients(params, 2)
+        optimizer.step()
+        planes.append([raw(plane) for plane in whole(params[0].detach()).planes().values()])
+    assert all(map(torch.equal, *planes))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_an_outer_optimizer_steps_masters_of_shards(two: Ranks, recipe: str) -> None:
+    two.run(outer_steps, recipe)
 
 
 def others_see_whole_masters() -> None:
