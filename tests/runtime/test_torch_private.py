@@ -414,6 +414,14 @@ def test_each_name_has_a_test() -> None:
     assert {name for name in own if f"private.{name}" not in text} == set()
 
 
+def test_what_is_left_to_fsdp2_is_said_once_for_each_reason() -> None:
+    with pytest.warns(RuntimeWarning, match=r"a\.weight: FSDP2's own steps gather it, .* since it is on another card"):
+        private.say_left("a.weight", "it is on another card")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.say_left("b.weight", "it is on another card")
+
+
 def test_foreach_maximum_takes_the_larger_of_each() -> None:
     ones, others = [torch.tensor([1.0, 5.0]), torch.tensor([2.0])], [torch.tensor([3.0, 4.0]), torch.tensor([-2.0])]
     found = private.foreach_maximum(ones, others)

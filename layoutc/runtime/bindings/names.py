@@ -73,7 +73,7 @@ def _agrees(own: Sequence[Any], theirs: Sequence[Any], name: str) -> bool:
 
 
 def _of_weights(value: Any) -> Any:
-    """A config's value without what it says of activations that stay as they are, as in ModelOpt's `W4A16_...`."""
+    """A config's value without what it says of activations that stay as they are, as in ModelOpt's W4A16_NVFP4."""
     return re.sub(r"^w\d+a16_", "", value) if isinstance(value, str) else value
 
 
