@@ -129,6 +129,8 @@ def names() -> dict[str, Any]:
         "x": x,
     }
     found |= {"experts": experts, "tokens": torch.randn(6, 128), "offsets": torch.tensor([4, 6], dtype=torch.int32)}
+    found |= {"rows": torch.randn(4, 128), "out": torch.randn(4, 128), "ep_group": dist.group.WORLD}
+    found |= {"input_splits": None, "output_splits": None}
     found |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
     return found | {"torch": torch, "F": F, "layoutc": layoutc, "fully_shard": fully_shard, "engine": Engine()}
 
