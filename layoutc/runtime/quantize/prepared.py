@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from math import prod
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,11 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.amaxes import amax_plan
+from layoutc.runtime.kernels.plans import Place, place_of
 from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.quantize.weights import as_matrix, check_out
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -31,36 +31,25 @@ if TYPE_CHECKING:  # it needs Triton
 Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
 
 
-class Kind(NamedTuple):
-    """Targets of one recipe that hold the same planes. first: the position of their first amax, if they share any."""
-
-    launches: LaunchPlan
-    first: int | None
-
-
 class Requantization:
-    """`requantize_batch_` for the same targets and values, for as long as they stay where they are."""
+    """`requantize_batch_` for the same targets and values, for as long as they stay where they are: launch plans, with
+    the reduction of amaxes between them."""
 
     def __init__(self, pairs: Pairs, groups: Sequence[dist.ProcessGroup]) -> None:
         """Use `prepared`, which says whether that is possible."""
-        self._groups = groups
+        self._groups, self._device, self._place = groups, pairs[0][1].device, _place(pairs)
         self._targets = [weakref.ref(target) for target, _ in pairs]
-        self._places = _places(pairs)
-        self._stream = _stream(pairs[0][1].device)
-        self._device = pairs[0][1].device
         self._amaxes: list[LaunchPlan] = []
-        self._kinds: list[Kind] = []
+        self._kinds: list[tuple[LaunchPlan, int | None]] = []  # of a recipe; with the position of the first amax
         self._sizes: list[int] = []
         self._fused = [target.fused for target, _ in pairs if target.LAYOUT.shares_amax]
-        self._stored: list[int] = []  # positions of amaxes that are planes too
-        self._storing: list[int] = []  # the positions of their targets
+        self._stored: list[tuple[int, int]] = []  # positions of targets with planes that are amaxes, and of these
 
     def holds(self, pairs: Pairs) -> bool:
         """True if these are the targets and values that were prepared, and are where they were."""
-        same = len(pairs) == len(self._targets) and all(
-            map(is_, [target for target, _ in pairs], [one() for one in self._targets])
-        )
-        return same and self._places == _places(pairs) and self._stream == _stream(self._device)
+        targets = [one() for one in self._targets]
+        same = len(pairs) == len(targets) and all(map(is_, [target for target, _ in pairs], targets))
+        return same and self._place == _place(pairs)
 
     def __call__(self, pairs: Pairs) -> None:
         """Requantizes. Collective over the groups if some targets share an amax."""
@@ -74,10 +63,11 @@ class Requantization:
         for launches, first in self._kinds:
             launches(*() if first is None else (pieces[first],))
         if self._stored:
-            planes = [pairs[at][0].store.planes["amax"] for at in self._storing]
-            layouts = [pairs[at][0].LAYOUT for at in self._storing]
-            amaxes = [pieces[at] for at in self._stored]
-            foreach_copy_(planes, [one.stored_amax(amax) for one, amax in zip(layouts, amaxes, strict=True)])
+            stored = [(pairs[at][0], pieces[own]) for at, own in self._stored]
+            foreach_copy_(
+                [target.store.planes["amax"] for target, _ in stored],
+                [target.LAYOUT.stored_amax(amax) for target, amax in stored],
+            )
         written([target for target, _ in pairs])
 
     def prepare(self, pairs: Pairs) -> bool:
@@ -108,10 +98,9 @@ class Requantization:
             launches = cls.batch_plan(xs, amaxes, targets[0].orientations, outs)
             if launches is None:
                 return False
-            self._kinds.append(Kind(launches, sharing.index(members[0]) if amaxes else None))
+            self._kinds.append((launches, sharing.index(members[0]) if amaxes else None))
             if amaxes and "amax" in cls.LAYOUT.stored:
-                self._stored += [sharing.index(at) for at in members]
-                self._storing += members
+                self._stored += [(at, sharing.index(at)) for at in members]
         return True
 
 
@@ -120,7 +109,7 @@ def prepared(
 ) -> Requantization | None:
     """A Requantization; None if that takes more than a few launches, or can't be prepared now. Raises as `quantize`."""
     first, device = pairs[0][1], pairs[0][1].device
-    if _stream(device) is None:
+    if capturing(device):
         return None
     for (target, values), row_sharding in zip(pairs, row_shardings, strict=True):
         layout = target.LAYOUT
@@ -137,13 +126,7 @@ def prepared(
     return requantization if requantization.prepare(pairs) else None
 
 
-def _places(pairs: Pairs) -> tuple[int, ...]:
-    """The addresses of all values and planes."""
-    planes: Iterable[Tensor] = chain.from_iterable([target.store.planes.values() for target, _ in pairs])
-    return tuple(map(Tensor.data_ptr, chain([values for _, values in pairs], planes)))
-
-
-def _stream(device: torch.device) -> int | None:
-    """The current stream, on which tables were copied to the card; None while it is captured, for graphs outlive
-    tables."""
-    return None if capturing(device) else stream_of(device)
+def _place(pairs: Pairs) -> Place | None:
+    """Where all values and planes lie."""
+    planes = chain.from_iterable([target.store.planes.values() for target, _ in pairs])
+    return place_of([*[values for _, values in pairs], *planes], pairs[0][1].device)
