@@ -123,7 +123,7 @@ ABOVE = {
         "torch numpy",
     ),
     "doctor": (
-        "runtime runtime.kernels runtime.weight runtime.fsdp2 runtime.products runtime.train",
+        "runtime runtime.kernels runtime.weight runtime.products runtime.train",
         "torch",
     ),
     "cli": (
@@ -332,14 +332,13 @@ def test_private_attributes_of_other_classes() -> None:
 
 
 OF_TORCH = "layoutc.runtime.torch_private"
-GROUPS = "layoutc.runtime.fsdp2.steady_group"  # a class of FSDP2's, with other methods
 
 
 def test_private_names_of_fsdp2_stand_in_few_files() -> None:
-    """In the place of all private names, and in the class of groups that gather in fewer steps."""
+    """In the place of all private names."""
     private = re.compile(r"_fully_shard|_composable_state|_training_state|_fsdp_param|_reshard_after_forward")
     found = {name_of(path) for path in MODULES if private.search(path.read_text(encoding="utf-8"))}
-    assert {name for name in found if not name.startswith(OF_TORCH)} == {GROUPS}
+    assert [name for name in found if not name.startswith(OF_TORCH)] == []
     assert not [path for path in GENERATED if private.search(path.read_text(encoding="utf-8"))]
 
 
@@ -351,7 +350,7 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     stacks = re.compile(r"\bsys\._getframe|\bf_back\b")
     found = {expression: set[str]() for expression in (private, stacks)}
     for name, path in NAMES.items():
-        if room_of(name).startswith(("runtime", "checkpoint")) and name != GROUPS:
+        if room_of(name).startswith(("runtime", "checkpoint")):
             text = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#.*', "", path.read_text(encoding="utf-8"))
             for expression, names in found.items():
                 names |= {name} if expression.search(text) else set()

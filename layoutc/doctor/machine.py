@@ -112,9 +112,8 @@ def _parameters_of_a_module() -> tuple[int, str]:
     if count != 1:
         fsdp2.refuse(f"_module_state_mapping leads to {count} of 1 parameter")
     try:
-        from layoutc.runtime.fsdp2 import steady_group
-        from layoutc.runtime.torch_private import reductions
+        from layoutc.runtime.torch_private import planned_groups, reductions
     except ImportError as error:
         return count, str(error)
-    lost = [one.unknown(groups[0]) for one in (steady_group, reductions)]
+    lost = [one.unknown(groups[0]) for one in (planned_groups, reductions)]
     return count, ", ".join(filter(None, lost))

@@ -21,8 +21,7 @@ from layoutc.cli import progress
 from layoutc.cli.app import main
 from layoutc.doctor import machine, packages, recipes
 from layoutc.doctor.findings import Line, Runs, is_healthy
-from layoutc.runtime.fsdp2 import steady_group
-from layoutc.runtime.torch_private import fsdp2, reductions
+from layoutc.runtime.torch_private import fsdp2, planned_groups, reductions
 
 
 def run(*args: str) -> Result:
@@ -60,7 +59,7 @@ def test_this_machine_is_fine() -> None:
 
 
 @pytest.mark.usefixtures("no_group")
-@pytest.mark.parametrize("module", [steady_group, reductions], ids=["gathers", "reductions"])
+@pytest.mark.parametrize("module", [planned_groups, reductions], ids=["gathers", "reductions"])
 def test_what_a_torch_has_under_other_names_is_said(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is needed is missing: FSDP2 takes its own steps."""
     monkeypatch.setattr(module, "_OF_GROUP", (*module._OF_GROUP, "_no_such_name"))

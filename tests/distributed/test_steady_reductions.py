@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import layoutc
 from layoutc.runtime.fsdp2 import steady_group
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.torch_private import reductions
+from layoutc.runtime.torch_private import planned_groups, reductions
 
 LAYERS = 2
 
@@ -264,9 +264,9 @@ def is_another_torch(name: str) -> None:
 
 def gathers_in_another_torch(name: str) -> None:
     """One without a name that gathers use: FSDP2 gathers, in groups of values and of codes, which is said once."""
-    names = (*steady_group._OF_GROUP, name)
+    names = (*planned_groups._OF_GROUP, name)
     with (
-        mock.patch.object(steady_group, "_OF_GROUP", names),
+        mock.patch.object(planned_groups, "_OF_GROUP", names),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

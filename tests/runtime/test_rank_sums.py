@@ -126,7 +126,7 @@ def test_fsdp2_copies_gradients_by_the_kernel(
     monkeypatch.setattr(gradient_rows, "rank_chunks", counted)
     grads, ranks, device = gradients(4, torch.bfloat16)[:4], 4, torch.device("cpu")
     expected = in_rows(grads, ranks).to(into).flatten()
-    comm = steady_group._ReduceScatter(ranks)
+    comm = steady_group.ReduceScatter(ranks)
     for _ in range(2):
         buffer = comm.allocate((expected.numel(),), dtype=into, device=device)
         result = comm.allocate((expected.numel() // ranks,), dtype=into, device=device)

@@ -1,48 +1,41 @@
-"""What FSDP2 keeps of weights that it has gathered. Only `registry`, and
-`steady_group` and `torch_private`, read its private names too."""
+"""What gathers of a weight leave: codes or values, decided once; and what FSDP2 keeps of weights that it has gathered,
+which `torch_private.fsdp2` reads."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.torch_private.fsdp2 import FOR_INFERENCE as FOR_INFERENCE
+from layoutc.runtime.torch_private.fsdp2 import (
+    drop_gathered,
+    drop_outputs,
+    gathered_parameter,
+    is_held,
+    is_in_a_graph,
+)
+from layoutc.runtime.torch_private.fsdp2 import dtype_of as dtype_of
+from layoutc.runtime.torch_private.fsdp2 import free_outputs as free_outputs
+from layoutc.runtime.torch_private.fsdp2 import gathered_of as gathered_of
+from layoutc.runtime.torch_private.fsdp2 import is_offloaded as is_offloaded
+from layoutc.runtime.torch_private.fsdp2 import name_of as name_of
+from layoutc.runtime.torch_private.fsdp2 import outputs_of as outputs_of
+from layoutc.runtime.torch_private.fsdp2 import plain_shard_of as plain_shard_of
+from layoutc.runtime.torch_private.fsdp2 import shard_of as shard_of
+from layoutc.runtime.torch_private.fsdp2 import trains as trains
+from layoutc.runtime.torch_private.fsdp2 import why_elsewhere as why_elsewhere
+from layoutc.runtime.torch_private.fsdp2 import why_not_plain as why_not_plain
 
 RESHARD = "call reshard() on the model's FSDP modules first"
-
-
-def shard_of(param: Any) -> Any:
-    """The local tensor of an FSDPParam's shard."""
-    return param.sharded_param._local_tensor
-
-
-def trains(param: Any) -> bool:
-    """True for an FSDPParam whose shard has gradients."""
-    return bool(param.sharded_param.requires_grad)
-
-
-def gathered_of(param: Any) -> Tensor | None:
-    """The tensor that an FSDPParam gathers into, a rank's part of it if it is a DTensor; None before the first gather.
-
-    FSDP2 makes it in the first gather, and keeps it.
-    """
-    made: Tensor | None = getattr(param, "_unsharded_param", None)
-    return made._local_tensor if isinstance(made, DTensor) else made
-
-
-def dtype_of(param: Any) -> torch.dtype | None:
-    """The dtype that an FSDPParam is gathered in: the policy's, or that of its shard; None before the first forward."""
-    own: torch.dtype | None = getattr(param, "orig_dtype", None)
-    return own if own is None or (of_policy := param.param_dtype) is None else of_policy
 
 
 class Decision(NamedTuple):
@@ -72,10 +65,9 @@ def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> No
 
     sharding: of one of them. what: has changed.
     """
-    held = [made for param in params if (made := getattr(param, "_unsharded_param", None)) is not None]
+    held = [made for param in params if (made := gathered_parameter(param)) is not None]
     adds_up = any(made.grad is not None for made in held)
-    in_a_graph = any(made._use_count() > 1 for made in held)  # the other is Python's own
-    in_a_graph = in_a_graph and getattr(sharding.group(), "_awaits_backward", True)
+    in_a_graph = any(map(is_in_a_graph, held)) and getattr(sharding.group(), "_awaits_backward", True)
     adds_up, in_a_graph = _anywhere([adds_up, in_a_graph], sharding)
     if adds_up:
         raise LayoutError(
@@ -107,41 +99,9 @@ def weights_of_values() -> dict[int, Tensor]:
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     left = [param for param, _ in registry.parameters() if hasattr(shard_of(param), "QUANTIZED")]
-    held = [(gathered_of(param), param) for param in left if (made := decision_of(param)) is not None and made.values]
-    return {id(param._unsharded_param): param.sharded_param for made, param in held if made is not None}
-
-
-def name_of(param: Any) -> str:
-    """The fully qualified name of an FSDPParam's parameter, if FSDP2 knows it."""
-    return getattr(param, "_param_fqn", None) or "a parameter"
-
-
-FOR_INFERENCE = "inference mode gathered it first"
-
-
-def why_elsewhere(param: Any) -> str:
-    """Why an FSDPParam's shard is not sent as it lies, "" if it is."""
-    if is_offloaded(param):
-        return "it is offloaded to the CPU"
-    return f"it is sharded on dim {param.fsdp_placement.dim}" if param.fsdp_placement.dim else ""
-
-
-def why_not_plain(param: Any) -> str:
-    """Why an FSDPParam is not gathered as it is: cut on its first dim, into ordinary memory; "" if it is."""
-    if hasattr(shard_of(param), "fsdp_pre_all_gather") or len(param.all_gather_outputs) != 1:
-        return "it has all-gather hooks of its own"
-    return why_elsewhere(param) or (FOR_INFERENCE if param.all_gather_outputs[0].is_inference() else "")
-
-
-def plain_shard_of(param: Any) -> Tensor:
-    """What a plain FSDPParam sends, before it is cast: (numel,), padded to what all ranks send."""
-    return param._sharded_param_data  # type: ignore[no-any-return]
-
-
-def outputs_of(param: Any) -> list[Tensor]:
-    """What the tensors of an FSDPParam are gathered into: (ranks * numel,), whose storages FSDP2 frees and
-    allocates."""
-    return param.all_gather_outputs  # type: ignore[no-any-return]
+    of_values = [param for param in left if (made := decision_of(param)) is not None and made.values]
+    held = [(gathered_parameter(param), param) for param in of_values]
+    return {id(made): param.sharded_param for made, param in held if made is not None}
 
 
 def allocate(values: Tensor) -> None:
@@ -151,20 +111,9 @@ def allocate(values: Tensor) -> None:
         storage.resize_(nbytes)
 
 
-def free_outputs(params: Iterable[Any]) -> None:
-    """Frees the bytes that have arrived, as FSDP2 would after the pass; it allocates them anew for the next gather."""
-    for param in params:
-        for output in param.all_gather_outputs:
-            storage = output.untyped_storage()
-            if storage.size():
-                storage.resize_(0)
-
-
 def check_resharded(sharding: Sharding, name: str) -> None:
     """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
-    state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
-    group: Any = sharding.group()
-    if state is not type(state).SHARDED or group._all_gather_result is not None:
+    if is_held(sharding):
         raise LayoutError(f"{name} is gathered now: {RESHARD}")
 
 
@@ -175,15 +124,9 @@ def forget(sharding: Sharding) -> None:
     """
     param: Any = sharding.param()
     _decided.pop(param, None)
-    if hasattr(param, "_unsharded_param"):
-        del param._unsharded_param
+    drop_gathered(param)
     for other in sharding.params_of_group():
         if hasattr(shard_of(other), "QUANTIZED"):
-            other.all_gather_outputs = []
+            drop_outputs(other)
     if (forget_plans := getattr(sharding.group(), "forget_plans", None)) is not None:
         forget_plans()
-
-
-def is_offloaded(param: Any) -> bool:
-    """True for an FSDPParam whose shard lies in the host's memory, and is copied to the device for each gather."""
-    return bool(param.offload_to_cpu)

@@ -1,8 +1,7 @@
 """Private names of torch that layoutc needs: each appears in this folder once, with what is relied on.
 
 tests/runtime/test_torch_private.py has a test for each; if a release of torch fails one, that says what has changed.
-Those of FSDP2 are in `fsdp2` and `reductions`; the groups that gather in few steps, a class of FSDP2's with other
-methods, are in `layoutc.runtime.fsdp2.steady_group`. Call stacks are read in `callers`.
+Those of FSDP2 are in `fsdp2`, `reductions` and `planned_groups`. Call stacks are read in `callers`.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def say_left(name: str, reason: str) -> None:
     _left.add(reason)
     warnings.warn(
         f"{name}: FSDP2's own steps gather it, and what is gathered with it, since {reason}: the same bytes, in more "
-        "time of the host. Other groups that are for the same reason are not named",
+        "time of the host. Others are, for the same reason, without a word",
         RuntimeWarning,
         stacklevel=2,
     )

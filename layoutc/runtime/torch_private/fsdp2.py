@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placement
 
 from layoutc.runtime.errors import LayoutError, UnsupportedTorch
@@ -221,11 +222,6 @@ class _CutAsRows(Placement):
         return 0 if sys._getframe(1).f_code.co_name == _COPY_OUT else super().dim
 
 
-def shard_of(param: Any) -> Any:
-    """The local tensor of an FSDPParam's shard."""
-    return getattr(param.sharded_param, "_local_tensor", None)
-
-
 def whole_shape(param: Any) -> tuple[int, ...]:
     """The shape of the whole weight of an FSDPParam."""
     return tuple(param._orig_size)
@@ -234,6 +230,101 @@ def whole_shape(param: Any) -> tuple[int, ...]:
 def gathered_parameter(param: Any) -> nn.Parameter | None:
     """What an FSDPParam gathers into; None before the first gather. FSDP2 makes it in that, and keeps it."""
     return getattr(param, "_unsharded_param", None)
+
+
+FOR_INFERENCE = "inference mode gathered it first"
+
+
+def shard_of(param: Any) -> Any:
+    """The local tensor of an FSDPParam's shard."""
+    return getattr(param.sharded_param, "_local_tensor", None)
+
+
+def trains(param: Any) -> bool:
+    """True for an FSDPParam whose shard has gradients."""
+    return bool(param.sharded_param.requires_grad)
+
+
+def gathered_of(param: Any) -> Tensor | None:
+    """The tensor that an FSDPParam gathers into, a rank's part of it if it is a DTensor; None before the first gather.
+
+    FSDP2 makes it in the first gather, and keeps it.
+    """
+    made: Tensor | None = gathered_parameter(param)
+    return made._local_tensor if isinstance(made, DTensor) else made
+
+
+def dtype_of(param: Any) -> torch.dtype | None:
+    """The dtype that an FSDPParam is gathered in: the policy's, or that of its shard; None before the first forward."""
+    own: torch.dtype | None = getattr(param, "orig_dtype", None)
+    return own if own is None or (of_policy := param.param_dtype) is None else of_policy
+
+
+def name_of(param: Any) -> str:
+    """The fully qualified name of an FSDPParam's parameter, if FSDP2 knows it."""
+    return getattr(param, "_param_fqn", None) or "a parameter"
+
+
+def why_elsewhere(param: Any) -> str:
+    """Why an FSDPParam's shard is not sent as it lies, "" if it is."""
+    if is_offloaded(param):
+        return "it is offloaded to the CPU"
+    return f"it is sharded on dim {param.fsdp_placement.dim}" if param.fsdp_placement.dim else ""
+
+
+def why_not_plain(param: Any) -> str:
+    """Why an FSDPParam is not gathered as it is: cut on its first dim, into ordinary memory; "" if it is."""
+    if hasattr(shard_of(param), "fsdp_pre_all_gather") or len(param.all_gather_outputs) != 1:
+        return "it has all-gather hooks of its own"
+    return why_elsewhere(param) or (FOR_INFERENCE if param.all_gather_outputs[0].is_inference() else "")
+
+
+def plain_shard_of(param: Any) -> Tensor:
+    """What a plain FSDPParam sends, before it is cast: (numel,), padded to what all ranks send."""
+    return param._sharded_param_data  # type: ignore[no-any-return]
+
+
+def outputs_of(param: Any) -> list[Tensor]:
+    """What the tensors of an FSDPParam are gathered into: (ranks * numel,), whose storages FSDP2 frees and
+    allocates."""
+    return param.all_gather_outputs  # type: ignore[no-any-return]
+
+
+def free_outputs(params: Iterable[Any]) -> None:
+    """Frees the bytes that have arrived, as FSDP2 would after the pass; it allocates them anew for the next gather."""
+    for param in params:
+        for output in param.all_gather_outputs:
+            storage = output.untyped_storage()
+            if storage.size():
+                storage.resize_(0)
+
+
+def is_offloaded(param: Any) -> bool:
+    """True for an FSDPParam whose shard lies in the host's memory, and is copied to the device for each gather."""
+    return bool(param.offload_to_cpu)
+
+
+def is_held(sharding: Sharding) -> bool:
+    """True while FSDP2 holds the whole weight, or gathers it."""
+    state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
+    group: Any = sharding.group()
+    return state is not type(state).SHARDED or group._all_gather_result is not None
+
+
+def is_in_a_graph(made: Tensor) -> bool:
+    """True for a gathered parameter that autograd, or somebody else, still holds."""
+    return int(made._use_count()) > 1  # type: ignore[attr-defined]  # the other is Python's own
+
+
+def drop_gathered(param: Any) -> None:
+    """Has FSDP2 make what an FSDPParam gathers into anew, in the next gather."""
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+
+
+def drop_outputs(param: Any) -> None:
+    """Has FSDP2 allocate what an FSDPParam's tensors are gathered into anew."""
+    param.all_gather_outputs = []
 
 
 @dataclass(frozen=True)

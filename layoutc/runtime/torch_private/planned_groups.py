@@ -1,0 +1,209 @@
+"""FSDP2's group of parameters, with gathers by plans: its own collectives, on its streams, with other steps around.
+
+Gradients may be copied for a reduction by somebody else, too. Everything else is FSDP2's.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
+
+from layoutc.runtime import streams
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.torch_private import changed, profiling, transform, without_torch_function
+
+_RESULT = (
+    *("all_gather_output", "all_gather_event", "all_gather_work"),
+    *("param_all_gather_input_dtypes", "param_all_gather_input_numels", "all_gather_input_split_sizes"),
+)
+_OF_GROUP = (
+    *("_all_gather_process_group", "_all_gather_comm", "_all_gather_result", "_sharded_state", "_training_state"),
+    *("_reduce_scatter_process_group", "_reduce_scatter_comm"),
+    *("_reshard_after_forward_event", "unshard_in_backward", "fsdp_params", "device", "device_handle", "comm_ctx"),
+    *("_to_unsharded", "_wait_all_gather_streams_on_event", "_with_fqn"),
+)
+
+
+class Plan(Protocol):
+    """The gather of a group in one pass."""
+
+    @property
+    def nbytes(self) -> int:
+        """That a rank sends."""
+
+    def fill(self, sent: Tensor) -> None:
+        """Writes what this rank sends, (nbytes,) uint8."""
+
+    def arrive(self, received: Tensor) -> None:
+        """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
+
+
+class _Begun(AllGatherResult):
+    """A gather that a plan began."""
+
+    plan: Plan
+
+
+class PlannedGroup(FSDPParamGroup):
+    """A class for groups that FSDP2 has made. A subclass says which gathers have a plan, in `_plan`."""
+
+    @property
+    def ranks(self) -> int:
+        """How many the parameters are sharded over."""
+        return int(self._all_gather_process_group.size())
+
+    @property
+    def in_forward(self) -> bool:
+        """True while the group gathers for a forward pass."""
+        return self._training_state is TrainingState.FORWARD
+
+    @property
+    def for_backward(self) -> bool:
+        """True while the group gathers for backward."""
+        return self._training_state is TrainingState.PRE_BACKWARD
+
+    @property
+    def is_sharded(self) -> bool:
+        """False from a gather until what it made is freed."""
+        return self._sharded_state is ShardedState.SHARDED
+
+    def named(self, label: str) -> str:
+        """A label with the names of the group's modules."""
+        found: str = self._with_fqn(label)
+        return found
+
+    def labelled(self, label: str) -> AbstractContextManager[Any]:
+        """What shows in profiles as FSDP2's own gathers do."""
+        return torch.profiler.record_function(self.named(label)) if profiling() else nullcontext()
+
+    def is_eager(self) -> bool:
+        """False under transforms, in CUDA graphs, and where torch.compile traces."""
+        return transform() is None and not capturing(self.device) and not torch.compiler.is_compiling()
+
+    # --------------------------------------------------------------------------------------------------------- gathers
+    def _plan(self) -> Plan | None:
+        """The plan of the gather that begins; None if FSDP2 is to gather."""
+        return None
+
+    def by_hooks(self, async_op: bool) -> None:
+        """Begins a gather, if there is something to gather, in FSDP2's own steps."""
+        super().unshard(async_op)
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begins a gather, if there is something to gather."""
+        plan = self._plan() if self._is_at_rest() else None
+        if plan is None:
+            self.by_hooks(async_op)
+            return
+        with self.labelled("FSDP::all_gather"):
+            self._all_gather_result = self._begun(plan, async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Makes the parameters whole, if a gather has begun."""
+        result = self._all_gather_result
+        if isinstance(result, _Begun):
+            with self.labelled("FSDP::all_gather_copy_out"):
+                self._finish(result)
+        else:
+            super().wait_for_unshard()
+
+    def gathers_wait(self) -> None:
+        """Has gathers wait for what runs on the current stream now."""
+        self._wait_all_gather_streams_on_event(streams.current(self.device, self.device_handle).record_event())
+
+    def _to_unsharded(self) -> None:
+        """Puts the gathered parameters into their modules, without asking their class for what FSDP2 compares."""
+        with without_torch_function():
+            super()._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def _is_at_rest(self) -> bool:
+        """True for sharded parameters that nothing but this gather waits for."""
+        if self._all_gather_result is not None or not self.is_sharded:
+            return False
+        if self._reshard_after_forward_event is not None:
+            return False
+        if not self.unshard_in_backward and self.for_backward:
+            return False
+        return self.is_eager()
+
+    @torch.no_grad()
+    def _begun(self, plan: Plan, async_op: bool) -> _Begun:
+        """As FSDP2's foreach_all_gather: what is sent is copied on one stream, into its place in what all send; the
+        collective runs on another."""
+        copies, gathers = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        group, comm, handle = self._all_gather_process_group, self._all_gather_comm, self.device_handle
+        with streams.on(copies, handle):
+            output = comm.allocate((plan.nbytes * group.size(),), dtype=torch.uint8, device=self.device)
+            sent = output.narrow(0, plan.nbytes * group.rank(), plan.nbytes)
+            plan.fill(sent)
+        gathers.wait_stream(copies)
+        with streams.on(gathers, handle):
+            work = comm(output_tensor=output, input_tensor=sent, group=group, async_op=async_op)
+            begun = _Begun(output, gathers.record_event(), work, [], [], [])
+        begun.plan = plan
+        return begun
+
+    @torch.no_grad()
+    def _finish(self, result: _Begun) -> None:
+        """As FSDP2's wait_for_unshard, which says when the bytes that have arrived may be freed."""
+        context, current = self.comm_ctx, streams.current(self.device, self.device_handle)
+        if self.in_forward and (before := context.all_gather_state) is not None:
+            self._wait_all_gather_streams_on_event(before.event)
+            context.all_gather_state = None
+        output, event, work = result[:3]
+        if event is not None:
+            current.wait_event(event)
+        if work is not None:
+            work.wait()
+        result.plan.arrive(output)
+        self._to_unsharded()
+        done = current.record_event()
+        if self.in_forward and work is None:
+            context.all_gather_state = AllGatherState(result, done)
+        else:
+            self._wait_all_gather_streams_on_event(done)
+        self._all_gather_result = None
+
+
+class PlannedReduceScatter(DefaultReduceScatter):
+    """FSDP2's own, of which it allows itself to take another one's place."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: that gradients are reduced over."""
+
+
+def take(group: Any, cls: type[PlannedGroup], reduce_scatter: type[PlannedReduceScatter]) -> bool:
+    """Makes an FSDPParamGroup one of a class; False for one of one rank, which gathers nothing."""
+    if group._all_gather_process_group.size() == 1:
+        return False
+    group.__class__ = cls
+    if type(group._reduce_scatter_comm) is DefaultReduceScatter:
+        group._reduce_scatter_comm = reduce_scatter(group._reduce_scatter_process_group.size())
+    return True
+
+
+def class_of(group: Any) -> str:
+    """The name of a group's class, if it is somebody else's; "" for FSDP2's own and ours."""
+    return "" if type(group) is FSDPParamGroup or isinstance(group, PlannedGroup) else type(group).__name__
+
+
+def unknown(group: Any) -> str:
+    """What is used here that this torch has under another name, or with other parameters; "" if nothing."""
+    signatures = {"unshard": ["self", "async_op"], "wait_for_unshard": ["self"]}
+    return changed(
+        {
+            "AllGatherResult": AllGatherResult._fields == _RESULT,
+            "AllGatherState": AllGatherState._fields == ("all_gather_result", "event"),
+            "get_all_gather_streams": hasattr(group.comm_ctx, "get_all_gather_streams"),
+            **{name: hasattr(group, name) for name in _OF_GROUP},
+            **{name: [*signature(getattr(FSDPParamGroup, name)).parameters] == its for name, its in signatures.items()},
+        }
+    )
