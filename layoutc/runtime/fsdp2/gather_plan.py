@@ -202,8 +202,8 @@ class GatherPlan:
         """Allocates and writes values: by the launches of an earlier gather, if all of it lay where it lies now."""
         places = [received]
         for weight in self.of_values:
-            gathered.allocate(weight.values)
-            places += [weight.values, *weight.gathering.shared.values()]
+            gathered.allocate(values := weight.values)
+            places += [values, *weight.gathering.shared.values()]
         place = place_of(places, received.device)
         if (launches := self.launches.get(place)) is not None:
             launches()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -121,17 +122,18 @@ def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], b
     packed: (n,) int32, the bits of fp32 magnitudes. offsets: where the amaxes of each matrix begin. Raises ValueError
     if the matrices and `packed` are on several devices.
     """
-    plan, single = amax_plan(packed, offsets, xs, block_k)
-    plan(packed)
+    found, single = amax_plans(packed, offsets, xs, block_k)
+    for plan in found:
+        plan(packed)
     for index in single:
         amax = matrix_amax(xs[index], block_k).view(torch.int32).reshape(-1)
         packed[offsets[index] : offsets[index] + amax.numel()] = amax
 
 
-def amax_plan(
+def amax_plans(
     packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
-) -> tuple[LaunchPlan, list[int]]:
-    """What does `raise_amaxes` with any `packed` of that size, as long as matrices stay where they are; and which of
+) -> tuple[list[LaunchPlan], list[int]]:
+    """What do `raise_amaxes` with any `packed` of that size, as long as matrices stay where they are; and which of
     them are in no table."""
     from layoutc.runtime.kernels.direct import Arguments, Constants
     from layoutc.runtime.kernels.launch_plan import LaunchPlan
@@ -146,7 +148,9 @@ def amax_plan(
     tile_m, tile_k, warps = BATCH_TILE if block_k is None else column_tile(block_k)
     block = tile_k if block_k is None else block_k
     cover = covered(tile_k, block)
-    level, found, alone = launch.hardware(packed.device), [], []
+    level = launch.hardware(packed.device)
+    found: list[LaunchPlan] = []
+    alone: list[int] = []
     for dtype, members in kinds.items():
         matrices, starts = [xs[index] for index in members], [offsets[index] for index in members]
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
@@ -154,9 +158,12 @@ def amax_plan(
             matrices, shapes, starts, [batches.addresses_of(matrices)], [True], (tile_m, cover), (tile_m, cover)
         )
         fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
-        for table in tables:
+
+        def plan(table: batches.Table, fixed: tuple[Any, ...] = fixed) -> LaunchPlan:
             constants = Constants((*fixed, *table.kind, level))
             arguments = Arguments((table.programs,), (table.entries, packed), warps, None, constants)
-            found.append(LaunchPlan.of(amax_batch_kernel, arguments, [table.entries]))
+            return LaunchPlan.of(amax_batch_kernel, arguments, [table.entries])
+
+        found += [table.plans.of(fixed, partial(plan, table)) for table in tables]
         alone += [members[index] for index in single]
-    return LaunchPlan.joined(found), alone
+    return found, alone

@@ -22,6 +22,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.streams import stream_of
 
 ROWS = (32, 256)  # how many matrices a table has room for; every program searches all rows for its matrix
@@ -42,6 +43,7 @@ class Table(NamedTuple):
     programs: int
     aligned: bool
     even: bool
+    plans: Plans  # of launches that read it: they go with it
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -201,7 +203,7 @@ def _tables(
         even = m % step[0] == 0 and k % step[1] == 0
         kinds[aligned, even].append((cdiv(rows, tile[0]) * cdiv(columns, tile[1]), *field))
     tables = [
-        Table(*_uploaded(device, rows), aligned, even)
+        Table(*_uploaded(device, rows), aligned, even, Plans())
         for (aligned, even), all_rows in kinds.items()
         for rows in _launches(all_rows)
     ]

@@ -114,7 +114,8 @@ class LaunchPlan:
     @classmethod
     def joined(cls, plans: Iterable[LaunchPlan]) -> LaunchPlan:
         """The launches of all plans, which make nothing."""
-        return cls([one for plan in plans for one in plan._launches])
+        every = list(plans)
+        return every[0] if len(every) == 1 else cls([one for plan in every for one in plan._launches])
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Launches on the current stream of the tensors' card; returns the results."""

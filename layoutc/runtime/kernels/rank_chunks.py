@@ -71,7 +71,7 @@ def _plans(grads: Sequence[Tensor], ranks: int, out: Tensor, aligned: bool) -> l
         if alone:
             return []
         members += [first] * (GRADS - len(members))
-        for entries, rows, programs, table_aligned, _ in tables:
+        for entries, rows, programs, table_aligned, *_ in tables:
             constants = Constants((TILE, rows, aligned and table_aligned))
             args = entries, out, out.shape[1], *[grads[member] for member in members]
             plan = LaunchPlan.of(rank_chunks_kernel, Arguments((programs,), args, WARPS, None, constants), [entries])

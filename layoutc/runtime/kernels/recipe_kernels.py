@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -154,8 +155,9 @@ class Kernels:
         if shared is None and self.layout.takes_amax(orientations):
             shared = amaxes.batch_amaxes(xs, self.layout.amax_columns)
         for together in self._together(orientations):
-            plan, alone = self._batch(xs, shared, together, outs)
-            plan(*(shared or ())[:1])
+            found, alone = self._batch(xs, shared, together, outs)
+            for plan in found:
+                plan(*(shared or ())[:1])
             for index in alone:
                 self.quantize(xs[index], None if shared is None else shared[index], together, outs[index])
 
@@ -168,29 +170,29 @@ class Kernels:
     ) -> LaunchPlan | None:
         """What does `quantize_batch` again, while xs and outs stay where they are, with the first amax, if any: others
         lie as they do from it now. None if tables do not take all matrices. Raises as batches.split."""
-        found = [self._batch(xs, shared, together, outs) for together in self._together(orientations)]
-        return None if any(alone for _, alone in found) else LaunchPlan.joined(plan for plan, _ in found)
+        found, alone = zip(*[self._batch(xs, shared, one, outs) for one in self._together(orientations)], strict=True)
+        return None if any(alone) else LaunchPlan.joined(chain(*found))
 
     def _batch(
         self, xs: Sequence[Tensor], shared: Sequence[Tensor] | None, together: tuple[str, ...], outs: Sequence[Planes]
-    ) -> tuple[LaunchPlan, Sequence[int]]:
+    ) -> tuple[list[LaunchPlan], Sequence[int]]:
         """What quantizes all matrices that tables take, and which others there are."""
         x, amax = xs[0], shared[0] if shared else None
-        choice = self._choice(self.quantize_sizes, together, x.dtype, max(x.shape[1] for x in xs))
+        most = max(x.shape[1] for x in xs)
+        choice = self._choice(self.quantize_sizes, together, x.dtype, most)
         tables, alone = batches.split(self.layout, self._written, xs, shared, together, outs, choice.span, choice.step)
-        every = [(self._quantizing_batch(table, amax, choice, x), [table.entries]) for table in tables]
-        return LaunchPlan.joined(LaunchPlan.of(quantize_kernel, *one) for one in every), alone
+        key = self, together, x.dtype, most, amax is None
+        return [table.plans.of(key, partial(self._plan_of_table, table, amax, choice, x)) for table in tables], alone
 
-    def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
-        """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
-        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, cached = choice
-        kind = *table.kind, launch.hardware(x.device)
-        constants = cached.get(kind)
-        if constants is None:
-            fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *kind[:2]
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover, 0, *rows))
+    def _plan_of_table(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> LaunchPlan:
+        """What quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
+        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, _ = choice
+        fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *table.kind[:2]
+        level, most = launch.hardware(x.device), launch.registers(x.device, registers)
+        constants = Constants((*fixed, tile_m, tile_k, pieces, table.even, level, *cover, 0, *rows))
         args = table.entries, *_NONE, amax, input_max, None, *_NONE, *_NONE
-        return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
+        arguments = Arguments((table.programs,), args, warps, most, constants)
+        return LaunchPlan.of(quantize_kernel, arguments, [table.entries])
 
     def _quantizing(
         self,
@@ -315,8 +317,7 @@ class Kernels:
                 return self._buffers(planes, made, orientations, swizzled)
             launches = LaunchPlan.of(lay_out_kernel, self._laying_out(planes, made, m, k, swizzled, None))
             entries = buffers.entries(self.layout, orientations)
-            plan = launches.reading(moved).making({}, _ordered(made, self._made), entries, swizzled)
-            plans.cache[key] = plan
+            plan = plans.cache[key] = launches.reading(moved).making({}, _ordered(made, self._made), entries, swizzled)
         return plan.named([planes[name] for name in moved], planes)
 
     def lay_out_batch(
@@ -359,7 +360,8 @@ class Kernels:
         tile_m, tile_k, warps, *_ = self.lay_out_size
         if table is None:
             programs = cdiv(cover_m, tile_m) * cdiv(cover_k, tile_k)
-            table = batches.Table(None, 0, programs, False, m % self.word == 0 and k % self.word == 0)
+            even = m % self.word == 0 and k % self.word == 0
+            table = batches.Table(None, 0, programs, False, even, plans.Plans())
         moved, tiled = len(self.moved), (tile_m, tile_k, launch.hardware(next(iter(made.values())).device))
         kind = swizzled, table.rows, table.aligned, table.even, tiled[2]
         constants = self._moving.get(kind)

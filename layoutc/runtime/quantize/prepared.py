@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.amaxes import amax_plan
+from layoutc.runtime.kernels.amaxes import amax_plans
 from layoutc.runtime.kernels.plans import Place, place_of
 from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
@@ -83,10 +83,10 @@ class Requantization:
             by_columns[pairs[at][0].LAYOUT.amax_columns].append(number)
         for block_k, numbers in by_columns.items():
             xs = [matrices[sharing[number]] for number in numbers]
-            found, alone = amax_plan(packed, [offsets[number] for number in numbers], xs, block_k)
+            found, alone = amax_plans(packed, [offsets[number] for number in numbers], xs, block_k)
             if alone:
                 return False
-            self._amaxes.append(found)
+            self._amaxes += found
         examples = dict(zip(sharing, torch.split(packed.view(torch.float32), self._sizes), strict=True))
         kinds: dict[Any, list[int]] = defaultdict(list)
         for at, (target, _) in enumerate(pairs):
