@@ -61,16 +61,19 @@ class Case:
     compiled: bool = False
     sequence: int = 2048
     batch: int = 2
+    state: str = ""  # of moments and masters, as 8bit-bf16
 
     @property
     def name(self) -> str:
-        words = [self.model, self.recipe, "low" * self.low, "full" * self.full, "compiled" * self.compiled]
+        words = [self.model, self.recipe, "low" * self.low, "full" * self.full, "compiled" * self.compiled, self.state]
         return " ".join(filter(None, [*words, f"{self.batch} x {self.sequence}"]))
 
 
 CASES = (
     Case("llama"),
     Case("llama", "nvfp4"),
+    Case("llama", "nvfp4", state="8bit-fp32"),
+    Case("llama", "nvfp4", state="8bit-bf16"),
     Case("llama", full=True, batch=4),
     Case("qwen3_moe"),
     Case("qwen3_moe", "nvfp4"),
@@ -100,7 +103,8 @@ def plans(path: str, card: str, tiny: bool) -> None:
         runs = [] if case.compiled else ["--eager"]
         how = [*runs, "--checkpointing", "full" if case.full else "none", "--card", card, "--world", str(RANKS)]
         recipe = [] if case.recipe == "bf16" else ["--recipe", case.recipe, *(["--low"] if case.low else [])]
-        shown = CliRunner().invoke(main, ["plan", config, *tokens, *how, *recipe, "--json"])
+        state = ["--state", "8bit", "--masters", case.state.partition("-")[2]] if case.state else []
+        shown = CliRunner().invoke(main, ["plan", config, *tokens, *how, *recipe, *state, "--json"])
         if shown.exit_code:
             raise SystemExit(shown.output)
         budget = json.loads(shown.stdout)["budgets"][-1]
@@ -176,9 +180,12 @@ def trained(case: Case, tiny: bool, device: torch.device) -> tuple[Any, Any]:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    fused = {"lr": 1e-5, "fused": True}
+    fused: dict[str, Any] = {"lr": 1e-5, "fused": True}
     if case.recipe == "bf16":
         return model, torch.optim.AdamW(model.parameters(), **fused)
+    if case.state:
+        state, _, masters = case.state.partition("-")
+        fused |= {"state": state, "masters": masters}
     return model, layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **fused)
 
 
