@@ -1013,6 +1013,43 @@ def values_of_stacks(path: Path) -> dict[str, Tensor]:
     }
 
 
+def test_experts_of_their_own_scales_that_files_have_stacked(tmp_path: Path) -> None:
+    """One tensor of codes, of scales, and of a number for each matrix: compressed-tensors' bytes of each expert,
+    stacked under ModelOpt's names. Values are those of the definition; exports and conversions write the same bytes."""
+    from safetensors.torch import save_file
+
+    model = nvfp4_experts(tmp_path / "apart")
+    apart = tensors_in(tmp_path / "apart")
+    names, tensors = [f"mlp.experts.{number}.down_proj" for number in range(4)], dict[str, Tensor]()
+    tensors["mlp.experts.down_proj"] = torch.stack([apart[f"{name}.weight_packed"] for name in names])
+    tensors["mlp.experts.down_proj_scale"] = torch.stack([apart[f"{name}.weight_scale"] for name in names])
+    levels = torch.cat([apart[f"{name}.weight_global_scale"].reshape(1) for name in names])
+    tensors["mlp.experts.down_proj_scale_2"] = 1 / levels * torch.arange(1, 5)
+    tensors["mlp.experts.gate_up_proj"] = model.gate_up_proj.detach()
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []}
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+
+    codes, table = tensors["mlp.experts.down_proj"], torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.stack([codes & 15, codes >> 4], -1).flatten(2).long()
+    factor = tensors["mlp.experts.down_proj_scale"].float() * tensors["mlp.experts.down_proj_scale_2"][:, None, None]
+    expected = torch.where(codes > 7, -table[codes & 7], table[codes & 7]) * factor.repeat_interleave(16, 2)
+    stacks = Stacks(384)
+    held = of_experts(stacks)
+    assert quantize_as_stored(held, tmp_path / "in") == {"mlp.experts.down_proj": "nvfp4_modelopt_experts"}
+    assert load_safetensors(held, tmp_path / "in") == ((), ())
+    assert torch.equal(stacks.down_proj.dequantize(torch.float32), expected)  # type: ignore[operator]
+    export_safetensors(held, tmp_path / "out", files="modelopt", source=tmp_path / "in")
+    assert same_files(tmp_path / "in", tmp_path / "out")
+    for name, tensor in stream_export(held, files="modelopt", source=tmp_path / "in"):
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8)), name
+    convert_safetensors(tmp_path / "in", tmp_path / "plain", dtype=torch.float32)
+    assert torch.equal(tensors_in(tmp_path / "plain")["mlp.experts.down_proj"], expected)
+    convert_safetensors(tmp_path / "in", tmp_path / "same", files="nvfp4_modelopt_experts/modelopt")
+    assert same_files(tmp_path / "in", tmp_path / "same")
+
+
 def tunes_stacks(path: str, out: str) -> dict[str, Tensor]:
     """On ranks, or in one process: load shards, export and stream them, take a step, export. What shards then are."""
     model = of_experts(Stacks(384))

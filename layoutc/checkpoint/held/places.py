@@ -47,7 +47,7 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     matrices: of a weight with leading dims; None without any. Raises LayoutError if its values don't split so.
     """
     width = _width(bound.dtype)
-    if bound.of_matrices and matrices is not None and not bound.scalar:
+    if bound.of_matrices and matrices is not None:  # `scalar` is of one matrix
         return Place(bound, plane, (1,), (1,), (matrices,), 1)
     if bound.scalar or bound.of_matrices or len(plane.shape) == 1:
         return Place(bound, plane, (1,), (1,), () if bound.scalar else (1,), 1)
