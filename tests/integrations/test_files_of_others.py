@@ -734,10 +734,10 @@ def test_nn_linear_alone_counts_as_a_module_that_stays_plain(written: Callable[[
 
 def test_recipes_whose_configs_contradict_each_other_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-    layoutc.quantize_(model, "mxfp4", param_filter=["0.weight"])
-    layoutc.quantize_(model, "mxfp8_frozen", param_filter=["1.weight"])
-    with pytest.raises(LayoutError, match=r"have files 'mlx' with different configs"):
-        export_safetensors(model, tmp_path / "out", files="mlx")
+    layoutc.quantize_(model, "nf4_bitsandbytes", param_filter=["0.weight"])
+    layoutc.quantize_(model, "fp4_bitsandbytes", param_filter=["1.weight"])
+    with pytest.raises(LayoutError, match=r"have files 'bitsandbytes' with different configs"):
+        export_safetensors(model, tmp_path / "out", files="bitsandbytes")
     assert not list(tmp_path.iterdir())
 
 
