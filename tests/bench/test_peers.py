@@ -45,7 +45,8 @@ NONE = {
     ),
     **dict.fromkeys(("adam_m4", "adam_m8", "adam_v4", "adam_v8", "moment_fp8", "moment_fp8_sqrt"), "state of optim"),
     **dict.fromkeys(("grad_fp8", "grad_int4"), "gradients that ranks send"),
-    **dict.fromkeys(("awq", "fp8_channel_bf16", "gptq", "q4_k", "q8_0"), OF_SCALES),
+    **dict.fromkeys(("awq", "fp8_channel_bf16", "gptq", "nvfp4_mlx", "q4_k", "q8_0"), OF_SCALES),
+    **dict.fromkeys((f"int{bits}_affine64" for bits in (2, 3, 4, 6, 8)), OF_SCALES),
 }
 SHAPE = (256, 256)
 CPU = torch.device("cpu")

@@ -99,7 +99,7 @@ def launches_again(recipe: str) -> None:
             model.reshard()  # type: ignore[operator]
     (plan,) = plans(model)
     assert plan.launches
-    assert all(len(launches) == 1 for launches in plan.launches.values())
+    assert all(len(launches._launches) == 1 for launches in plan.launches.values())
 
 
 @pytest.mark.sample(1)

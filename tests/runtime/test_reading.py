@@ -41,8 +41,10 @@ def dequantized(
 ) -> list[Tensor]:
     kernels = import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     outs = [torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes]
-    for one in reading.launches(kernels, weights, orientation, outs, parts):
-        one.bound(*one.tensors)
+    together, alone = reading.into(kernels, weights, orientation, outs, parts)
+    together()
+    for plan, tensors in alone:
+        plan.into(*tensors)
     return outs
 
 

@@ -92,9 +92,11 @@ def _flat_of(cls: type[QuantizedTensor], columns: int) -> type[Flat]:
     """The class that decodes blocks of so many values of the flattened weight; it fits no weight of whole blocks."""
     layout = cls.LAYOUT
     code = round(layout.stored["rowwise_data"].columns_per_value or 1)
+    least = 0 if columns == layout.stored[SCALE].columns_per_value else columns // 2
 
     def planes(m: int, k: int) -> dict[str, Facts]:
-        blocks = cdiv(m * k, columns) if k % columns else 0
+        # One block reads alike by all sizes that hold it: the smallest of them is taken.
+        blocks = cdiv(m * k, columns) if k % columns and m * k > least else 0
         data, scale = layout.dtypes["rowwise_data"], layout.dtypes[SCALE]
         return {"rowwise_data": Facts((1, cdiv(m * k, code)), data), SCALE: Facts((1, blocks), scale)}
 
