@@ -552,7 +552,7 @@ def test_rows_that_are_no_whole_blocks_are_read_as_values_beside_codes(
     assert all(torch.equal(tensors_in(tmp_path / "out")[name], one) for name, one in kept.items())
     export_safetensors(mixed, tmp_path / "scales", files="bitsandbytes", source=path)  # of codes of scales too
     assert tensors_in(tmp_path / "scales")["whole.weight.absmax"].dtype is torch.float32
-    with pytest.raises(LayoutError, match=rf"even.weight: {recipe} takes .* columns in multiples of 64"):
+    with pytest.raises(LayoutError, match=rf"even.weight: {recipe} takes columns in multiples of 64"):
         convert_safetensors(path, tmp_path / "refused", files=binding)  # which tells the recipe by the source's
 
     (path / "config.json").unlink()

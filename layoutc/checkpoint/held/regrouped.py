@@ -88,14 +88,13 @@ def _wider(codes: Tensor, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _flat_of(cls: type[QuantizedTensor], columns: int) -> type[Flat]:
-    """The class that decodes blocks of so many values of the flattened weight; it fits no weight of whole blocks."""
+def _flat_of(cls: type[QuantizedTensor], columns: int, least: int) -> type[Flat]:
+    """The class that decodes blocks of so many values of the flattened weight; it fits no weight of whole blocks, and
+    none of at most `least` values, which are one block of smaller ones too, and read alike."""
     layout = cls.LAYOUT
     code = round(layout.stored["rowwise_data"].columns_per_value or 1)
-    least = 0 if columns == layout.stored[SCALE].columns_per_value else columns // 2
 
     def planes(m: int, k: int) -> dict[str, Facts]:
-        # One block reads alike by all sizes that hold it: the smallest of them is taken.
         blocks = cdiv(m * k, columns) if k % columns and m * k > least else 0
         data, scale = layout.dtypes["rowwise_data"], layout.dtypes[SCALE]
         return {"rowwise_data": Facts((1, cdiv(m * k, code)), data), SCALE: Facts((1, blocks), scale)}
@@ -152,10 +151,12 @@ def regrouped(
     own = layout.stored[SCALE].columns_per_value
     halves = [name for name in PER_BLOCK if layout.dtypes.get(name) in HALVES]
     widened = {name: binding.planes[name]._replace(dtype="F32", bits=32) for name in halves}
-    for columns, changed in _stated(binding, config):
+    stated = dict(_stated(binding, config))
+    for columns, changed in stated.items():
         if columns and binding.text is not None:
             words = f"{binding.name}, blocks of {columns} across rows"
-            yield _flat_of(cls, columns), changed._replace(name=words)
+            least = max((one for one in stated if one and one < columns), default=0)
+            yield _flat_of(cls, columns, least), changed._replace(name=words)
         if columns == own and not halves:
             continue
         yield (
