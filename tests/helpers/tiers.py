@@ -20,21 +20,22 @@ COLLECTED = pytest.StashKey[set[str]]()  # of this run, before tests were left o
 
 
 RANKS = {"one", "two", "three", "four"}  # fixtures of groups of processes
+CASES = {"distributed": 2, "runtime": 6, "checkpoint": 4, "integrations": 2}  # of a test without a `sample` of its own
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Gives the mark `thorough` to cases that a test's mark `sample(count)` leaves out of the first tier, and to what
-    other packages train on ranks."""
+    """Gives the mark `thorough` to cases that a sample leaves out of the first tier, and to what other packages train
+    on ranks. A sample: by a test's mark `sample(count)`, else by its folder."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.path.parent.name == "integrations" and not RANKS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("thorough")
-        if item.get_closest_marker("sample") is not None:
+        if hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():
         found = of_one[0].get_closest_marker("sample")
-        assert found is not None
-        kept = chosen([one.callspec.params for one in of_one], *found.args)  # type: ignore[attr-defined]
+        count = CASES.get(of_one[0].path.parent.name, len(of_one)) if found is None else found.args[0]
+        kept = chosen([one.callspec.params for one in of_one], count)  # type: ignore[attr-defined]
         for number, item in enumerate(of_one):
             if number not in kept:
                 item.add_marker("thorough")
@@ -46,6 +47,8 @@ def chosen(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
     Each next one has the most values, and pairs of values, that none before it has; among equals, the one that stands
     farthest from these.
     """
+    if count >= len(cases):
+        return set(range(len(cases)))
     values = [{(name, type(value), _comparable(value)) for name, value in case.items()} for case in cases]
     has = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in values]
     left, kept, away = set(range(1, len(cases))), [0], list(range(len(cases)))
