@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.storage import initial_values
-from layoutc.runtime.torch_private import local_tensor, schema_of
+from layoutc.runtime.torch_private import left_by_compilers, local_tensor, schema_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
@@ -83,6 +83,7 @@ def watch() -> None:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
 
 
+@left_by_compilers
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Checks an optimizer before its first step. Weights that it steps itself keep no initial values."""
     if optimizer in _seen:
