@@ -131,7 +131,7 @@ def _optimizer() -> str:
         rows.append([name, ms, f"{row['bytes']:.2f}", f"{row['share']:.2f}"])
     said = (
         "2^28 parameters in weights of 4096 x 14336, by turns; bytes that a parameter moves, and the share of a copy's "
-        "bandwidth. Times are against MasterWeights. Look-ups in 256-entry tables take longer than 8-bit states save."
+        "bandwidth. Times are against MasterWeights. Steps of quantized state multiply by reciprocals since; not timed."
     )
     columns = ["step", "bytes", "share"]
     where = {**data, "machine": f"one {data['device']}"}
