@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -35,7 +36,8 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The main loop of a rank: joins the group, then runs jobs from the pipe until that is closed."""
     from datetime import timedelta
 
-    faulthandler.enable()  # a rank that is killed by a signal says where it was
+    crashed = open(f"{store}.{rank}", "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
+    faulthandler.enable(crashed)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -82,6 +84,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store = Path()
 
     def __enter__(self) -> Ranks:
         return self
@@ -115,10 +118,10 @@ class Ranks:
     def _start(self) -> None:
         context = process_context(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="layoutc-ranks-", ignore_cleanup_errors=True)
-        store = str(Path(self._folder.name) / "store")
+        self._store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, str(self._store), there), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -137,12 +140,11 @@ class Ranks:
             if not ready:
                 break
             for pipe in ready:
-                answer: tuple[bool, Any]
                 try:
-                    answer = pipe.recv()  # type: ignore[union-attr, call-arg, assignment]
+                    answer: tuple[bool, Any] = pipe.recv()  # type: ignore[union-attr, call-arg, assignment]
+                    answers[open_[id(pipe)]] = answer
                 except (EOFError, OSError):
-                    answer = (False, "the process ended")
-                answers[open_[id(pipe)]] = answer
+                    answers[open_[id(pipe)]] = (False, self._ending(open_[id(pipe)]))
         failed = {rank: said for rank, (fine, said) in sorted(answers.items()) if not fine}
         late = [rank for rank in range(self.world) if rank not in answers]
         if failed or late:
@@ -151,3 +153,13 @@ class Ranks:
             lines += [f"rank {rank}: no answer" for rank in late]
             raise RankError("\n".join(lines))
         return [answer for _, answer in (answers[rank] for rank in range(self.world))]
+
+    def _ending(self, rank: int) -> str:
+        """How the rank's process ended, as it says nothing more itself: its exit code, or the signal that killed it."""
+        process = self._processes[rank]
+        process.join(5)
+        if (code := process.exitcode) is None:
+            return "the process answers no more"
+        ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        where = self._store.with_name(f"{self._store.name}.{rank}")
+        return f"the process ended: {ending}\n{where.read_text(encoding='utf-8')}".rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,6 +119,8 @@ def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too(
             assert all("differs" in outcome.message or "loss" in outcome.message for outcome in found), failures(found)
         with pytest.raises(RankError, match=r"(?s)rank 1: .*KeyError"):
             ranks.run(fails_on_one_rank)
+        with pytest.raises(RankError, match=r"(?s)rank 1: the process ended: SIGABRT.*ends_on_one_rank"):
+            ranks.run(ends_on_one_rank)
         assert ranks.run(int, "7") == [7, 7]
 
 
@@ -134,6 +137,11 @@ def test_what_processes_are_copied_with_asks_cuda_nothing_and_starts_no_thread()
     )
     done = subprocess.run([sys.executable, "-c", program, *PRELOADED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def ends_on_one_rank() -> None:
+    if os.environ["RANK"] == "1":
+        os.abort()
 
 
 def fails_on_one_rank() -> None:

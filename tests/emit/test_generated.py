@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import pstats
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -160,33 +160,15 @@ def test_a_package_built_elsewhere_works_where_it_stands(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
 
-# Process time of starting Python with what the compiler is built on, on the quiet machine where the limits were set.
-QUIET = 0.13
-
-
-def process_time(arguments: list[str]) -> float:
-    """Of one command from cold, interpreter start and children included."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+# Calls of functions for a spec: 82,000 when this was set. Unlike times, they are the same on any machine, busy or not.
+CALLS = 100_000
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 1.5)])
-def test_commands_are_quick(
-    arguments: list[str], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The best of several runs; where the imports alone take longer than on a quiet machine, so may the command.
-
-    With bytecode, as users have it.
-    """
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    spent, imports = [], []
-    for _ in range(8):
-        spent.append(process_time(["-m", "layoutc", *arguments]))
-        imports.append(process_time(["-c", "import click, jinja2, yaml, pydantic; pydantic.BaseModel"]))
-        if min(spent) < limit * max(1, min(imports) / QUIET):
-            return
-    raise AssertionError((spent, imports))
+@pytest.mark.parametrize("arguments", [["build", "--check", "-q"], ["check"]], ids=lambda words: words[0])
+def test_commands_are_quick(arguments: list[str], tmp_path: Path) -> None:
+    """Of all specs, in what takes about a second."""
+    profile = tmp_path / "profile"
+    command = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m", "layoutc", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert pstats.Stats(str(profile)).total_calls < CALLS * len(list((ROOT / "specs").glob("*.yaml")))
