@@ -40,8 +40,8 @@ class Converter(ModelConfigConverter):
         """Patterns of parameters' names, such as layers.*.weight,*.w?_*. None: weights of all linear layers."""
         share_amax: list[str] = field(default_factory=list)
         """Weights under one amax, as engines join them, such as wq+wk+wv,w1+w3. None: each has its own."""
-        products: Literal["low_precision", "dequantize", "auto", "low", "dequantize_on_gather"] | None = None
-        """How the chosen weights are multiplied; the last three names go. None: as layoutc.products says."""
+        products: Literal["low_precision", "dequantize"] | None = None
+        """How the chosen weights are multiplied. None: as layoutc.products says."""
         dequantize: Literal["gather", "layer"] | None = None
         """Where they are dequantized. None: as layoutc.dequantize says."""
         tokens: str = ""

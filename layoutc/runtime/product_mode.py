@@ -3,9 +3,7 @@ what products keep of activations for backward. Set for all weights, or for some
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
-from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from layoutc.runtime.facts import Layout
@@ -13,7 +11,6 @@ from layoutc.runtime.facts import Layout
 Mode = Literal["low_precision", "dequantize", "reference"]  # reference: low precision without kernels, for tests
 Where = Literal["gather", "layer"]
 Saves = Literal["quantized", "input"]
-OldMode = Literal["auto", "low", "dequantize_on_gather"]  # until the next release
 _PUBLIC = ("low_precision", "dequantize")
 
 
@@ -33,11 +30,6 @@ class Settings(NamedTuple):
 
 _all = Settings("dequantize", "gather")
 _saves: Saves | None = None
-_RENAMED = {
-    "auto": Settings("low_precision"),
-    "low": Settings("reference"),
-    "dequantize_on_gather": Settings("dequantize", "gather"),
-}
 
 
 def current() -> Settings:
@@ -103,27 +95,13 @@ def _setting(mode: str, on_gather: bool, saves: Saves | None) -> str:
     return f"{mode}{' on gather' if on_gather else ''}, saves {saves}"
 
 
-def checked(
-    mode: Mode | OldMode | None,
-    where: Where | None = None,
-    call: str = 'layoutc.products("{}")',
-    on_gather: str = 'layoutc.products("dequantize") and layoutc.dequantize("gather"), which are the defaults',
-) -> Settings:
-    """Settings as a user writes them. Raises ValueError for anything else; warns of what is spelled otherwise since.
-
-    call: what the user has called, with a place for the mode. on_gather: what is written for "dequantize_on_gather".
-    """
-    if mode not in (None, *_PUBLIC, *_RENAMED):
+def checked(mode: Mode | None, where: Where | None = None) -> Settings:
+    """Settings as a user writes them. Raises ValueError for anything else."""
+    if mode not in (None, *_PUBLIC):
         raise ValueError(f"products are {' or '.join(_PUBLIC)}, not {mode!r}")
     if where not in (None, *get_args(Where)):
         raise ValueError(f"weights are dequantized by {' or '.join(get_args(Where))}, not {where!r}")
-    if mode not in _RENAMED:
-        return Settings(mode, where)  # type: ignore[arg-type]
-    found = _RENAMED[str(mode)]
-    line = on_gather if mode == "dequantize_on_gather" else call.format("low_precision")
-    without = ". It dequantizes where a card has no kernel, and no longer computes slowly" if mode == "low" else ""
-    warnings.warn(f'"{mode}" goes with the next release: write {line}{without}', DeprecationWarning, stacklevel=3)
-    return found
+    return Settings(mode, where)
 
 
 class _Set:
@@ -141,9 +119,7 @@ class _Set:
     def __enter__(self) -> None:
         """It is set already."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Sets what was set before."""
         global _all
         _all = _over(_all, self._before)
@@ -179,7 +155,7 @@ class products(_Set):
         ...     model(torch.randn(16, 128)).sum().backward()
     """
 
-    def __init__(self, mode: Mode | OldMode, *, saves: Saves | None = None) -> None:
+    def __init__(self, mode: Mode, *, saves: Saves | None = None) -> None:
         global _saves
         if mode is None:
             raise ValueError(f"products are {' or '.join(_PUBLIC)}, not None")
@@ -188,12 +164,10 @@ class products(_Set):
         super().__init__(checked(mode))
         self._saved, _saves = _saves, saves
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Sets what was set before."""
         global _saves
-        super().__exit__(kind, error, traceback)
+        super().__exit__(*error)
         _saves = self._saved
 
 

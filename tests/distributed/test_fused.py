@@ -180,24 +180,6 @@ def test_plain_files_are_loaded_under_one_amax(two: Ranks, use: str, tmp_path: P
     assert two.run(files, str(tmp_path), use) == [True, True]
 
 
-def test_the_name_of_before_works_and_warns() -> None:
-    uses: list[Callable[..., Any]] = [layoutc.quantize_, layoutc.cast_on_gather_]
-    for use in uses:
-        model = model_of_one("nvfp4")
-        with pytest.warns(DeprecationWarning, match="write share_amax=") as said:
-            use(model, "nvfp4", fused=GROUPS)
-        assert said[0].filename == __file__
-        first = model[0].q_proj.weight
-        assert getattr(first, "fused", None) or first._agreed.fused
-    with (
-        pytest.warns(DeprecationWarning, match="write share_amax=") as said,
-        layoutc.quantized_init("nvfp4", fused=GROUPS),
-    ):
-        model = Layer()
-    assert said[0].filename == __file__
-    assert model.q_proj.weight.fused == model.k_proj.weight.fused is not None
-
-
 def test_groups_that_can_not_be_are_refused_before_anything_changes() -> None:
     for recipe, fused, message in (
         ("int8_rowwise", True, "int8_rowwise has no scale that follows the amax of a whole weight"),

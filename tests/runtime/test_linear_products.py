@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -529,35 +528,6 @@ def test_modes() -> None:
         assert mode.saves(in_graph=True) == "quantized"
     assert (mode.saves(in_graph=True), mode.saves(in_graph=False)) == ("input", "quantized")
     assert mode.current() == ("dequantize", "gather")
-
-
-@pytest.mark.parametrize(
-    ("old", "line", "settings"),
-    [
-        ("auto", 'layoutc.products("low_precision")', ("low_precision", "layer")),
-        ("low", 'layoutc.products("low_precision"). It dequantizes where', ("reference", "layer")),
-        ("dequantize_on_gather", 'layoutc.dequantize("gather")', ("dequantize", "gather")),
-    ],
-)
-def test_spellings_of_before_work_and_say_what_to_write(old: Any, line: str, settings: tuple[str, str]) -> None:
-    """Of all weights, of some, and of what is explained."""
-    layer = nn.Linear(K, M, bias=False)
-    layoutc.quantize_(layer, "mxfp8")
-    with layoutc.dequantize("layer"):
-        with pytest.warns(DeprecationWarning, match=re.escape(line)) as said, layoutc.products(old):
-            assert mode.current() == settings
-        assert mode.current() == ("dequantize", "layer")
-    assert said[0].filename == __file__
-    assert mode.current() == ("dequantize", "gather")
-    with pytest.warns(DeprecationWarning, match=r"write layoutc.set_products_\(model, .*\)"):
-        layoutc.set_products_(layer, old)
-    own = layer.weight.own_products
-    assert (own.products, own.dequantize or "layer") == settings
-    layoutc.set_products_(layer)
-    assert layer.weight.own_products is None
-    with pytest.warns(DeprecationWarning, match="write layoutc.explain_products"):
-        ways = {row.way for row in layoutc.explain_products(layer, device="cpu", mode=old)}
-    assert ways == {"reference"} if old == "low" else {"dequantize"}
 
 
 def test_two_settings_that_end_in_any_order() -> None:

@@ -17,7 +17,7 @@ from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.train.convert import quantize_, shared
+from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -28,7 +28,6 @@ def quantize_as_stored(
     files: str | None = None,
     rename: Rename | None = None,
     share_amax: bool = False,
-    fused: bool = False,
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that a folder of another program's safetensors files holds quantized,
     each in the recipe whose binding it follows, of which a folder may have several; returns parameter -> recipe. Call
@@ -36,8 +35,7 @@ def quantize_as_stored(
 
     The model may be on the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or
     `fp8_block/deepseek`; by default the one that config.json tells of. rename: as for `load_safetensors`.
-    share_amax: weights that engines join are quantized under one amax at each step, as by `layoutc.quantize_`. fused:
-    its name of before.
+    share_amax: weights that engines join are quantized under one amax at each step, as by `layoutc.quantize_`.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
@@ -62,7 +60,7 @@ def quantize_as_stored(
     return quantize_each(
         model,
         {parameters[one][0]: bound.cls for bound, in_files in (group[0] for group in groups) for one in in_files},
-        bool(shared(share_amax, fused, 4)),
+        share_amax,
     )
 
 

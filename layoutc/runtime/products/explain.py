@@ -9,7 +9,7 @@ from torch import nn
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
-from layoutc.runtime.product_mode import Mode, OldMode, Settings, checked
+from layoutc.runtime.product_mode import Mode, Settings, checked
 from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
@@ -23,7 +23,6 @@ _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
     'layoutc.set_products_(model, "low_precision"), called after parallelize_module, lets linear layers have it'
 )
-_CALLS = 'layoutc.explain_products(model, mode="{}")', 'layoutc.explain_products(model, mode="dequantize")'
 _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 
 
@@ -57,7 +56,7 @@ def explain_products(
     *,
     tokens: int = _TOKENS,
     device: torch.device | str | None = None,
-    mode: Mode | OldMode | None = None,
+    mode: Mode | None = None,
 ) -> list[ExplainedProduct]:
     """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
@@ -76,7 +75,7 @@ def explain_products(
         0.weight 128x128 fp8_block forward: dequantize: CPUs have no kernel for it
     """
     found: list[ExplainedProduct] = []
-    wanted = mode if mode == "reference" else checked(mode, None, *_CALLS).products or _wanted()
+    wanted = mode if mode == "reference" else checked(mode).products or _wanted()
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
     by_parts = {id(param) for module, _, param in uses if multiplies_parts(module)}
     by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}

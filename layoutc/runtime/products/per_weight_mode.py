@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layoutc.runtime.product_mode import Mode, OldMode, Settings, Where, checked
+from layoutc.runtime.product_mode import Mode, Settings, Where, checked
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry, values_or_codes
 from layoutc.runtime.sharding.registry import Sharding
@@ -17,15 +17,9 @@ from layoutc.runtime.torch_private import local_tensor
 Filter = Callable[[nn.Module, str], bool]
 
 
-_CALLS = (
-    'layoutc.set_products_(model, "{}")',
-    'layoutc.set_products_(model, "dequantize", dequantize="gather")',
-)
-
-
 def set_products_(
     model: nn.Module,
-    mode: Mode | OldMode | None = None,
+    mode: Mode | None = None,
     *,
     dequantize: Where | None = None,
     filter_fn: Filter | None = None,
@@ -67,7 +61,7 @@ def set_products_(
         >>> layoutc.set_products_(model, "low_precision")
         ['0.weight']
     """
-    own: Settings | None = checked(mode, dequantize, *_CALLS)
+    own: Settings | None = checked(mode, dequantize)
     own = None if own == (None, None) else own
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +65,6 @@ def quantize_(
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
     share_amax: Fused = False,
-    fused: Fused = False,
 ) -> list[str]:
     """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
 
@@ -89,8 +87,7 @@ def quantize_(
     share_amax: quantizes weights that engines join under one amax, at each step too, for recipes whose scales follow
     the amax of a whole weight: groups of modules beside each other by their own names, such as
     [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]; or True, for those that the recipe's `files` state. What
-    is written into one of them by other means than `MasterWeights` and loads follows its own amax. fused: its name of
-    before, which goes with the next release.
+    is written into one of them by other means than `MasterWeights` and loads follows its own amax.
 
     Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
     take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
@@ -109,8 +106,7 @@ def quantize_(
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
-    joined = shared(share_amax, fused)
-    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters, joined)]
+    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters, share_amax)]
 
 
 def cast_on_gather_(
@@ -120,7 +116,6 @@ def cast_on_gather_(
     filter_fn: Filter | None = None,
     param_filter: ParamFilter | None = None,
     share_amax: Fused = False,
-    fused: Fused = False,
 ) -> list[str]:
     """Makes FSDP2 quantize `weight` of the chosen modules, or the chosen parameters, whenever it gathers them; returns
     their names.
@@ -143,9 +138,8 @@ def cast_on_gather_(
     package.LAYOUT.check_weights()
     casts: type[CastOnGather] = package.CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
-    filters = Filters(filter_fn, param_filter)
-    made, joined = partial(_cast, casts), shared(share_amax, fused)
-    return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, joined, "cast_on_gather_")]
+    filters, made = Filters(filter_fn, param_filter), partial(_cast, casts)
+    return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, share_amax, "cast_on_gather_")]
 
 
 def _replace(
@@ -269,7 +263,6 @@ def quantized_init(
     param_filter: ParamFilter | None = None,
     keep_values: bool = True,
     share_amax: Fused = False,
-    fused: Fused = False,
 ) -> Iterator[None]:
     """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
 
@@ -285,7 +278,7 @@ def quantized_init(
         >>> type(model.weight).__name__
         'NVFP4Tensor'
     """
-    cls, joined = recipe_class(recipe), shared(share_amax, fused, 4)
+    cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     built: dict[nn.Module, None] = {}
     original = nn.Module.__init__
@@ -302,17 +295,7 @@ def quantized_init(
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
     filters, made = Filters(filter_fn, param_filter), partial(_quantized, cls, keep_values)
-    _replace(roots, cls, made, filters, joined, among=set(built))
-
-
-def shared(share_amax: Fused, fused: Fused, level: int = 3) -> Fused:
-    """The groups that a user passes as `share_amax`, or by its name of before, of which it warns. level: of the caller
-    that is named."""
-    if fused is False:
-        return share_amax
-    line = "fused= goes with the next release, since optimizers have an option of that name: write share_amax="
-    warnings.warn(line, DeprecationWarning, stacklevel=level)
-    return fused
+    _replace(roots, cls, made, filters, share_amax, among=set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
