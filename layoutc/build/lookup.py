@@ -73,7 +73,7 @@ def chosen(arguments: tuple[str, ...], folder: Path) -> list[Path]:
             paths.append(path)
         else:
             words = "" if arguments else "; name a recipe or a spec, or a folder with --specs."
-            listed = [] if arguments or _is_given() else _listed(by_package(), folder)
+            listed = [] if arguments or is_given("folder") else _listed(by_package(), folder)
             raise click.UsageError(" ".join([f"{path} does not exist{words}", *listed]))
     return list(dict.fromkeys(paths))
 
@@ -102,7 +102,7 @@ def find(name: str, folder: Path, everywhere: bool = False) -> Path:
     if name in own:
         return own[name]
     shipped, others = by_package(), {}
-    if everywhere or not _is_given():
+    if everywhere or not is_given("folder"):
         others = shipped
     holding = [package for package, specs in shipped.items() if name in specs]
     if len(holding) == 1 and others:
@@ -157,7 +157,7 @@ def _spec_of_built(built: Path, folder: Path) -> Path:
 def known(folder: Path) -> list[Path]:
     """The specs in the folder and, unless --specs was given, those that installed packages ship; one of each name."""
     found = {path.stem: path for path in specs_in(folder)}
-    for specs in () if _is_given() else by_package().values():
+    for specs in () if is_given("folder") else by_package().values():
         found = specs | found
     return [found[name] for name in sorted(found)]
 
@@ -186,10 +186,10 @@ def _listed(shipped: dict[str, dict[str, Path]], folder: Path) -> list[str]:
     ]
 
 
-def _is_given() -> bool:
-    """True if --specs was given on the command line."""
+def is_given(name: str) -> bool:
+    """Whether the user wrote a parameter, by its name in Python, of the command that runs; False without one."""
     context = click.get_current_context(silent=True)
-    return context is not None and context.get_parameter_source("folder") is click.core.ParameterSource.COMMANDLINE
+    return context is not None and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def _is_name(argument: str) -> bool:

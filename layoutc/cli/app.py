@@ -19,7 +19,8 @@ import click
 from layoutc import __version__
 from layoutc.build.lookup import chosen
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import choosing, linked, refuse, report, reporting, safe
+from layoutc.cli.reading import content_of
+from layoutc.cli.shared import choosing, linked, meant, out_option, refuse, refusing, report, reporting, safe
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
 
@@ -61,8 +62,8 @@ class _Verbs(click.Group):
         """As click, but for an unknown verb suggests the one that was probably meant."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
-            meant = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.list_commands(ctx))
-            hint = f"Did you mean `layoutc {meant}`?" if meant else f"Verbs: {', '.join(self.list_commands(ctx))}."
+            verb = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.list_commands(ctx))
+            hint = f"Did you mean `layoutc {verb}`?" if verb else f"Verbs: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"No such verb '{name}'. {hint}")
         return super().resolve_command(ctx, args)
 
@@ -103,9 +104,7 @@ def main() -> None:
 
 @main.command()
 @choosing
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("generated"), show_default=True, help="Where to write."
-)
+@out_option("Where to write.")
 @click.option("--check", is_flag=True, help="Write nothing; fail when a file is not what its spec produces.")
 @click.option("--diff", is_flag=True, help="As --check, and print a unified diff.")
 @click.option("-q", "--quiet", is_flag=True, help="Print findings only.")
@@ -124,13 +123,9 @@ def build(
     """
     from layoutc.build import pipeline
 
-    try:
+    with refusing(OSError, RuntimeError):
         read = tracked(chosen(specs, folder), "specs", quiet)
         result = pipeline.build(read, out, check or diff, whole=not specs)
-    except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}")
-    except RuntimeError as error:
-        refuse(str(error))
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)
@@ -166,10 +161,7 @@ def check(
     paths = chosen(specs, folder)
     findings: list[Diagnostic] = []
     for path in tracked(paths, "specs", quiet):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            refuse(f"{path}: {error.strerror}")
+        content = content_of(path)
         findings += pipeline.check(content, str(path))
         if not quiet and (reason := pipeline.no_kernels(content, str(path))):
             click.echo(f"{linked(path, err=True)}: {reason}", err=True)
@@ -219,10 +211,7 @@ def explain(code: str | None, every: bool) -> None:
         name = code.strip("[]").upper()
         name = name if name.startswith("LC") else f"LC{name}"
         if name not in entries:
-            meant = nearest(name, entries)
-            refuse(
-                f"no finding has the code {code}." + (f" Did you mean {meant}?" if meant else " See: layoutc explain")
-            )
+            refuse(f"no finding has the code {code}.{meant(name, entries, ' See: layoutc explain')}")
         click.echo(page(entries[name]), nl=False)
 
 

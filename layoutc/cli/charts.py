@@ -10,18 +10,14 @@ from typing import Any
 
 import click
 
-from layoutc.cli.shared import linked
+from layoutc.cli.shared import linked, refuse, refusing
 
 MOST_BYTES = 64 << 20
 MOST_NAMED = 8  # lines of a chart
 Draw = Callable[[Mapping[str, Any], Path], Sequence[str]]
 
-chart_option = click.option(
-    "--chart",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Draw to a .png, .svg or .pdf.",
-)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+chart_option = click.option("--chart", type=_FILE, metavar="FILE", help="Draw to a .png, .svg or .pdf.")
 
 
 def check_chart(path: Path | None) -> None:
@@ -29,20 +25,16 @@ def check_chart(path: Path | None) -> None:
     from layoutc.charts import style
 
     if path is not None:
-        try:
+        with refusing(ValueError):
             style.check(path)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
 
 
 def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:
     """Draws, where a path was given, and says what on stderr."""
     if path is None:
         return
-    try:
+    with refusing(OSError):
         lines = draw(data, path)
-    except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror}") from error
     what = ", ".join(lines) if len(lines) <= MOST_NAMED else f"{len(lines)} lines"
     click.echo(f"{linked(path, err=True)}: {what}", err=True)
 
@@ -59,22 +51,17 @@ def shown_again(name: str | None) -> Iterator[None]:
         raise click.UsageError(f"{name}{why}") from error
 
 
-def draw_again(draw: Draw, name: str, data: Mapping[str, Any], path: Path) -> None:
-    """As draw_chart, of what `written` has read from a file of this name."""
-    with shown_again(name):
-        draw_chart(draw, data, path)
-
-
-def written(name: str) -> Any | None:
-    """What a command wrote to a file with --json, if a name is that of one; None for other names."""
-    path = Path(name)
+def drawn_again(draw: Draw, names: tuple[str, ...], chart: Path | None) -> bool:
+    """As draw_chart, of what the command wrote to a file with --json, if that is what was named; False if not."""
+    path = Path(names[0] if len(names) == 1 else "")
     if path.suffix != ".json":
-        return None
-    try:
+        return False
+    if chart is None:
+        refuse(f"give --chart FILE: {path} has been measured")
+    with refusing(OSError), refusing(ValueError, RecursionError, words=f"{path} is no JSON: "):
         if path.stat().st_size > MOST_BYTES:
-            raise click.UsageError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is no result of this command")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"{path} is no JSON: {error}") from error
+            refuse(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is no result of this command")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    with shown_again(str(path)):
+        draw_chart(draw, data, chart)
+    return True

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from layoutc.cli.shared import print_tables
+
 if TYPE_CHECKING:
     from layoutc.doctor.findings import Line, Runs
     from layoutc.report.tables import Table
@@ -30,7 +32,7 @@ def doctor(as_json: bool, quiet: bool) -> None:
     from layoutc.doctor import packages
     from layoutc.doctor.findings import Line, is_healthy
 
-    lines, runs = packages.look(), _none()
+    lines, runs = packages.look(), list["Runs"]()
     try:
         from layoutc.doctor import machine, recipes
     except ImportError as error:
@@ -49,12 +51,8 @@ def doctor(as_json: bool, quiet: bool) -> None:
             if line.verdict == "missing":
                 click.echo(f"{line.about}: {line.found}; {line.fix}", err=True)
     else:
-        _print(_tables(lines, runs))
+        print_tables(_tables(lines, runs))
     sys.exit(0 if is_healthy(lines) else 1)
-
-
-def _none() -> list[Runs]:
-    return []
 
 
 def _tables(lines: list[Line], runs: list[Runs]) -> list[Table]:
@@ -71,15 +69,6 @@ def _tables(lines: list[Line], runs: list[Runs]) -> list[Table]:
         if line.verdict != "fine" and line.fix
     )
     return [*found, Table("To install", (), todo)] if todo else found
-
-
-def _print(drawn: list[Table]) -> None:
-    from layoutc.report import tables
-
-    if sys.stdout.isatty():
-        tables.print_rich(drawn)
-    else:
-        click.echo(tables.plain(drawn), nl=False)
 
 
 @click.command()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import click
 
-from layoutc.build.lookup import completed
 from layoutc.cli.planning import USUAL, count, options, planned
+from layoutc.cli.shared import comparing, print_tables, refusing
 
 # Sizes of a model, by the fields of configs.
 SIZES = {
@@ -23,7 +22,7 @@ SIZES = {
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE|SPEC]...", shell_complete=completed)
+@comparing("[RECIPE|SPEC]...")
 @click.option("--model", default="llama-8b", show_default=True, metavar="MODEL", help="As `layoutc plan` takes it.")
 @count("dim", "Columns of activations, in place of the model's.", None, 2**31)
 @count("ffn", "Columns of the feed-forward layer.", None, 2**31)
@@ -55,20 +54,13 @@ def estimate(recipes: tuple[str, ...], model: str, cast: bool, as_json: bool, **
     """
     from layoutc.models import read
     from layoutc.models.weights import ModelError
-    from layoutc.report import tables
     from layoutc.report.budgets.steps import table
 
     sizes = {field: size for name, field in SIZES.items() if (size := asked.pop(name.replace("-", "_")))}
-    try:
+    with refusing(ModelError):
         found = read.read(model, sizes)
-    except ModelError as error:
-        raise click.UsageError(str(error)) from error
     data = planned(found, {**USUAL, **asked, "recipes": recipes, "use": "cast" if cast else "quantized"}, True)
     if as_json:
         click.echo(json.dumps(data))
-        return
-    drawn = table(data)
-    if sys.stdout.isatty():
-        tables.print_rich(drawn)
     else:
-        click.echo(tables.plain(drawn), nl=False)
+        print_tables(table(data))

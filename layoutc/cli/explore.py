@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from layoutc.cli.reading import plan_of
-from layoutc.cli.shared import linked, refuse
+from layoutc.cli.shared import linked, refuse, refusing
 
 ADDRESS = "127.0.0.1"
 SHOWN = ("layout.py", "tensor.py", "kernels.py")  # the generated files whose lines the page shows
@@ -39,7 +39,9 @@ def draw(asked: Asked, html: Path | None, serving: bool, port: int, svg: Path | 
     page = _page(asked) if html or serving else ""
     for path, content in ((html, page.encode()), (svg, text.encode()), (png, image)):
         if path is not None:
-            _write(path, content)
+            with refusing(OSError):
+                path.write_bytes(content)
+            click.echo(f"wrote {linked(path, err=True)} ({len(content):,} bytes)", err=True)
     if serving:
         _serve(asked, port)
 
@@ -53,7 +55,7 @@ def _page(asked: Asked) -> str:
     names = [plan.layout.name for plan in plans]
     if twice := {name for name in names if names.count(name) > 1}:
         refuse(f"{', '.join(sorted(twice))} is named twice; name each recipe once")
-    try:
+    with refusing(ValueError, RuntimeError):
         stops = data.stops_of(plans, asked.shape, asked.world)
         recipes = []
         for plan, path in zip(plans, asked.paths, strict=True):
@@ -63,18 +65,14 @@ def _page(asked: Asked) -> str:
             spec = content.decode("utf-8").replace("\r\n", "\n")
             recipes.append(data.export(plan, spec, str(path), generated, stops))
         return page.render(data.Page(1, stops, tuple(recipes)))
-    except (ValueError, RuntimeError) as error:
-        refuse(str(error))
 
 
 def _svg(asked: Asked) -> str:
     from layoutc.explorer import data, svg
 
     plan = plan_of(asked.paths[0])
-    try:
+    with refusing(ValueError):
         m, k, world = data.stops_of([plan], asked.shape, asked.world).first
-    except ValueError as error:
-        refuse(str(error))
     names = [buffer.name for buffer in plan.layout.buffers]
     if asked.picture is not None and asked.picture not in names:
         refuse(f"{plan.layout.name} has no buffer {asked.picture}. It has {', '.join(names)}.")
@@ -90,14 +88,6 @@ def _png(text: str) -> bytes:
     if drawn == bytes(resvg_py.svg_to_bytes(svg_string=text, zoom=ZOOM, skip_system_fonts=True)):
         refuse("--png finds no font on this machine, and would draw no text; install one, such as DejaVu Sans")
     return drawn
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        refuse(f"{path}: {error.strerror}")
-    click.echo(f"wrote {linked(path, err=True)} ({len(content):,} bytes)", err=True)
 
 
 def _serve(asked: Asked, port: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from layoutc.cli.shared import linked, refuse, told
+from layoutc.cli.shared import linked, refuse, refusing, told
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -59,11 +59,9 @@ def convert(
         refuse(f"{source} is a file: of GGUF files --dtype makes a plain folder, of which --files makes others")
     if not source.is_dir() and not source.is_file():
         refuse(f"{source} is no folder, and no file")
-    try:
+    with refusing(ImportError, words="`layoutc convert` needs torch: "):
         from layoutc.checkpoint import convert_gguf, convert_safetensors, convert_to_gguf
         from layoutc.checkpoint.inspection import LayoutError
-    except ImportError as error:
-        raise click.UsageError(f"`layoutc convert` needs torch: {error}") from error
     try:
         if like is not None:
             done = convert_to_gguf(source, folder, source=like)
@@ -78,10 +76,8 @@ def convert(
     if as_json:
         click.echo(json.dumps(done._asdict()))
         return
-    what = (
-        f"{len(done.quantized)} weights quantized" if files or like else f"{len(done.dequantized)} weights dequantized"
-    )
-    click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
+    count, what = (len(done.quantized), "quantized") if files or like else (len(done.dequantized), "dequantized")
+    click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {count} weights {what}", err=True)
     if done.copied:
         click.echo(f"copied as they are: {', '.join(done.copied)}", err=True)
     if done.no_config:

@@ -6,6 +6,7 @@ As in app.py: arguments, streams and exit codes. Nothing is decided here, and sl
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +14,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from layoutc.build.lookup import chosen, completed, known, spec_of, specs_in, specs_option
+from layoutc.build.lookup import chosen, completed, is_given, known, spec_of, specs_in, specs_option
 from layoutc.cli.reading import content_of, plan_of, read_plan
-from layoutc.cli.shared import report, shape_of, told
-from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
+from layoutc.cli.shared import meant, out_option, print_tables, refuse, refusing, report, shape_option, told
+from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, tidy
 from layoutc.diagnostics.renderers import FORMS
 
 if TYPE_CHECKING:
     from layoutc.plan.plan import Plan
     from layoutc.report.describe import Description
-    from layoutc.report.proof import Proof
-    from layoutc.report.tables import Table
 
 WIDTH = 120  # of a picture that is not printed on a terminal
 MAP_BYTES = 2**20  # the largest index map that --json writes
@@ -53,18 +52,13 @@ def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_data(rows)))
     else:
-        _print([overview_table(rows)])
+        print_tables([overview_table(rows)])
 
 
 @click.command()
 @click.argument("recipes", metavar="[RECIPE|SPEC]...", nargs=-1, shell_complete=completed)
 @specs_option("Where RECIPE is looked up.")
-@click.option(
-    "--shape",
-    callback=shape_of,
-    metavar="MxK",
-    help="The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]",
-)
+@shape_option("The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]")
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
 @click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
@@ -83,9 +77,7 @@ def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --serve.  [default: any that is free]")
 @click.option("--svg", type=_FILE, metavar="FILE", help="Write a picture, for papers; --picture says of which buffer.")
 @click.option("--png", type=_FILE, metavar="FILE", help="The same as PNG; needs the package resvg-py.")
-@click.pass_context
 def show(
-    ctx: click.Context,
     recipes: tuple[str, ...],
     folder: Path,
     shape: tuple[int, int] | None,
@@ -125,42 +117,38 @@ def show(
     drawing = ("html", "serve", "port", "svg", "png")
     if checkpoint is not None:
         spec_only = ("folder", "shape", "world", "picture", *PARTS, *drawing)
-        spec_options = [name for name in spec_only if _is_given(ctx, name)]
-        if recipes or spec_options:
-            raise click.UsageError(
-                "--checkpoint shows a folder or a file; RECIPE and the options for specs do not go with it"
-            )
+        if recipes or any(map(is_given, spec_only)):
+            refuse("--checkpoint shows a folder or a file; RECIPE and the options for specs do not go with it")
         if not checkpoint.exists():
-            raise click.UsageError(f"{checkpoint} does not exist")
+            refuse(f"{checkpoint} does not exist")
         _show_checkpoint(checkpoint, thorough, as_json)
         return
     if not recipes or thorough:
-        raise click.UsageError("--thorough needs --checkpoint" if recipes else "name a RECIPE, or a --checkpoint")
+        refuse("--thorough needs --checkpoint" if recipes else "name a RECIPE, or a --checkpoint")
     paths = tuple(spec_of(recipe, folder) for recipe in recipes)
-    if any(_is_given(ctx, name) for name in drawing):
+    if any(map(is_given, drawing)):
         from layoutc.cli import explore
 
         if kernels or products or files or as_json or not (html or serve or svg or png):
-            raise click.UsageError("--html, --serve, --svg and --png go with --shape, --world and --picture alone")
-        asked = explore.Asked(paths, shape, world if _is_given(ctx, "world") else None, picture)
+            refuse("--html, --serve, --svg and --png go with --shape, --world and --picture alone")
+        asked = explore.Asked(paths, shape, world if is_given("world") else None, picture)
         explore.draw(asked, html, serve, port, svg, png)
         return
     if len(paths) > 1:
-        raise click.UsageError("tables show one RECIPE; several go with --html or --serve")
+        refuse("tables show one RECIPE; several go with --html or --serve")
     from layoutc.report import describe
 
     path = paths[0]
     plan = plan_of(path)
     if only := [part for part, given in zip(PARTS, (kernels, products, files), strict=True) if given]:
         if as_json or picture or shape or len(only) > 1:
-            raise click.UsageError(f"--{only[0]} goes with no other option: {PARTS[only[0]]} for every shape")
+            refuse(f"--{only[0]} goes with no other option: {PARTS[only[0]]} for every shape")
         _show_part(plan, only[0])
         return
     names = [buffer.name for buffer in plan.layout.buffers]
     if picture is not None and picture not in names:
-        meant = nearest(picture, names)
-        hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
-        raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
+        hint = meant(picture, names, f" It has {', '.join(names)}.")
+        refuse(f"{plan.layout.name} has no buffer {picture}.{hint}")
     m, k = shape or describe.usual_shape(plan, world)
     problems = describe.problems(plan, m, k, str(path))
     if problems:
@@ -178,21 +166,13 @@ def _show_part(plan: Plan, part: str) -> None:
     from layoutc.report.kernels import kernel_tables
     from layoutc.report.products import product_tables
 
-    if part == "files":
-        _print(file_tables(plan.layout))
-    else:
-        _print(kernel_tables(plan) if part == "kernels" else product_tables(plan))
-
-
-def _is_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    made = {"files": lambda plan: file_tables(plan.layout), "kernels": kernel_tables, "products": product_tables}
+    print_tables(made[part](plan))
 
 
 def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
-    try:
+    with refusing(ImportError, words="`layoutc show --checkpoint` needs torch: "):
         from layoutc.checkpoint import inspection
-    except ImportError as error:
-        raise click.UsageError(f"`layoutc show --checkpoint` needs torch: {error}") from error
     from layoutc.report import show_checkpoint
     from layoutc.report.describe import as_data
 
@@ -204,17 +184,7 @@ def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_data(facts)))
     else:
-        _print(show_checkpoint.tables(facts))
-
-
-def _print(drawn: list[Table]) -> None:
-    """Prints tables: rich on a terminal; else text that is the same everywhere."""
-    from layoutc.report import tables
-
-    if sys.stdout.isatty():
-        tables.print_rich(drawn)
-    else:
-        click.echo(tables.plain(drawn), nl=False)
+        print_tables(show_checkpoint.tables(facts))
 
 
 def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
@@ -226,10 +196,8 @@ def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
     if picture is not None:
         nbytes = next(buffer.nbytes for buffer in facts.buffers if buffer.name == picture)
         if nbytes > MAP_BYTES:
-            raise click.UsageError(
-                f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes; --json maps at most {MAP_BYTES:,}. "
-                "Give a smaller --shape."
-            )
+            has = f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes"
+            refuse(f"{has}; --json maps at most {MAP_BYTES:,}. Give a smaller --shape.")
         data["index_map"] = maps.index_map(plan, picture, facts.m, facts.k)
     click.echo(json.dumps(data))
 
@@ -237,28 +205,17 @@ def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
 def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
     from layoutc.report import show
 
-    _print(show.tables(facts))
+    print_tables(show.tables(facts))
     if picture is not None:
-        width = WIDTH
-        if sys.stdout.isatty():
-            import shutil
-
-            width = shutil.get_terminal_size().columns
-        click.echo(
-            "".join("\n" + text for text in show.pictures(plan.layout, picture, facts.m, facts.k, width)), nl=False
-        )
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+        for text in show.pictures(plan.layout, picture, facts.m, facts.k, width):
+            click.echo("\n" + text, nl=False)
 
 
 @click.command()
 @click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
 @specs_option("The folder of specs, then and now.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("generated"),
-    show_default=True,
-    help="Where code was built: its layout ids of then count.",
-)
+@out_option("Where code was built: its layout ids of then count.")
 @click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
 @click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
 def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: bool) -> None:
@@ -277,11 +234,9 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
     from layoutc.report.describe import as_data
 
     if not folder.is_dir():
-        raise click.UsageError(f"{folder} is not a folder; name one with --specs")
-    try:
+        refuse(f"{folder} is not a folder; name one with --specs")
+    with refusing(revisions.RevisionError):
         old_files = revisions.specs_at(revision, folder)
-    except revisions.RevisionError as error:
-        raise click.UsageError(str(error)) from error
     paths: dict[str, str] = {}
     findings: list[Diagnostic] = []
     before: dict[str, Plan] = {}
@@ -333,25 +288,13 @@ def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
         shown = proofs.prove(plan)
         findings += proofs.failures(shown, str(path))
         if form == "json":
-            click.echo(
-                "".join(json.dumps({"file": str(path), **_proof_data(proof)}) + "\n" for proof in shown), nl=False
-            )
+            for proof in shown:
+                stated = {"file": str(path), "proof": proof.about, "statement": proof.statement, "method": proof.method}
+                click.echo(json.dumps({**stated, "holds": proof.holds, "counter": proof.counter or None}))
         elif form not in _MACHINES:
             click.echo(f"{path}")
             for proof in shown:
-                sign = "proved" if proof.holds else "FAILED"
-                click.echo(f"  {sign}  {proof.about}: {proof.statement}")
-                click.echo(
-                    f"          by: {proof.method}" + (f"; against it: {proof.counter}" if proof.counter else "")
-                )
+                against = f"; against it: {proof.counter}" if proof.counter else ""
+                click.echo(f"  {'proved' if proof.holds else 'FAILED'}  {proof.about}: {proof.statement}")
+                click.echo(f"          by: {proof.method}{against}")
     return findings
-
-
-def _proof_data(proof: Proof) -> dict[str, object]:
-    return {
-        "proof": proof.about,
-        "statement": proof.statement,
-        "method": proof.method,
-        "holds": proof.holds,
-        "counter": proof.counter or None,
-    }

@@ -8,35 +8,25 @@ from pathlib import Path
 
 import click
 
-from layoutc.build.lookup import completed
-from layoutc.cli.charts import chart_option, check_chart, draw_again, draw_chart, written
-from layoutc.cli.shared import refuse, shape_of
+from layoutc.cli.charts import chart_option, check_chart, draw_chart, drawn_again
+from layoutc.cli.shared import comparing, refuse, refusing, shape_option
 
-Shape = tuple[int, int]
-
-
-def _shapes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Shape]:
-    return [shape for value in values if (shape := shape_of(ctx, param, value)) is not None]
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr."
+)
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE]...", shell_complete=completed)
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    callback=_shapes,
-    metavar="MxK",
-    help="A weight: rows x columns; can be repeated.  [default: 8192x8192]",
-)
+@comparing("[RECIPE|RESULT.json]...")
+@shape_option("A weight: rows x columns; can be repeated.  [default: 8192x8192]", many=True)
 @click.option("--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks that the hooks are for.")
 @click.option("--peers", is_flag=True, help="Also the recipes in plain torch, compiled; torch's operators; torchao.")
 @click.option("--experts", is_flag=True, help="Products of experts alone: by kernels, and dequantized.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
+@_json_option
 @chart_option
 def bench(
     recipes: tuple[str, ...],
-    shapes: list[Shape],
+    shapes: list[tuple[int, int]],
     world: int,
     peers: bool,
     experts: bool,
@@ -58,50 +48,35 @@ def bench(
     check_chart(chart)
     from layoutc.charts import measured
 
-    if len(recipes) == 1 and (before := written(recipes[0])) is not None:
-        if chart is None:
-            raise click.UsageError(f"give --chart FILE: {recipes[0]} has been measured")
-        draw_again(measured.draw_kernels, recipes[0], before, chart)
+    if drawn_again(measured.draw_kernels, recipes, chart):
         return
     if experts and (recipes or shapes or peers or chart):
-        raise click.UsageError("--experts measures recipes and sizes of its own: give --json alone beside it")
-    try:
+        refuse("--experts measures recipes and sizes of its own: give --json alone beside it")
+    with refusing(ImportError, words="`layoutc bench` needs torch: "):
         from layoutc.bench.measure import report, report_experts
-    except ImportError as error:
-        raise click.UsageError(f"`layoutc bench` needs torch: {error}") from error
-    try:
+    with refusing(ValueError):
         if experts:
             report_experts(as_json)
-            return
-        draw_chart(measured.draw_kernels, report(recipes, shapes, world, peers, as_json), chart)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        else:
+            draw_chart(measured.draw_kernels, report(recipes, shapes, world, peers, as_json), chart)
 
 
 @click.command()
-@click.argument("result", required=False, metavar="[RESULT.json]")
-@click.option(
-    *("--recipe", "recipes"),
-    multiple=True,
-    help="A recipe to train with; may be given several times.",
-    shell_complete=completed,
-)
+@comparing("[RECIPE|RESULT.json]...")
 @click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
 @click.option(
     "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
+@_json_option
 @chart_option
-def demo(
-    result: str | None, recipes: tuple[str, ...], steps: int, processes: int, as_json: bool, chart: Path | None
-) -> None:
+def demo(recipes: tuple[str, ...], steps: int, processes: int, as_json: bool, chart: Path | None) -> None:
     """Train a small transformer with quantized weights under FSDP2.
 
     RESULT.json: what --json wrote before, to be drawn again.
 
     \b
     layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
-    layoutc demo --recipe mxfp8 --recipe nvfp4 --steps 50
+    layoutc demo mxfp8 nvfp4 --steps 50
     layoutc demo --processes 4
     layoutc demo --json > demo.json           losses of all steps, bytes
     layoutc demo demo.json --chart demo.svg   drawn again, elsewhere
@@ -109,19 +84,11 @@ def demo(
     check_chart(chart)
     from layoutc.charts import measured
 
-    if result is not None:
-        before = written(result)
-        if before is None or chart is None:
-            raise click.UsageError("to draw a result again: layoutc demo RESULT.json --chart FILE")
-        draw_again(measured.draw_demo, result, before, chart)
+    if drawn_again(measured.draw_demo, recipes, chart):
         return
-    try:
+    with refusing(ImportError, words="the demo needs torch with torch.distributed: "):
         from layoutc.bench.demo import run
-    except ImportError as error:
-        refuse(f"the demo needs torch with torch.distributed: {error}")
-    try:
+    with refusing(ValueError):
         found = run(recipes=recipes, steps=steps, processes=processes, as_json=as_json)
-    except ValueError as error:
-        refuse(str(error))
     draw_chart(measured.draw_demo, found, chart)
     sys.exit(0 if all(row["resumed"] for row in found["rows"]) else 1)

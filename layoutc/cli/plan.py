@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from layoutc.build.lookup import is_given
 from layoutc.cli.charts import chart_option, check_chart, draw_chart, shown_again
-from layoutc.cli.planning import CARDS, count, dtype, is_given, options, planned, recipe_option
-from layoutc.cli.shared import MOST_RANKS, grouped, split_list
+from layoutc.cli.planning import BYTES, CARDS, choice, count, options, planned
+from layoutc.cli.shared import MOST_RANKS, grouped, print_tables, recipe_option, refuse, refusing, split_list
 from layoutc.estimate.state import MASTERS, STATES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WRITTEN = "layoutc_plan"  # the key of the JSON that this command writes
 _FREE = ("model", "shapes", "as_json", "as_csv", "chart", "weights", "quiet", "folder")  # also of an earlier plan
 GROUPS = {
-    "The run": ("shapes", "recipes", "use", "cards", "tokens", "sequence", "batch", "checkpointing"),
+    "The run": ("shapes", "named", "use", "cards", "tokens", "sequence", "batch", "checkpointing"),
     "What is quantized": ("experts", "only", "leave", "frozen", "lora_rank", "low", "folder"),
     "How ranks share it": ("worlds", "card", "replicas", "tp", "ep", "experts_dim"),
     "What travels": ("exchange", "gradients", "on_gather"),
@@ -60,13 +60,7 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     help="Of one run, as 64xH100: does it fit, how fast is it, which recipe; in place of --world and --card.",
 )
 @click.option("--tokens", type=click.IntRange(1, 2**30), metavar="N", help="Of a card in a step, in place of --batch.")
-@click.option(
-    "--use",
-    type=click.Choice(["quantized", "cast", "both"]),
-    default="quantized",
-    show_default=True,
-    help="Weights are stored as codes, or cast on gather.",
-)
+@choice("use", ("quantized", "cast", "both"), "quantized", "Weights are stored as codes, or cast on gather.")
 @click.option("--experts", is_flag=True, help="Weights of experts as well, of three dims, as param_filter picks them.")
 @click.option("--only", multiple=True, metavar="PATTERN", help="What is quantized, as param_filter has it.")
 @click.option("--leave", multiple=True, metavar="PATTERN", help="What stays plain.")
@@ -84,9 +78,9 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option(
     "--experts-dim", type=click.IntRange(0, 1), default=0, show_default=True, help="The dim that FSDP2 cuts of experts."
 )
-@dtype("stored", "fp32", "Of parameters as the model is built, and of their gradients.")
-@dtype("gathered", "bf16", "Of plain weights, as FSDP2 gathers them (param_dtype).")
-@dtype("reduced", "fp32", "That gradients are reduced in (reduce_dtype).")
+@choice("stored", BYTES, "fp32", "Of parameters as the model is built, and of their gradients.")
+@choice("gathered", BYTES, "bf16", "Of plain weights, as FSDP2 gathers them (param_dtype).")
+@choice("reduced", BYTES, "fp32", "That gradients are reduced in (reduce_dtype).")
 @click.option(
     "--moments",
     type=click.IntRange(0, 64),
@@ -95,20 +89,11 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     metavar="BYTES",
     help="Of the optimizer, an element, beside the master; AdamW's by default.",
 )
-@click.option(
-    "--state",
-    type=click.Choice(list(STATES)),
-    default="fp32",
-    show_default=True,
-    help="Of the optimizer's moments, as layoutc.AdamW holds them; weights of one dim, and small ones, keep fp32.",
+@choice(
+    *("state", STATES, "fp32"),
+    "Of the optimizer's moments, as layoutc.AdamW holds them; weights of one dim, and small ones, keep fp32.",
 )
-@click.option(
-    "--masters",
-    type=click.Choice(list(MASTERS)),
-    default="fp32",
-    show_default=True,
-    help="Of weights that are not stored in fp32 themselves.",
-)
+@choice("masters", MASTERS, "fp32", "Of weights that are not stored in fp32 themselves.")
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and number of cards.")
@@ -122,6 +107,7 @@ def plan(
     chart: Path | None,
     weights: bool,
     quiet: bool,
+    named: tuple[str, ...],
     **asked: Any,
 ) -> None:
     """Plan a run: does a model fit, how fast is it, in which recipe.
@@ -145,23 +131,18 @@ def plan(
     layoutc plan run.json --chart run.svg                            drawn again, elsewhere
     """
     if as_json and as_csv:
-        raise click.UsageError("--json and --csv both write to stdout; give one of them")
+        refuse("--json and --csv both write to stdout; give one of them")
     check_chart(chart)
-    from layoutc.report import tables
     from layoutc.report.budgets import answer, charts, figures
 
-    data, file = _data(model, shapes, asked, quiet)
+    data, file = _data(model, shapes, {**asked, "recipes": named}, quiet)
     with shown_again(file):
         if as_json:
             click.echo(json.dumps(data))
         elif as_csv:
             click.echo(figures.as_csv(data), nl=False)
         elif not (quiet and chart):
-            made = answer.tables(data) if data["setting"]["ranked"] else figures.tables(data, weights)
-            if sys.stdout.isatty():
-                tables.print_rich(made)
-            else:
-                click.echo(tables.plain(made), nl=False)
+            print_tables(answer.tables(data) if data["setting"]["ranked"] else figures.tables(data, weights))
         draw_chart(charts.draw, data, chart)
 
 
@@ -175,14 +156,12 @@ def _data(
     from layoutc.models.weights import ModelError
 
     if (model is None) == (not shapes):
-        raise click.UsageError(f"name a MODEL, or --shapes; a MODEL is {read.FORMS}")
-    try:
+        refuse(f"name a MODEL, or --shapes; a MODEL is {read.FORMS}")
+    with refusing(ModelError):
         if model is not None and (earlier := read.written(model, WRITTEN)) is not None:
             with shown_again(model):
                 return _earlier(model, earlier), model
         found = typed.read(split_list(shapes)) if model is None else read.read(model)
-    except ModelError as error:
-        raise click.UsageError(str(error)) from error
     asked = _settled(asked)
     run = adapted(found, asked["lora_rank"]) if asked["frozen"] else found
     data = planned(run, asked, quiet)
@@ -229,16 +208,16 @@ def _settled(asked: dict[str, Any]) -> dict[str, Any]:
     if asked["cards"] is not None:
         for name in ("worlds", "card"):
             if is_given(name):
-                raise click.UsageError(f"--cards says what --{name.rstrip('s')} says; leave out one of the two")
+                refuse(f"--cards says what --{name.rstrip('s')} says; leave out one of the two")
         world, made["card"] = asked["cards"]
         made["worlds"] = [world]
     if (tokens := asked["tokens"]) is not None:
         if is_given("batch"):
-            raise click.UsageError("--tokens says how many --batch are; leave out one of the two")
+            refuse("--tokens says how many --batch are; leave out one of the two")
         made["sequence"] = asked["sequence"] if is_given("sequence") else min(tokens, asked["sequence"])
         made["batch"], left = divmod(tokens, made["sequence"])
         if left:
-            raise click.UsageError(f"{tokens:,} tokens are no whole sequences of {made['sequence']:,}; give --sequence")
+            refuse(f"{tokens:,} tokens are no whole sequences of {made['sequence']:,}; give --sequence")
     made["frozen"] = asked["frozen"] or asked["lora_rank"] is not None
     made["lora_rank"] = asked["lora_rank"] or 16
     return made
@@ -250,14 +229,12 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
     params = [one for one in click.get_current_context().command.params if one.name not in _FREE]
     given = [one.opts[0] for one in params if one.name and is_given(one.name)]
     if given:
-        raise click.UsageError(f"{name} is a plan already; it is shown as it is, without {given[0]}")
+        refuse(f"{name} is a plan already; it is shown as it is, without {given[0]}")
     if data[WRITTEN] != VERSION:
-        raise click.UsageError(f"{name} is a plan of version {data[WRITTEN]!r}; this layoutc reads version {VERSION}")
-    try:
+        refuse(f"{name} is a plan of version {data[WRITTEN]!r}; this layoutc reads version {VERSION}")
+    with refusing(KeyError, TypeError, words=f"{name} is no plan that layoutc wrote: it has no "):
         if not data["budgets"]:
             raise KeyError("budgets")
         as_csv(data)
         _ = data["model"]["name"], data["setting"]["links"]["rule"], data["notes"], data["model"]["notes"]
-    except (KeyError, TypeError) as error:
-        raise click.UsageError(f"{name} is no plan that layoutc wrote: it has no {error}") from error
     return data

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from layoutc.build.lookup import Command, completed, spec_of, specs_option
+from layoutc.build.lookup import Command, is_given, spec_of, specs_option
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import MOST_RANKS, FiniteRange, split_list, worlds_of
+from layoutc.cli.shared import MOST_RANKS, FiniteRange, refuse, refusing, split_list, worlds_of
 
 if TYPE_CHECKING:
     from layoutc.budget.mesh import Mesh
@@ -27,17 +27,15 @@ LINKS = ("nvlink", "host-memory", "sockets")  # those that were measured
 CARDS = ("h100", "h200", "b200")
 
 
-def dtype(name: str, default: str, words: str) -> Callable[[Command], Command]:
-    """An option that takes one of BYTES."""
-    return click.option(f"--{name}", type=click.Choice(list(BYTES)), default=default, show_default=True, help=words)
+def choice(name: str, choices: Iterable[str], default: str, words: str) -> Callable[[Command], Command]:
+    """An option that takes one of some words."""
+    return click.option(f"--{name}", type=click.Choice(list(choices)), default=default, show_default=True, help=words)
 
 
 def count(name: str, words: str, default: int | None = 1, most: int = MOST_RANKS) -> Callable[[Command], Command]:
     """An option that takes a whole number."""
-    kind = click.IntRange(1, most)
-    return click.option(
-        f"--{name}", type=kind, default=default, show_default=default is not None, metavar="N", help=words
-    )
+    kind, shown = click.IntRange(1, most), default is not None
+    return click.option(f"--{name}", type=kind, default=default, show_default=shown, metavar="N", help=words)
 
 
 def _link(ctx: click.Context, param: click.Parameter, word: str | None) -> float | str | None:
@@ -80,7 +78,7 @@ _OPTIONS = (
         metavar="N,...",
         help="Numbers of cards, each of which is a rank.",
     ),
-    click.option("--card", type=click.Choice(CARDS), default="h200", show_default=True, help="Its memory and speed."),
+    choice("card", CARDS, "h200", "Its memory and speed."),
     click.option(
         "--link",
         callback=_link,
@@ -97,9 +95,7 @@ _OPTIONS = (
     ),
     count("per-host", "Cards of a host.", 8),
     click.option("--latency", type=FiniteRange(0, 1e6), metavar="US", help="Of a step across hosts.  [default: 9.6]"),
-    click.option(
-        "--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives."
-    ),
+    choice("rule", ("ring", "tree"), "ring", "Of collectives."),
     count("sequence", "Tokens of a sequence.", 8192),
     count("batch", "Sequences of a card in a step.", 1),
     click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel."),
@@ -124,27 +120,13 @@ _OPTIONS = (
         metavar="RANKS:MS",
         help="A step of FSDP2 in bf16 that was measured: finds --host.",
     ),
-    click.option(
-        "--together",
-        type=click.IntRange(1, 100),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="Steps in a row: trainers read losses every N, and the host works ahead between.",
-    ),
+    count("together", "Steps in a row: trainers read losses every N, and the host works ahead between.", 1, 100),
 )
 # Of `plan` alone, as they are where nobody states them.
 USUAL: Mapping[str, Any] = {
     **{"use": "quantized", "experts": False, "only": (), "leave": (), "replicas": 1, "tp": 1, "ep": 1},
-    **{
-        "experts_dim": 0,
-        "stored": "fp32",
-        "gathered": "bf16",
-        "reduced": "fp32",
-        "moments": 8,
-        "checkpointing": "none",
-    },
-    **{"ranked": False, "frozen": False, "state": "fp32", "masters": "fp32"},
+    **{"experts_dim": 0, "stored": "fp32", "gathered": "bf16", "reduced": "fp32", "moments": 8, "state": "fp32"},
+    **{"masters": "fp32", "checkpointing": "none", "ranked": False, "frozen": False},
 }
 
 
@@ -153,11 +135,6 @@ def options(command: Command) -> Command:
     for one in reversed(_OPTIONS):
         command = one(command)
     return command
-
-
-def is_given(name: str) -> bool:
-    """Whether an option of the command that runs was written by the user."""
-    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def planned(model: Model, asked: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
@@ -222,12 +199,12 @@ def _mesh(model: Model, world: int, asked: Mapping[str, Any]) -> Mesh:
 
     mesh = Mesh(world, asked["replicas"], asked["tp"], asked["ep"], asked["experts_dim"])
     if problem := mesh.problem():
-        raise click.UsageError(problem)
+        refuse(problem)
     weights = [weight for layer in model.all_layers for weight in layer.weights]
     if mesh.tensor > 1 and all(weight.cut == "none" for weight in weights):
-        raise click.UsageError("--tp is known for configs alone: how it cuts weights does not follow from their shapes")
+        refuse("--tp is known for configs alone: how it cuts weights does not follow from their shapes")
     if mesh.experts > 1 and all(weight.kind != "experts" for weight in weights):
-        raise click.UsageError("--ep needs weights of experts, of three dims, and this model has none")
+        refuse("--ep needs weights of experts, of three dims, and this model has none")
     return mesh
 
 
@@ -238,43 +215,27 @@ def _setting(model: Model, asked: Mapping[str, Any]) -> tuple[Setting, float | N
     from layoutc.budget.totals import Setting
     from layoutc.estimate.machine import CARDS as MACHINES
     from layoutc.estimate.machine import links_of
-    from layoutc.estimate.work import Load
+    from layoutc.estimate.work import Load, Runs
 
     picks = Picks(asked["only"], asked["leave"], asked["experts"])
-    try:
+    with refusing(ValueError):
         check_patterns(model, picks)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked))
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     machine, latency = MACHINES[asked["card"]], asked["latency"]
-    links = links_of(
-        asked["link"],
-        asked["within"] or machine.within,
-        asked["per_host"],
-        None if latency is None else latency * 1e-6,
-        asked["rule"],
-    )
-    if asked["eager"] and asked["graph"]:
-        raise click.UsageError("--graph leaves out the host's time, which --eager adds to; leave out one of the two")
-    for option in ("host", "plain_step"):
-        if asked["graph"] and asked[option] is not None:
-            shown = {"host": "--host", "plain_step": "--bf16-step"}[option]
-            raise click.UsageError(
-                f"--graph leaves out the host's time, which {shown} is about; leave out one of the two"
-            )
-    if asked["host"] is not None and asked["plain_step"] is not None:
-        raise click.UsageError("--bf16-step finds what --host states; leave out one of the two")
-    setting = Setting(
-        picks,
-        dtypes,
-        load,
-        links,
-        machine,
-        "eager" if asked["eager"] else "graph" if asked["graph"] else "compiled",
-        asked["together"],
-        asked["checkpointing"],
-    )
+    within, far_hop = asked["within"] or machine.within, None if latency is None else latency * 1e-6
+    links = links_of(asked["link"], within, asked["per_host"], far_hop, asked["rule"])
+    has_host, has_step = asked["host"] is not None, asked["plain_step"] is not None
+    for given, clash in (
+        (asked["graph"] and asked["eager"], "--graph leaves out the host's time, which --eager adds to"),
+        (asked["graph"] and has_host, "--graph leaves out the host's time, which --host is about"),
+        (asked["graph"] and has_step, "--graph leaves out the host's time, which --bf16-step is about"),
+        (has_host and has_step, "--bf16-step finds what --host states"),
+    ):
+        if given:
+            refuse(f"{clash}; leave out one of the two")
+    runs: Runs = "eager" if asked["eager"] else "graph" if asked["graph"] else "compiled"
+    setting = Setting(picks, dtypes, load, links, machine, runs, asked["together"], asked["checkpointing"])
     factor = asked["host"] if asked["plain_step"] is None else _host(model, setting, asked["plain_step"])
     return setting.on(machine.with_host(factor or 1.0)), factor
 
@@ -291,10 +252,8 @@ def _host(model: Model, setting: Setting, measured: tuple[int, float]) -> float:
     def step(machine: Machine) -> float:
         return estimated(model, Use("bf16"), Mesh(ranks), setting.on(machine)).total
 
-    try:
+    with refusing(ValueError, words=f"--bf16-step {ranks}:{seconds * 1e3:g}: "):
         return factor_of(seconds, setting.machine, step)
-    except ValueError as error:
-        raise click.UsageError(f"--bf16-step {ranks}:{seconds * 1e3:g}: {error}") from error
 
 
 def _state(asked: Mapping[str, Any]) -> State:
@@ -304,7 +263,7 @@ def _state(asked: Mapping[str, Any]) -> State:
     moments, state = asked["moments"], STATES[asked["state"]]
     if moments != sum(one.nbytes(1) for one in ADAMW.moments):
         if state is not ADAMW:
-            raise click.UsageError(f"--state {asked['state']} says what moments take; leave out --moments")
+            refuse(f"--state {asked['state']} says what moments take; leave out --moments")
         state = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
     masters = MASTERS[asked["masters"]]
     return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1, writes_codes=True)
@@ -319,11 +278,9 @@ def _wire(asked: Mapping[str, Any]) -> Wire | None:
     if recipe is None:
         return EXCHANGED if asked["exchange"] else None
     if asked["exchange"]:
-        raise click.UsageError("--gradients and --exchange each say how gradients travel; leave out one of the two")
-    try:
+        refuse("--gradients and --exchange each say how gradients travel; leave out one of the two")
+    with refusing(ValueError, words=f"--gradients {recipe}: "):
         return wire_of(plan_of(spec_of(recipe, asked["folder"])))
-    except ValueError as error:
-        raise click.UsageError(f"--gradients {recipe}: {error}") from error
 
 
 def _uses(asked: Mapping[str, Any]) -> list[Use]:
@@ -341,29 +298,26 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
     exchange = _wire(asked)
     uses = [Use(plain, exchange=exchange)]
     if asked["exchange"] and (BYTES[plain] != 2 or asked["reduced"] != "fp32"):
-        raise click.UsageError(
+        refuse(
             f"--exchange has nothing to do: gradients in {plain} are reduced in {asked['reduced']}; it is "
             "for those that are reduced in a wider dtype: --gathered bf16 or fp16, and --reduced fp32"
         )
     for option in ("low", "only", "leave", "experts", "on_gather"):
         if is_given(option) and not recipes:
-            option = option.replace("_", "-")
-            raise click.UsageError(f"--{option} says how weights of recipes are used; name a recipe")
+            refuse(f"--{option.replace('_', '-')} says how weights of recipes are used; name a recipe")
     for recipe in recipes:
         made = plan_of(spec_of(recipe, asked["folder"]))
         if made.not_weights:
-            raise click.UsageError(
-                f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
-            )
+            refuse(f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}")
         if len(made.layout.orientations) == 1 and not asked["frozen"]:
-            raise click.UsageError(f"{made.layout.name} is for weights that are frozen: add --frozen, or --lora-rank N")
+            refuse(f"{made.layout.name} is for weights that are frozen: add --frozen, or --lora-rank N")
         wire = exchange
         if asked["exchange"] and made.layout.reduce:
             wire = wire_of(plan_of(spec_of(made.layout.reduce, asked["folder"])))
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
             uses.append(Use(made.layout.name, made, cast, asked["low"], wire, asked["on_gather"]))
         if uses[-1].problem:
-            raise click.UsageError(uses[-1].problem)
+            refuse(uses[-1].problem)
     return uses
 
 
@@ -374,12 +328,3 @@ def _low(uses: Sequence[Use], card: str) -> list[Use]:
 
     wanted = [replace(use, low=True) for use in uses if use.plan is not None and use.on_gather is not True]
     return [use for use in wanted if is_low(use, MACHINES[card])]
-
-
-recipe_option = click.option(
-    *("--recipe", "recipes"),
-    multiple=True,
-    metavar="RECIPE|SPEC",
-    help="Side by side; can be repeated.",
-    shell_complete=completed,
-)

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from layoutc.cli.shared import report
+from layoutc.cli.shared import refusing, report
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
 
 if TYPE_CHECKING:
@@ -39,7 +37,5 @@ def read_plan(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]
 
 def content_of(path: Path) -> bytes:
     """A file's bytes. Raises click.UsageError if it can't be read."""
-    try:
+    with refusing(OSError):
         return path.read_bytes()
-    except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror}") from error

@@ -19,8 +19,7 @@ import click
 
 from layoutc.build.lookup import SUFFIXES, chosen, completed, spec_of, specs_in, specs_option
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import linked, refuse
-from layoutc.diagnostics.diagnostic import nearest
+from layoutc.cli.shared import linked, meant, refuse, refusing
 
 if TYPE_CHECKING:
     from layoutc.conformance.registry import Check
@@ -60,10 +59,8 @@ def test(
     layoutc test my_format --check encode     one recipe of specs/, one check
     layoutc test --list                       the checks, and what each means
     """
-    try:
+    with refusing(ImportError, words="`layoutc test` needs torch and numpy: "):
         from layoutc.conformance.registry import all_checks
-    except ImportError as error:
-        refuse(f"`layoutc test` needs torch and numpy: {error}")
     checks = all_checks()
     if listing:
         for one in checks:
@@ -71,7 +68,7 @@ def test(
         return
     unknown = [name for name in only if name not in {one.name for one in checks}]
     if unknown:
-        refuse(f"no check is named '{unknown[0]}'.{_meant(unknown[0], [one.name for one in checks])}")
+        refuse(f"no check is named '{unknown[0]}'.{meant(unknown[0], [one.name for one in checks])}")
     paths = chosen(recipes, folder)
 
     def wanted(one: Check) -> bool:
@@ -93,9 +90,8 @@ def _test_all(
     with Ranks() as ranks:
         for number, path in enumerate(tracked(paths, "recipes", not quiet)):  # else the lines show how far it is
             try:
-                subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
-            except OSError as error:
-                refuse(f"{path}: {error.strerror}")
+                with refusing(OSError):
+                    subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
             except (BadSpec, Unusable) as bad:
                 passed = False
                 _tell_bad(path, bad, as_json)
@@ -180,16 +176,9 @@ def new(name: str, original: str | None, folder: Path) -> None:
     renamed, count = re.subn(r"(?m)^name:[ ]*[^\s#]+", f"name: {name}", text, count=1)
     if not count:
         refuse(f"{original} has no line `name: ...` to change")
-    try:
+    with refusing(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(renamed)
-    except OSError as error:
-        refuse(f"{path}: {error.strerror}")
     click.echo(linked(path))
     click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)
-
-
-def _meant(word: str, choices: Any) -> str:
-    meant = nearest(word, choices)
-    return f" Did you mean {meant}?" if meant else ""

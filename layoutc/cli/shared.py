@@ -1,21 +1,23 @@
-"""What the families of commands share: options, and how findings are printed."""
+"""What the families of commands share: options, refusals, and how tables and findings are printed."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 
 from layoutc.build.lookup import Command, completed, specs_option
-from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.diagnostics.diagnostic import Diagnostic, nearest
 from layoutc.diagnostics.renderers import FORMS, render
-from layoutc.report.tables import shown
+from layoutc.report.tables import Table, plain, print_rich, shown
 
 
 class FiniteRange(click.FloatRange):
@@ -42,10 +44,39 @@ def reporting(command: Command) -> Command:
     return form(color(command))
 
 
+def out_option(words: str) -> Callable[[Command], Command]:
+    """Adds --out, the folder of generated code."""
+    path = click.Path(path_type=Path)
+    return click.option("--out", type=path, default=Path("generated"), show_default=True, help=words)
+
+
 def choosing(command: Command) -> Command:
     """Adds RECIPE or SPEC... and --specs."""
     specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...", shell_complete=completed)
     return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
+
+
+recipe_option = click.option(
+    *("--recipe", "named"),
+    multiple=True,
+    metavar="RECIPE|SPEC",
+    help="Side by side; can be repeated.",
+    shell_complete=completed,
+)
+
+
+def comparing(metavar: str) -> Callable[[Command], Command]:
+    """Adds RECIPE... and --recipe, which say the same: the command gets both as `recipes`."""
+
+    def decorated(command: Command) -> Command:
+        @wraps(command)
+        def joined(*, recipes: tuple[str, ...], named: tuple[str, ...], **rest: Any) -> Any:
+            return command(recipes=(*recipes, *split_list(named)), **rest)
+
+        arguments = click.argument("recipes", nargs=-1, metavar=metavar, shell_complete=completed)
+        return arguments(recipe_option(cast(Command, joined)))
+
+    return decorated
 
 
 def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
@@ -54,6 +85,16 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     if match is None and value is not None:
         raise click.BadParameter(f"'{value}' is not a shape; write rows x columns, as in 4096x14336.", ctx, param)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def shape_option(words: str, many: bool = False) -> Callable[[Command], Command]:
+    """Adds --shape: one, or as `shapes` a list of those that were given."""
+
+    def shapes_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, int]]:
+        return [shape for value in values if (shape := shape_of(ctx, param, value)) is not None]
+
+    name, callback = ("shapes", shapes_of) if many else ("shape", shape_of)
+    return click.option("--shape", name, multiple=many, callback=callback, metavar="MxK", help=words)
 
 
 def worlds_of(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
@@ -100,6 +141,14 @@ def linked(path: Path, err: bool = False) -> str:
     return text.get()
 
 
+def print_tables(drawn: list[Table]) -> None:
+    """Prints tables: rich on a terminal; else text that is the same everywhere."""
+    if sys.stdout.isatty():
+        print_rich(drawn)
+    else:
+        click.echo(plain(drawn), nl=False)
+
+
 def told(text: str) -> None:
     """Prints lines for people to stderr: what is unprintable in names from files is escaped."""
     click.echo(safe(text), err=True)
@@ -113,6 +162,25 @@ def safe(text: str) -> str:
 def refuse(message: str) -> NoReturn:
     """Ends the command with a usage error: exit code 2, in click's form."""
     raise click.UsageError(message)
+
+
+def meant(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """A sentence after one that says that a word is unknown: the nearest choice, or what to do without one."""
+    found = nearest(word, choices)
+    return f" Did you mean {found}?" if found else otherwise
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], words: str = "") -> Iterator[None]:
+    """What is raised of these kinds ends the command as `refuse` does; of an OSError, the file and its problem.
+
+    words: what stands before that.
+    """
+    try:
+        yield
+    except kinds as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise click.UsageError(words + text) from error
 
 
 def grouped(groups: Mapping[str, Sequence[str]]) -> type[click.Command]:

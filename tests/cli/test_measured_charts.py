@@ -107,8 +107,7 @@ def test_bench_draws_what_it_has_just_measured(tmp_path: Path, monkeypatch: pyte
     ("args", "words"),
     [
         (("bench", "{file}"), "give --chart FILE"),
-        (("demo", "{file}"), "layoutc demo RESULT.json --chart FILE"),
-        (("demo", "mxfp8", "--chart", "x.svg"), "layoutc demo RESULT.json --chart FILE"),
+        (("demo", "{demo}"), "give --chart FILE"),
         (("bench", "missing.json", "--chart", "x.svg"), "missing.json: No such file"),
         (("bench", "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
         (("demo", "--chart", "no/such/folder/x.svg"), "is no folder to write x.svg to"),

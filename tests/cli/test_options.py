@@ -170,3 +170,20 @@ def test_written_files_are_links_in_terminals_that_have_them(tmp_path: Path, ter
     assert ("\x1b]8;" in shown) == links
     assert (f"{tmp_path.as_uri()}/a%20layout.svg\x1b\\a layout.svg\x1b]8;;\x1b\\" in shown) == links
     assert links or shown.startswith("wrote a layout.svg (")
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "estimate"])
+def test_recipes_are_named_by_arguments_or_by_recipe(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any mixture, and several at once, as `plan --recipe` takes them."""
+    asked: list[tuple[str, ...]] = []
+
+    def stopped(*args: Any, **kwargs: Any) -> None:
+        asked.append(tuple({**dict(enumerate(args)), **kwargs}[0 if command == "bench" else "recipes"]))
+        raise ValueError("seen")
+
+    monkeypatch.setattr("layoutc.bench.measure.report", stopped)
+    monkeypatch.setattr("layoutc.bench.demo.run", stopped)
+    monkeypatch.setattr("layoutc.cli.estimate.planned", lambda _, given, quiet: stopped(**given))
+    for words in (["mxfp8", "nvfp4"], ["mxfp8", "--recipe", "nvfp4"], ["--recipe", "mxfp8,nvfp4"]):
+        assert CliRunner().invoke(main, [command, *words]).exit_code != 0
+    assert asked == [("mxfp8", "nvfp4")] * 3

@@ -29,16 +29,16 @@ def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC305", f"{quoted(name)} can't name a format", source.key(where), help=help)
         elif problem := _unsound(name, definition):
             key, message, help = problem
-            yield source.find("LC305", f"format `{name}` {message}", source.value((*where, key)), help=help)
+            label = source.value((*where, key))
+            yield source.find("LC305", f"format `{name}` {message}", source.key(where), label, help=help)
         elif definition.torch is not None and definition.torch not in _torch_names(_own(name, definition)):
             wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch and not fmt.is_wide}
             is_known = definition.torch in wanted
             label = source.value((*where, "torch"), "" if is_known else did_you_mean(definition.torch, wanted))
             why = "a dtype whose codes have other values would change numbers silently"
             help = f"delete `torch`; it may name {listed(wanted)}, for a format with the same bits"
-            yield source.find(
-                "LC305", f"format `{name}` is not torch's {quoted(definition.torch)}", label, why=why, help=help
-            )
+            message = f"format `{name}` is not torch's {quoted(definition.torch)}"
+            yield source.find("LC305", message, source.key(where), label, why=why, help=help)
         elif name not in _used_formats(spec):
             help = "use it in `element` or `scale`, or delete it"
             yield source.find("LC350", f"format `{name}` is defined and not used", source.key(where), help=help)
