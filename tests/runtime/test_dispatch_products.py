@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_cases import each_recipe, is_plain, make, same_bits, weight
+from quantized_cases import each_recipe, is_plain, make, module, same_bits, weight
 from torch import Tensor, nn
 
 import layoutc
@@ -167,3 +167,36 @@ def test_a_product_into_a_given_tensor_writes_it(recipe: str) -> None:
     out = torch.empty(8, 256)
     assert torch.mm(x, q.t(), out=out) is out
     assert same_bits(out, x.mm(values(q, "rowwise", torch.float32).t()))
+
+
+LED: dict[str, Product] = {
+    "bmm": lambda x, w: torch.bmm(x[None], w.t().unsqueeze(0)),
+    "bmm_transposed": lambda x, w: torch.bmm(x[None], w.unsqueeze(0).transpose(1, 2)),
+    "matmul": lambda x, w: x @ w.t()[None],
+    "baddbmm": lambda x, w: torch.baddbmm(torch.ones(1, 8, 256, dtype=x.dtype), x[None], w.t().unsqueeze(0)),
+    "addbmm": lambda x, w: torch.addbmm(torch.ones(8, 256, dtype=x.dtype), x[None], w.t().unsqueeze(0)),
+    "einsum": lambda x, w: torch.einsum("bsk,bkn->bsn", x[None], w.t().unsqueeze(0)),
+    "back": lambda x, w: x @ w.t().unsqueeze(0).squeeze(0),
+    "middle": lambda x, w: x @ w.t().unsqueeze(1)[:, 0],  # a view of the values
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", LED)
+def test_a_transposed_weight_with_another_dim_is_multiplied_alike_in_graphs(recipe: str, name: str) -> None:
+    """Quantized, and cast on gather: the bits of eager calls, whose products are those of values."""
+    torch.compiler.reset()
+    values = make(recipe).dequantize()
+    kinds = {nn.Parameter(make(recipe)): values}
+    if not module(recipe).LAYOUT.history:  # graphs of weights that are cast would not advance it
+        kinds[nn.Parameter(module(recipe).CastTensor(values * 1.1))] = (
+            module(recipe).quantize(values * 1.1).dequantize()
+        )
+    for one, whole in kinds.items():
+        made = []
+        for multiply in (LED[name], torch.compile(LED[name], fullgraph=True, backend="aot_eager")):
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            out = multiply(x, one)
+            made.append([out, *torch.autograd.grad(out.square().sum(), (x, one))])
+        assert all(map(same_bits, *made))
+        assert same_bits(made[0][0], LED[name](x, whole))

@@ -519,6 +519,31 @@ def test_left_by_compilers() -> None:
     assert seen == [False]
 
 
+def test_passed_over_by_compilers() -> None:
+    """After a break of a graph, what is decorated is not compiled, nor what it calls; others are."""
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(next(node.name for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    def called(x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    @private.passed_over_by_compilers
+    def left(x: Tensor) -> Tensor:
+        return torch.cos(called(x))
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined, untyped-decorator]
+    def broken(x: Tensor) -> Tensor:
+        return called(left(x))
+
+    assert torch.equal(
+        torch.compile(lambda x: broken(x), backend=backend)(torch.ones(2)), torch.ones(2).sin().cos().sin()
+    )
+    assert compiled == ["sin"]
+
+
 def test_dispatch_mode_stack() -> None:
     """The modes that are on."""
     with Seen() as one, Seen() as other:

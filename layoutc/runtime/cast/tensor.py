@@ -29,7 +29,7 @@ from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.torch_private import no_torch_function
+from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers
 from layoutc.runtime.weight import flattening, operators
 from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.reported_memory import ReportedMemory
@@ -343,9 +343,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @passed_over_by_compilers
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One dict lookup. The handler under None is for all operators without one of their own."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():

@@ -48,12 +48,11 @@ def detach_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """view, _unsafe_view: any shape with the same number of elements, since their order stays. [] is one element."""
+    """view, _unsafe_view: any shape with the same number of elements, since their order stays; of a transposed tensor,
+    any leading dims. [] is one element."""
     tensor, size = args[0], list(args[1])
-    if tensor.transposed and tuple(size) != tuple(tensor.shape):
-        raise UnsupportedOperator(
-            f"{func}: {tensor.label()} is transposed; a view of another shape would not be contiguous"
-        )
+    if tensor.transposed and tuple(size[-2:]) != tuple(tensor.shape[-2:]):
+        raise InexactView(func, tensor, "is transposed; a view of other last dims would not be contiguous")
     numel = tensor.numel()
     if -1 in size:
         stated = prod(extent for extent in size if extent != -1)
@@ -66,7 +65,7 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """unsqueeze: a leading dim of size 1."""
+    """unsqueeze: a dim of size 1; of a transposed tensor, a leading one."""
     tensor, dim = args[0], args[1]
     shape = list(tensor.shape)
     shape.insert(dim_of(dim, len(shape) + 1), 1)

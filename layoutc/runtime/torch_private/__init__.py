@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.distributed import _functional_collectives as functional
@@ -41,6 +42,15 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 #: A decorator: torch.compile leaves the function to eager code, and what it calls. It imports the compiler at the first
 #: call, as making any optimizer does, and not where it decorates.
 left_by_compilers: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def passed_over_by_compilers(function: Any) -> Any:
+    """A decorator for what torch calls: where torch.compile runs it as it is, after a break of its graph, it is not
+    compiled by itself, nor what it calls. Costs calls nothing."""
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
 
 #: Whether torch.jit.trace records calls.
 jit_records: Callable[[], bool] = torch._C._is_tracing

@@ -17,7 +17,7 @@ from layoutc.runtime.sharding import registry
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.pending_writes import forget
 from layoutc.runtime.storage.planes import CutPlanes
-from layoutc.runtime.torch_private import no_torch_function, without_torch_function
+from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, without_torch_function
 from layoutc.runtime.weight import flattening, gathered_in_graphs, operators, staging, stored_form
 from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.plane_tensor import Handler, PlaneTensor
@@ -174,9 +174,8 @@ class QuantizedTensor(PlaneTensor):
     __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @passed_over_by_compilers
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One dict lookup. The handler under None is for all operators without one of their own."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         with without_torch_function():  # a handler reads shapes and dtypes, each of which would be a call otherwise
