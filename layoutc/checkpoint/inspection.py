@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from layoutc.checkpoint import reading
 from layoutc.checkpoint.common.entries import VALUE, EntryFacts, entry_of
@@ -116,17 +109,19 @@ def _entries(folder: Path, thorough: bool) -> Iterator[EntryFacts]:
     check_manifest(folder)
     reading.check_files(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            length = metadata.storage_data[_index(name)].length
+        if isinstance(entry, dcp.BytesStorageMetadata):
+            length = metadata.storage_data[dcp.MetadataIndex(name)].length
             yield EntryFacts(name, VALUE, None, None, (), 0, (), (), 1, length, None, length)
         else:
             yield _tensor(folder, metadata, name, entry, thorough)
 
 
-def _tensor(folder: Path, metadata: Metadata, name: str, entry: TensorStorageMetadata, thorough: bool) -> EntryFacts:
-    items: dict[MetadataIndex, ChunkStorageMetadata] = {}
+def _tensor(
+    folder: Path, metadata: dcp.Metadata, name: str, entry: dcp.TensorStorageMetadata, thorough: bool
+) -> EntryFacts:
+    items: dict[dcp.MetadataIndex, dcp.ChunkStorageMetadata] = {}
     for chunk in entry.chunks:
-        items.setdefault(_index(name, chunk.offsets), chunk)  # ranks without rows share one
+        items.setdefault(dcp.MetadataIndex(name, chunk.offsets), chunk)  # ranks without rows share one
     infos = {index: metadata.storage_data[index] for index in items}
     largest = sorted(items, key=lambda index: -math.prod(items[index].sizes))
     read = largest if thorough else largest[:1]
@@ -136,7 +131,7 @@ def _tensor(folder: Path, metadata: Metadata, name: str, entry: TensorStorageMet
 
 
 def _header(
-    folder: Path, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, info: StorageInfo
+    folder: Path, name: str, entry: dcp.TensorStorageMetadata, chunk: dcp.ChunkStorageMetadata, info: StorageInfo
 ) -> Mapping[str, Any] | None:
     """An item's header. Raises DamagedError if it contradicts `.metadata`."""
     header = reading.header_of(folder, info)
@@ -151,7 +146,3 @@ def _header(
             f"{expected[1]} in {expected[0]}, of {name}"
         )
     return header
-
-
-def _index(name: str, offset: torch.Size | None = None) -> MetadataIndex:
-    return MetadataIndex(name, offset)

@@ -9,12 +9,12 @@ import sys
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.reading import is_storage, names_of
+from layoutc.checkpoint.reading import Storage, value_of
 from layoutc.checkpoint.untrusted import unpickling, zips
 from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.checkpoint.untrusted.metadata import StorageInfo
@@ -81,11 +81,6 @@ def _any(data: Tensor, name: str, where: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- tensors in the bytes
-class _Storage(NamedTuple):
-    dtype: torch.dtype
-    data: Tensor  # uint8
-
-
 def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes, dict[str, slice]]:
     """The pickle of an item, b"" if it has none; and the slice of its bytes that each record has."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
@@ -113,46 +108,26 @@ def _tensor(
         checksum = checked.get((plane.data_ptr(), plane.nbytes)) if plane.is_contiguous() else None
         return crc32(plane) if checksum is None else checksum
 
-    def storage(pid: Any) -> _Storage:
-        if not is_storage(pid):
-            raise DamagedError(f"{where} has a persistent id that does not name a storage")
-        _, dtype, key, _, elements = pid
-        record = slices.get(f"data/{key}")
-        if record is None or (content := data[record]).numel() != elements * dtype.itemsize:
-            raise DamagedError(f"{where} has a storage whose size is not what its tensor says")
-        return _Storage(dtype, content)
-
-    def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, *more: Any) -> Tensor:
-        return _view(storage, offset, shape, strides, storage.dtype, any(more))
-
-    def typed_tensor(
-        storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
-    ) -> Tensor:
-        return _view(storage, offset, shape, strides, dtype, any((hooks, *more)))
+    def view(storage: Storage, offset: Any, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
+        content = data[slices[f"data/{storage.key}"]]
+        sizes = stored_form.is_shape(strides) and len(shape) == len(strides) and type(offset) is int and offset >= 0
+        if more or not sizes or content.numel() != storage.elements * storage.dtype.itemsize:
+            raise ValueError("not a plain tensor, or its storage has another size")
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if prod(shape) > 0 and last * dtype.itemsize >= content.numel():
+            raise ValueError("not within its storage")
+        flat = content.view(dtype)
+        return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)
 
     calls = count()
 
     def restored(state: Any) -> Any:
         if next(calls):
-            raise DamagedError(f"{where} should hold one tensor, but restores several")
+            raise ValueError("not one tensor")
         return stored_form.restored(state, crc32_of)
 
-    names = names_of(tensor, typed_tensor, restored)
     try:
-        value = unpickling.read(program, names, where, dtypes=True, persistent=storage, builds=False)
+        value = value_of(program, where, view, restored, builds=False)
     except DamagedError:
         return None
     return value if isinstance(value, Tensor) else None
-
-
-def _view(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
-    """A view of a storage. Raises ValueError if it reaches beyond the storage, or is not a plain tensor."""
-    sizes = stored_form.is_shape(shape) and stored_form.is_shape(strides) and len(shape) == len(strides)
-    if not sizes or type(offset) is not int or not isinstance(dtype, torch.dtype):
-        raise ValueError("not the shape, strides, offset and dtype of a tensor")
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    beyond = prod(shape) > 0 and last * dtype.itemsize >= storage.data.numel()
-    if more or beyond or offset < 0:
-        raise ValueError("not a plain tensor within its storage")
-    flat = storage.data.view(dtype)
-    return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from layoutc import __version__
 from layoutc.checkpoint.common.folders import MANIFEST
-from layoutc.checkpoint.reading import METADATA, METADATA_BYTES
+from layoutc.checkpoint.reading import METADATA, METADATA_BYTES, bytes_needed
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.errors import DamagedError, LayoutError
 
@@ -53,9 +53,7 @@ def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, A
             if MetadataIndex(name, offset) not in stored:
                 at = "" if offset is None else f" at {tuple(offset)}"
                 raise LayoutError(f"the save is not complete: no rank has written {name}{at}")
-    needed: dict[str, int] = {}
-    for info in stored.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    needed = bytes_needed(stored.values())
     sizes = {}
     for name, least in sorted(needed.items()):
         file = partial / name

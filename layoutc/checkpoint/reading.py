@@ -8,7 +8,8 @@ and its pickle, a few KB each; no tensor data is read for it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,12 +66,17 @@ def _missing(folder: Path) -> str:
     return f"{folder} is not a checkpoint: it has no {METADATA}"
 
 
+def bytes_needed(stored: Iterable[StorageInfo]) -> dict[str, int]:
+    """The least size of each file, by its name, that items lie in."""
+    needed: dict[str, int] = {}
+    for info in stored:
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    return needed
+
+
 def check_files(folder: Path, metadata: dcp.Metadata) -> None:
     """Raises DamagedError if a file of a checkpoint is missing, or shorter than its items."""
-    needed: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
-    for name, least in needed.items():
+    for name, least in bytes_needed(metadata.storage_data.values()).items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
@@ -97,7 +103,7 @@ def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
     if info.transform_descriptors:
         return None
     where = where_of(folder, info)
-    with _Window(folder, info) as read:
+    with _window(folder, info) as read:
         directory = zips.directory(read, info.length, where)
         if getattr(info, "crc32", directory.crc32) != directory.crc32:
             raise DamagedError(f"{where} is not the item that was saved (the CRC-32 of its directory differs)")
@@ -116,7 +122,7 @@ def directory_crc_of(folder: Path, info: StorageInfo) -> int:
 
     Only the end of the item is read. Raises DamagedError if there is no directory.
     """
-    with _Window(folder, info) as read:
+    with _window(folder, info) as read:
         return zips.directory(read, info.length, where_of(folder, info)).crc32
 
 
@@ -125,28 +131,21 @@ def where_of(folder: Path, info: StorageInfo) -> str:
     return f"{folder / info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,}"
 
 
-class _Window:
-    """The bytes of an item in its file. As a context it gives a function that reads them, and closes the file."""
+@contextmanager
+def _window(folder: Path, info: StorageInfo) -> Iterator[zips.Read]:
+    """A function that reads the bytes of an item in its file, which is open inside."""
+    path = folder / info.relative_path
+    try:
+        file = open_file(path)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} can't be read, though {METADATA} names it: {error.strerror}") from error
 
-    def __init__(self, folder: Path, info: StorageInfo) -> None:
-        self._info = info
-        path = folder / info.relative_path
-        try:
-            self._file = open_file(path)
-        except FileNotFoundError as error:
-            raise DamagedError(f"{path} can't be read, though {METADATA} names it: {error.strerror}") from error
+    def read(offset: int, length: int) -> bytes:
+        length = min(length, info.length - offset)
+        return read_at(file, info.offset + offset, length) if offset >= 0 and length > 0 else b""
 
-    def __enter__(self) -> zips.Read:
-        return self._read
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def _read(self, offset: int, length: int) -> bytes:
-        length = min(length, self._info.length - offset)
-        if offset < 0 or length <= 0:
-            return b""
-        return read_at(self._file, self._info.offset + offset, length)
+    with file:
+        yield read
 
 
 # ------------------------------------------------------------------------------------------------------- item pickles
@@ -166,8 +165,11 @@ _STORAGES = {
 }
 
 
-class _Storage(NamedTuple):
+class Storage(NamedTuple):
+    """A storage, as the persistent ids of an item's pickle name it."""
+
     dtype: torch.dtype
+    key: str
     elements: int
 
 
@@ -177,43 +179,48 @@ class _State(NamedTuple):
     state: Any
 
 
-def names_of(
-    tensor: Callable[..., Any], typed_tensor: Callable[..., Any], restored: Callable[[Any], Any]
-) -> dict[tuple[str, str], Any]:
-    """The objects that the names in an item's pickle stand for.
+# Gives a tensor of a storage, an offset, a shape, strides and a dtype, and of whether it is more than a plain one.
+Make = Callable[[Storage, Any, Any, Any, Any, bool], Any]
 
-    tensor, typed_tensor: called in place of torch._utils._rebuild_tensor_v2 and _v3. restored: called in place of
-    layoutc.restore_tensor. In persistent ids, a storage's class stands for its dtype.
+
+def value_of(data: bytes, where: str, make: Make, restored: Callable[[Any], Any], **options: Any) -> Any:
+    """The value of an item's pickle.
+
+    make: called in place of torch._utils._rebuild_tensor_v2 and _v3. restored: called in place of
+    layoutc.restore_tensor. options: of `unpickling.read`. Raises DamagedError.
     """
-    return {
-        **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+
+    def persistent(pid: Any) -> Storage:
+        if not _is_storage(pid):
+            raise DamagedError(f"{where} has a persistent id that does not name a storage")
+        return Storage(pid[1], pid[2], pid[4])
+
+    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, *more: Any) -> Any:
+        return typed_tensor(storage, offset, shape, strides, grad, None, getattr(storage, "dtype", None), *more)
+
+    def typed_tensor(
+        storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+    ) -> Any:
+        if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or not is_shape(shape):
+            raise DamagedError(f"{where} holds a tensor with an invalid storage, shape or dtype")
+        return make(storage, offset, shape, strides, dtype, any((hooks, *more)))
+
+    names = {
+        **{("torch", name): dtype for name, dtype in _STORAGES.items()},  # for which a storage's class stands
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): lambda state: restored(
-            state
-        ),  # a new function each time, which a pickle may change
+        ("layoutc", "restore_tensor"): lambda state: restored(state),  # a new function, which a pickle may change
         ("collections", "OrderedDict"): lambda: {},
     }
+    return unpickling.read(data, names, where, persistent=persistent, **options)
 
 
 def _header(data: bytes, where: str) -> dict[str, Any]:
-    def storage(pid: Any) -> _Storage:
-        if not is_storage(pid):
-            raise DamagedError(f"{where} has a persistent id that does not name a storage")
-        return _Storage(pid[1], pid[4])
-
-    def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, *rest: Any) -> Plain:
-        return _plain(storage, shape, storage.dtype, where)
-
-    def typed_tensor(
-        storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
-    ) -> Plain:
-        return _plain(storage, shape, dtype, where)
-
-    names = names_of(tensor, typed_tensor, _State)
-    value = unpickling.read(data, names, where, dtypes=True, persistent=storage, longest=255)
+    value = value_of(
+        data, where, lambda _, offset, shape, strides, dtype, more: Plain(dtype, shape), _State, longest=255
+    )
     if isinstance(value, _State):
         return _checked(value.state, where)
     if isinstance(value, Plain):
@@ -221,13 +228,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
     return {"value": type(value).__name__}
 
 
-def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or not is_shape(shape):
-        raise DamagedError(f"{where} holds a tensor with an invalid storage, shape or dtype")
-    return Plain(dtype, tuple(shape))
-
-
-def is_storage(pid: Any) -> bool:
+def _is_storage(pid: Any) -> bool:
     """True for the persistent id of a storage: ("storage", dtype, key, device, elements)."""
     if not isinstance(pid, tuple) or len(pid) != 5:
         return False

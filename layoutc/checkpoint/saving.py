@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from concurrent import futures
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -24,9 +26,11 @@ from torch.futures import Future
 
 from layoutc.checkpoint.common import folders
 from layoutc.checkpoint.manifest import write_manifest
-from layoutc.checkpoint.process_groups import apart, goes_on
 from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.runtime.errors import LayoutError
+
+_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by the default group
+_last: WeakKeyDictionary[dist.ProcessGroup, futures.Future[Any]] = WeakKeyDictionary()  # save of each group
 
 
 def save(
@@ -86,7 +90,7 @@ def async_save(
         >>> future = checkpoint.async_save({"model": model.state_dict()}, "step_2")
         >>> _ = future.result()
     """
-    group = apart(process_group)
+    group = _group_apart(process_group)
     writer = prepare(folder, overwrite, group)
     # Without a stager torch would use the writer as one, which copies by zeros_like, to dense tensors.
     own_stager = options.pop("async_stager", None)
@@ -95,10 +99,33 @@ def async_save(
         state_dict, storage_writer=writer, process_group=group, async_stager=stager, **options
     )
     upload = getattr(response, "upload_completion", response)
-    goes_on(group, upload)
+    if group is not None:
+        _last[group] = upload
     if own_stager is None:
         upload.add_done_callback(lambda _: stager.close())
     return response
+
+
+def _group_apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of a save in the background: `group`, else a gloo group of all ranks that nothing else uses, made on
+    the first call; None without a default group. Collective. Waits for the last save in that group, whose errors are
+    left to its future.
+
+    The collectives of one group must be called in the same order on all ranks, which a save in a thread that shared its
+    group with training would break at random, and hang. A group of fewer ranks can't be made here:
+    torch.distributed.new_group must be called on every rank, or, with use_local_synchronization, equally often on each
+    rank that calls it (torch 2.11, 2.13).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    assert world is not None  # there is a default group
+    if group is None and world not in _apart:
+        _apart[world] = dist.new_group(backend="gloo")
+    group = group or _apart[world]
+    if (last := _last.get(group)) is not None:
+        futures.wait([last])
+    return group
 
 
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:

@@ -109,8 +109,8 @@ def test_items_are_whole_and_have_a_fingerprint(saved: Any) -> None:
 def test_a_header_is_read_without_the_data(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     info, _ = item(saved, f"optim.state.{WEIGHTS[0]}.weight.exp_avg")
     read: list[int] = []
-    inner = reading._Window._read
-    monkeypatch.setattr(reading._Window, "_read", lambda self, at, n: read.append(n) or inner(self, at, n))
+    inner = reading.read_at
+    monkeypatch.setattr(reading, "read_at", lambda file, at, n: read.append(n) or inner(file, at, n))
     reading.header_of(saved.folder, info)
     assert 0 < sum(read) < 2000 < 128 * 128 * 4 < info.length
 
@@ -192,7 +192,7 @@ def test_a_pickle_can_change_nothing_that_stays() -> None:
 )
 def test_pickles_that_ask_for_too_much(data: bytes, message: str) -> None:
     with pytest.raises(DamagedError, match=message):
-        unpickling.read(data, {}, "x", dtypes=False)
+        unpickling.read(data, {}, "x")
 
 
 # ------------------------------------------------------------------------------------------------------ flips and cuts

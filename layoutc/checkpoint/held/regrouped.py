@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -44,43 +45,35 @@ class Regrouped(QuantizedTensor):
     RESIZED: ClassVar[bool]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As QuantizedTensor has it."""
-        m, k = self.store.matrix
-        each = max(1, AT_A_TIME // max(1, k))
-        pieces = [
-            self._decoded({name: plane[first : first + each] for name, plane in self.store.planes.items()})
-            for first in range(0, max(1, m), each)
-        ]
-        return torch.cat(pieces).to(dtype or self.dtype).view(self.shape)
-
-    def _decoded(self, planes: Mapping[str, Tensor], k: int | None = None) -> Tensor:
-        """Some rows' values, fp32. k: their columns, where these are not the weight's."""
-        (m, width), k = planes["rowwise_data"].shape, k or self.store.matrix[1]
+        """As QuantizedTensor has it. Blocks are rows by themselves, padded to whole blocks of the recipe."""
+        (m, k), planes = self._rows(), self.store.planes
         columns, own = self.COLUMNS or k, self.OF.LAYOUT.column_multiple
         blocks, times = cdiv(k, columns), cdiv(columns, own)
-        data = _wider(planes["rowwise_data"], blocks * columns * width // k).view(m, blocks, columns * width // k)
-        whole = {"rowwise_data": _wider(data, times * own * width // k).flatten(1)}
-        whole |= {name: planes[name].repeat_interleave(times, 1) for name in PER_BLOCK if name in planes}
-        values: Tensor = self.OF.REFERENCE.dequantize_reference(whole, m, blocks * times * own, "rowwise")
-        return values.view(m, blocks, times * own)[..., :columns].reshape(m, blocks * columns)[:, :k]
+        code = self.OF.LAYOUT.stored["rowwise_data"].columns_per_value or 1
+        width, padded = round(columns / code), round(times * own / code)
+        data = _wider(planes["rowwise_data"], blocks * width).view(m * blocks, width)
+        each, pieces = max(1, AT_A_TIME // max(1, columns)), list[Tensor]()
+        for first in range(0, max(1, len(data)), each):
+            some = {name: planes[name].reshape(-1, 1)[first : first + each] for name in PER_BLOCK if name in planes}
+            whole = {name: plane.repeat_interleave(times, 1) for name, plane in some.items()}
+            whole["rowwise_data"] = _wider(data[first : first + each], padded)
+            rows = len(whole["rowwise_data"])
+            values = self.OF.REFERENCE.dequantize_reference(whole, rows, times * own, "rowwise")
+            pieces.append(values[:, :columns])
+        found = torch.cat(pieces).view(m, blocks * columns)[:, :k]
+        return found.reshape(self.shape).to(dtype or self.dtype)
+
+    def _rows(self) -> tuple[int, int]:
+        """The rows that blocks end with, and their columns."""
+        m, k = self.store.matrix
+        return m, k
 
 
 class Flat(Regrouped):
     """A weight in files whose blocks are counted over all of its values, so that they run on across rows."""
 
-    COLUMNS: ClassVar[int]
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As QuantizedTensor has it."""
-        data, scale = self.store.planes["rowwise_data"], self.store.planes[SCALE].view(-1, 1)
-        width = round(self.COLUMNS / (self.OF.LAYOUT.stored["rowwise_data"].columns_per_value or 1))
-        data, (m, k) = _wider(data, len(scale) * width).view(-1, width), self.store.matrix
-        each = AT_A_TIME // width
-        pieces = [
-            self._decoded({"rowwise_data": data[at : at + each], SCALE: scale[at : at + each]}, self.COLUMNS)
-            for at in range(0, len(scale), each)
-        ]
-        return torch.cat(pieces).view(-1)[: m * k].to(dtype or self.dtype).view(self.shape)
+    def _rows(self) -> tuple[int, int]:
+        return 1, prod(self.store.matrix)
 
 
 def _wider(codes: Tensor, width: int) -> Tensor:

@@ -20,38 +20,25 @@ from layoutc.runtime.errors import DamagedError
 StorageInfo = _StorageInfo  # where an item lies in a file: a private class of torch that is in every .metadata
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-# The fields of each class, and whether a file must have them.
-_FIELDS: dict[tuple[str, str], dict[str, bool]] = {
-    (_METADATA, "Metadata"): {
-        "state_dict_metadata": True,
-        "storage_data": True,
-        "planner_data": False,
-        "storage_meta": False,
-        "version": False,
-    },
-    (_METADATA, "TensorStorageMetadata"): {"properties": True, "size": True, "chunks": True},
-    (_METADATA, "BytesStorageMetadata"): {},
-    (_METADATA, "ChunkStorageMetadata"): {"offsets": True, "sizes": True},
-    (_METADATA, "TensorProperties"): {},
-    (_METADATA, "MetadataIndex"): {"fqn": True, "offset": False, "index": False},
-    (_METADATA, "StorageMeta"): {"checkpoint_id": False, "save_id": False, "load_id": False, "modules": False},
-    (_FILES, "_StorageInfo"): {
-        "relative_path": True,
-        "offset": True,
-        "length": True,
-        "transform_descriptors": False,
-        "crc32": False,  # of the item's directory; added by layoutc.checkpoint.save
-    },
-    (_FILES, "_StoragePrefix"): {"prefix": True},
+# For each class, by module and name: the fields that an object must have, and those that it may have.
+_FIELDS: dict[tuple[str, str], tuple[str, str]] = {
+    (_METADATA, "Metadata"): ("state_dict_metadata storage_data", "planner_data storage_meta version"),
+    (_METADATA, "TensorStorageMetadata"): ("properties size chunks", ""),
+    (_METADATA, "BytesStorageMetadata"): ("", ""),
+    (_METADATA, "ChunkStorageMetadata"): ("offsets sizes", ""),
+    (_METADATA, "TensorProperties"): ("", ""),
+    (_METADATA, "MetadataIndex"): ("fqn", "offset index"),
+    (_METADATA, "StorageMeta"): ("", "checkpoint_id save_id load_id modules"),
+    # crc32: of the item's directory; added by layoutc.checkpoint.save
+    (_FILES, "_StorageInfo"): ("relative_path offset length", "transform_descriptors crc32"),
+    (_FILES, "_StoragePrefix"): ("prefix", ""),
 }
-_KEYS = {  # for each class: the fields that it may have, and those that it must have
-    name: (frozenset(fields), frozenset(field for field, needed in fields.items() if needed))
-    for (_, name), fields in _FIELDS.items()
+_KEYS = {
+    name: (frozenset(f"{needed} {more}".split()), frozenset(needed.split()))
+    for (_, name), (needed, more) in _FIELDS.items()
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by their number in the file
-
-
 _PAIRS = 20  # pairs that are compared at most for each chunk, in a tensor that is not cut in a grid
 _ELEMENT, _REST = 32, 2**20  # the most bytes of an item, for each element and besides: several times what recipes store
 
@@ -62,8 +49,8 @@ class _StandIn:
     _class = ""
 
     def __setstate__(self, state: Any) -> None:
-        fields = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
-        if type(state) is not dict or len(state) > 2 * len(fields) + 2 or not all(type(key) is str for key in state):
+        most = 2 * len(_KEYS[self._class][0]) + 2
+        if type(state) is not dict or len(state) > most or not all(type(key) is str for key in state):
             raise ValueError(f"a {self._class} has an invalid state")
         vars(self).update(state)
 
@@ -77,7 +64,7 @@ class _Properties(_StandIn):
 
 def metadata_of(data: bytes, where: str) -> dcp.Metadata:
     """Parses the bytes of a `.metadata` file. Raises DamagedError, whose message begins with `where`, if it can't."""
-    value = unpickling.read(data, _names(), where, dtypes=True)
+    value = unpickling.read(data, _names(), where)
     return _Maker(where).metadata(value)
 
 
@@ -109,10 +96,6 @@ def _path(*parts: Any) -> PurePosixPath:
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > 2**14:
         raise ValueError("a path is not made of text, or too long")
     return PurePosixPath(*parts)
-
-
-def _index_of(fqn: str, offset: torch.Size | None = None, index: int | None = None) -> dcp.MetadataIndex:
-    return dcp.MetadataIndex(fqn, offset, index)
 
 
 class _Maker:
@@ -156,14 +139,8 @@ class _Maker:
         version = fields.get("version")
         if version is not None and type(version) is not str:
             self._fail(f"its version is {short(version)}")
-        meta = fields.get("storage_meta")
-        return dcp.Metadata(
-            made,
-            self._planner_data(fields.get("planner_data")),
-            items,
-            None if meta is None else self._storage_meta(meta),
-            version,
-        )
+        paths, meta = self._planner_data(fields.get("planner_data")), fields.get("storage_meta")
+        return dcp.Metadata(made, paths, items, None if meta is None else self._storage_meta(meta), version)
 
     def _entry(self, value: Any, name: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
         if isinstance(value, _StandIn) and value._class == "BytesStorageMetadata":
@@ -229,7 +206,7 @@ class _Maker:
         fqn, offset, index = fields["fqn"], fields.get("offset"), fields.get("index")
         if type(fqn) is not str or not (index is None or _is_size(index)):
             self._fail("an item's index does not name an entry")
-        return _index_of(fqn, None if offset is None else self._shape(offset, fqn), index)
+        return dcp.MetadataIndex(fqn, None if offset is None else self._shape(offset, fqn), index)
 
     def _info(self, value: Any, name: str) -> StorageInfo:
         fields = self._fields(value, "_StorageInfo", f"an item of {name}")
@@ -252,10 +229,10 @@ class _Maker:
         wanted = set()
         for name, entry in entries.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
-                wanted.add(_index_of(name))
+                wanted.add(dcp.MetadataIndex(name))
             else:
                 for chunk in entry.chunks:
-                    wanted.add(index := _index_of(name, chunk.offsets))
+                    wanted.add(index := dcp.MetadataIndex(name, chunk.offsets))
                     most = _ELEMENT * math.prod(max(size, 1) for size in chunk.sizes) + _REST
                     if index in items and items[index].length > most:
                         self._fail(f"{name} at {tuple(chunk.offsets)} has more bytes than its elements can need")

@@ -55,22 +55,21 @@ def read(
     data: bytes,
     names: Names,
     where: str,
-    dtypes: bool,
     persistent: Callable[[Any], Any] | None = None,
     builds: bool = True,
     longest: int = 8,
 ) -> Any:
     """The value of a pickle.
 
-    names: (module, name) -> the object that it stands for. dtypes: whether torch dtypes may be named as well.
-    persistent: makes the value of a persistent id. builds: whether objects may be given a state; with that, a tensor
-    that names make could be pointed at other memory. longest: the most bytes of an integer.
+    names: (module, name) -> the object that it stands for; torch's dtypes may be named as well. persistent: makes the
+    value of a persistent id. builds: whether objects may be given a state; with that, a tensor that names make could be
+    pointed at other memory. longest: the most bytes of an integer.
 
     Raises DamagedError that says what the pickle asks for and may not have.
     """
     check(data, where, builds, longest)
     try:
-        return _Reader(io.BytesIO(data), names, where, dtypes, persistent).load()
+        return _Reader(io.BytesIO(data), names, where, persistent).load()
     except DamagedError:
         raise
     except Exception as error:  # a broken pickle can raise nearly anything
@@ -91,17 +90,15 @@ def check(data: bytes, where: str, builds: bool = True, longest: int = 8) -> Non
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, names: Names, where: str, dtypes: bool, persistent: Callable[[Any], Any] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, names: Names, where: str, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(file)
-        self._names, self._where, self._dtypes, self._persistent = names, where, dtypes, persistent
+        self._names, self._where, self._persistent = names, where, persistent
 
     def find_class(self, module: str, name: str) -> Any:
         """The object that a name stands for. pickle calls this for every name."""
         if (module, name) in self._names:
             return self._names[module, name]
-        if self._dtypes and module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise DamagedError(
             f"{self._where} names {module[:80]}.{name[:80]}, which such a file never does; it is not read, since that "
