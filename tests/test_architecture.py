@@ -90,7 +90,7 @@ ABOVE = {
     ),
     "checkpoint.held": ("ints runtime runtime.bindings runtime.weight checkpoint.untrusted", "torch"),
     "checkpoint.safetensors": (
-        "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train "
+        "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast "
         "checkpoint.common checkpoint.untrusted checkpoint.held",
         "torch safetensors",
     ),
@@ -100,8 +100,8 @@ ABOVE = {
         "torch gguf",
     ),
     "checkpoint": (
-        "layoutc runtime runtime.sharding runtime.storage runtime.weight runtime.quantize checkpoint.common "
-        "checkpoint.untrusted checkpoint.safetensors checkpoint.gguf",
+        "layoutc runtime runtime.bindings runtime.sharding runtime.storage runtime.weight runtime.quantize "
+        "runtime.train checkpoint.common checkpoint.untrusted checkpoint.safetensors checkpoint.gguf",
         "torch",
     ),
     "integrations": (

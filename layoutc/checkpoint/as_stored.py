@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
 from torch import nn
 
-from layoutc.checkpoint.gguf.as_stored import quantize_as_gguf
-from layoutc.checkpoint.safetensors import as_stored
+from layoutc.checkpoint.gguf import planning as of_gguf
+from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.planning import Rename
+from layoutc.runtime.bindings.fused import groups_of
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.train.convert import quantize_
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def quantize_as_stored(
@@ -20,7 +25,6 @@ def quantize_as_stored(
     files: str | None = None,
     rename: Rename | None = None,
     share_amax: bool = False,
-    fused: bool = False,
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that another program's files hold quantized, each in the recipe whose
     binding it follows, of which files may have several; returns parameter -> recipe. Call it before fully_shard; then
@@ -29,10 +33,11 @@ def quantize_as_stored(
     path: a folder of safetensors files, or a GGUF file, of which tables of embeddings stay plain. The model may be on
     the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
     by default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
-    share_amax: weights that engines join have one amax at each step, as by `layoutc.quantize_`, which has `fused` too.
+    share_amax: weights that engines join have one amax at each step, as by `layoutc.quantize_`.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
-    if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
+    if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one; for a shape
+    that a recipe does not take, and for `share_amax` of weights that nothing joins.
 
     Example:
 
@@ -44,11 +49,27 @@ def quantize_as_stored(
         >>> checkpoint.quantize_as_stored(nn.Sequential(nn.Linear(128, 128, bias=False)), "stored")
         {'0.weight': 'fp8_block'}
     """
-    if not Path(path).is_file():
-        more = {"share_amax": share_amax, "fused": fused}
-        return as_stored.quantize_as_stored(model, path, files=files, rename=rename, **more)
-    if share_amax or fused:
+    path, is_file = Path(path), Path(path).is_file()
+    if is_file and share_amax:
         raise LayoutError(
             f"{path}: no type of GGUF has a scale for a whole weight, which share_amax=True would make one"
         )
-    return quantize_as_gguf(model, path, files=files, rename=rename)
+    chosen = (of_gguf if is_file else planning).classes_in(path, model, files, rename)
+    parameters, by_class = dict(model.named_parameters()), dict[type[QuantizedTensor], set[str]]()
+    for name, cls in chosen.items():
+        try:
+            cls.LAYOUT.check_shape(tuple(parameters[name].shape), name)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
+        by_class.setdefault(cls, set()).add(name)
+    stated = {cls: [group for one in cls.LAYOUT.files.values() for group in one.fused] for cls in by_class}
+    joined = {cls for cls, names in by_class.items() if share_amax and groups_of(names, stated[cls])}
+    if share_amax and not joined:
+        raise LayoutError(
+            "share_amax=True: the files hold no weights beside each other that engines join, under one scale each"
+        )
+    for cls, names in by_class.items():
+        package = importlib.import_module(cls.__module__.rpartition(".")[0])
+        own = partial(quantize_, keep_values=False, share_amax=cls in joined)
+        own(model, package, param_filter=lambda name, _, names=names: name in names)
+    return {name: cls.LAYOUT.name for name, cls in chosen.items()}

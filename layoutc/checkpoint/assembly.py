@@ -160,15 +160,12 @@ def _check_takes_values(live: QuantizedTensor) -> None:
 @cache
 def _casts(source: torch.dtype, to: torch.dtype) -> bool:
     """True if torch converts one dtype to the other without losing fractions or imaginary parts."""
-    lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not _has_fractions(to))
+    has_fractions = to.is_floating_point or to.is_complex
+    lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not has_fractions)
     try:
         return source == to or (not lossy and torch.empty(1, dtype=source).to(to).dtype == to)
     except (RuntimeError, TypeError):  # 4-bit codes, which torch can't convert
         return False
-
-
-def _has_fractions(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _layout(tensor: Tensor) -> str | None:

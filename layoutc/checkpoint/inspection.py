@@ -67,9 +67,9 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
     """
     path, paths = Path(folder), tuple[Path, ...]()
     if path.is_file():
-        from layoutc.checkpoint.gguf import inspection as of_file
+        from layoutc.checkpoint.gguf import kinds
 
-        form, (entries, paths) = "gguf", of_file.entries(path)
+        form, (entries, paths) = "gguf", kinds.entries(path)
     elif not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
         from layoutc.checkpoint.safetensors import inspection
 

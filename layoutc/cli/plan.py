@@ -152,8 +152,7 @@ def _data(
     """The plan as JSON values: made now, or read from the file of an earlier one, whose name is the second value."""
     from layoutc.models import read
     from layoutc.models import shapes as typed
-    from layoutc.models.adapters import adapted
-    from layoutc.models.weights import ModelError
+    from layoutc.models.weights import ModelError, adapted
 
     if (model is None) == (not shapes):
         refuse(f"name a MODEL, or --shapes; a MODEL is {read.FORMS}")
@@ -178,7 +177,7 @@ def _memory(one: dict[str, Any]) -> float:
 def _instead(model: Model, asked: dict[str, Any]) -> Iterator[str]:
     """What fits where nothing does, as options and what they take: no replicas, smaller states of the optimizer, a
     frozen base, and the fewest cards, by doubling them."""
-    from layoutc.models.adapters import adapted
+    from layoutc.models.weights import adapted
 
     base = adapted(model, asked["lora_rank"])
     if asked["replicas"] > 1:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import layoutc
 from layoutc.integrations.packages import needs
-from layoutc.integrations.torchtitan_export import exporting, keep_fused, refuse_import
-from layoutc.integrations.torchtitan_tokens import send_as_codes
+from layoutc.integrations.torchtitan_export import exporting, keep_fused, refuse_import, send_as_codes
 from layoutc.runtime.products.parallel import multiply_parts_
 
 with needs("torchtitan", "torchtitan"):

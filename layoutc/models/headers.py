@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layoutc.models.files import MOST_JSON, content_of, mapping_of
 from layoutc.models.weights import MOST_SIZE, Model, ModelError, Weight, in_layers, kind_by_name
 
+MOST_JSON = 100_000_000  # bytes of a config, an index, or a header
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 FLOATS = {"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 # Of checkpoints that are quantized already: no parameters of a model that trains.
 _SCALES = re.compile(r"(_scale_inv|[._]scales?|_scale_2|[._]zeros|[._]zero_point|input_scale|weight_scale)$")
+
+
+def content_of(path: Path, most: int = MOST_JSON) -> bytes:
+    """A file of at most so many bytes. Raises ModelError for a larger one, or one that can't be read."""
+    try:
+        with path.open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > most:
+                raise ModelError(f"{path} has {size:,} bytes, and the most that is read is {most:,}")
+            return file.read(most)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+
+
+def mapping_of(content: bytes, what: str) -> dict[str, Any]:
+    """The mapping that some JSON is. Raises ModelError for anything else."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{what} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{what} is a {type(found).__name__}, and should be a mapping")
+    return found
 
 
 def read_index(path: Path) -> Model:

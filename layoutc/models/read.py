@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.models import config, factory, headers
-from layoutc.models.files import content_of, mapping_of
+from layoutc.models.headers import content_of, mapping_of
 from layoutc.models.weights import Model, ModelError
 
 CONFIG = "config.json"

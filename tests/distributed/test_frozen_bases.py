@@ -28,9 +28,8 @@ from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.work import Use
-from layoutc.models.adapters import adapted
 from layoutc.models.weights import Model as PlannedModel
-from layoutc.models.weights import Weight, in_layers
+from layoutc.models.weights import Weight, adapted, in_layers
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BINDINGS = {

@@ -232,7 +232,7 @@ def test_what_is_typed_is_what_is_planned() -> None:
 
 def test_limits_are_the_largest_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a size, of a file, of a header, and of the weights of a model; one more is refused."""
-    from layoutc.models import files, headers, weights
+    from layoutc.models import headers, weights
 
     assert shapes.read([f"up={MOST_SIZE}x1"]).elements == MOST_SIZE == 2**40
     with pytest.raises(ModelError, match="is larger than a weight can be"):
@@ -245,9 +245,9 @@ def test_limits_are_the_largest_that_is_read(tmp_path: Path, monkeypatch: pytest
             with pytest.raises(ModelError, match="has the shape"):
                 read.read(str(path))
     path.write_bytes(b"12345")
-    assert files.content_of(path, 5) == b"12345"
+    assert headers.content_of(path, 5) == b"12345"
     with pytest.raises(ModelError, match="has 5 bytes, and the most that is read is 4"):
-        files.content_of(path, 4)
+        headers.content_of(path, 4)
     header(path, {"a": ("F32", [4])})
     length = path.stat().st_size - 8
     monkeypatch.setattr(headers, "MOST_JSON", length)

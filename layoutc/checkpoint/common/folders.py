@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import time
 import uuid
@@ -29,6 +30,10 @@ _FILES = re.compile(
     rf"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(_PROBE)}[0-9a-f]{{32}}"
 )
 _SHOWN = 6  # names that a message spells out
+MOST = 64 * 2**20  # bytes of a file beside weights; tokenizers with large vocabularies take 30 MB
+_BESIDE = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|(?i:LICEN[CS]E|NOTICE).*")
+# What a folder states of its own weights: config.json, which a conversion writes, and the older files beside it.
+_OF_WEIGHTS = re.compile(r"config\.json|.*\.index\.json|(hf_)?quant\w*_config\.json|layoutc\.json", re.IGNORECASE)
 
 
 def incomplete(folder: Path) -> Path:
@@ -220,3 +225,21 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def copy_companions(source: str | os.PathLike[str] | None, folder: Path) -> tuple[str, ...]:
+    """Copies files beside a model's weights, which the next folder needs as well: tokenizer, templates, generation
+    settings. Returns their names, sorted. None, and a file, have none.
+
+    Files of at most 64 MiB; no folders, no weights, and nothing that states how the source's weights are quantized.
+    """
+    names = list[str]()
+    for path in sorted(Path(source).iterdir()) if source is not None and Path(source).is_dir() else ():
+        known = (
+            _BESIDE.fullmatch(path.name) and not _OF_WEIGHTS.fullmatch(path.name) and not (folder / path.name).exists()
+        )
+        if known and path.is_file() and path.stat().st_size <= MOST:
+            shutil.copyfile(path, folder / path.name)
+            sync(folder / path.name)
+            names.append(path.name)
+    return tuple(names)

@@ -68,12 +68,8 @@ def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:
     return found
 
 
-def warn_rounded(where: str, names: Sequence[str]) -> None:
-    """Says once which parameters have values that were rounded."""
+def warn_of(before: str, names: Sequence[str], after: str) -> None:
+    """Warns once of all names, if there are any: of some, and of how many others there are."""
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        warnings.warn(
-            f"{where}: values were rounded into the model's dtype: {printable(', '.join(names[:SHOWN]))}{more}. "
-            "A model in the files' dtype holds them as they are",
-            stacklevel=4,
-        )
+        warnings.warn(f"{before}{printable(', '.join(names[:SHOWN]))}{more}{after}", stacklevel=4)

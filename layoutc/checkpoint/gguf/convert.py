@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from os import PathLike
@@ -22,19 +21,12 @@ from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.held.undecoded import Described
-from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors import recognize, writing
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
 from layoutc.checkpoint.safetensors.files import Slices, library, read_folder
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry
-from layoutc.checkpoint.safetensors.writing import (
-    Planned,
-    begin_folder,
-    check_new,
-    finish_folder,
-    split_into_files,
-    write_streamed,
-)
+from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -75,7 +67,7 @@ def convert_gguf(
     """
     to = dtype_of(dtype)
     header, out = read_model(Path(file)), Path(folder)
-    check_new(out, "convert")
+    writing.check_new(out, "convert")
     names, kinds = names_of(header), installed()
     mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()
     plain = {name: Described(held.type, held.shape) for name, held in header.tensors.items()}
@@ -105,16 +97,13 @@ def convert_gguf(
         config = config_of(header) | {"dtype": str(to).removeprefix("torch.")}
     except LayoutError as error:
         why = str(error)
-    split = split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
-    partly = begin_folder(out)
-    try:
+    split = writing.split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
+    with writing.new_folder(out) as partly:
         for part, some in split.items():
-            write_streamed(partly / part, (job.planned for job in some), _made(some, mapped, kinds))
+            writing.write_streamed(partly / part, (job.planned for job in some), _made(some, mapped, kinds))
         if config:
             (partly / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
-    finally:
-        shutil.rmtree(partly, ignore_errors=True)
+        writing.finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
     dequantized = tuple(job.planned.name for job in jobs if header.tensors[job.tensor].type not in PLAIN)
     return Converted(tuple(split), (), tuple(left), why, dequantized)
 

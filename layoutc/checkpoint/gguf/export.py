@@ -105,7 +105,11 @@ def export_gguf(
         items = [_as_source(item, mapped, every) for item in items]
     kept = everywhere([item.kept for item in items], process_group)
     agree(problems, process_group)
-    items = [_decided(item, header, all(of_ranks)) for item, *of_ranks in zip(items, *kept, strict=True)]
+    for at, (item, *of_ranks) in enumerate(zip(items, *kept, strict=True)):
+        items[at] = item._replace(kept=all(of_ranks))
+        if all(of_ranks):  # of the source's type, then
+            number = header.tensors[item.planned.name].number
+            items[at] = items[at]._replace(kind=None, planned=item.planned._replace(number=number))
     out: OpenGguf | None = None
     try:
         with noted(problems):
@@ -202,13 +206,10 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
         raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
     local = local_tensor(value)
     held = local.store.planes if isinstance(local, QuantizedTensor) else None
-    if held is not None and (lacking := [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in held]):
+    needed = next(iter(kind.cls.LAYOUT.sources.values()))
+    if held is not None and (lacking := [one for one in needed if one not in held]):
         raise LayoutError(f"{name} holds no {lacking[0]}, which {kind.binding.type} has: {local!r}")
     return kind
-
-
-def _first(kind: Kind) -> str:
-    return next(iter(kind.cls.LAYOUT.sources))
 
 
 def _number(name: str, value: Tensor, kind: Kind | None) -> int:
@@ -240,14 +241,6 @@ def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _decided(item: Item, header: Header, kept: bool) -> Item:
-    """The item, of the source's type if its bytes are kept."""
-    if not kept:
-        return item._replace(kept=False)
-    held = header.tensors[item.planned.name]
-    return item._replace(kept=True, kind=None, planned=item.planned._replace(number=held.number))
 
 
 # ---------------------------------------------------------------------------------------------------------------- write

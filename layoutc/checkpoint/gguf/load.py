@@ -67,13 +67,13 @@ def load_gguf(
         made = plan(model, header, rename, strict, convert, problems)
         for step in made[0].steps:
             with noted(problems):
-                decoded = step.name in made[0].dequantized
+                decoded = step.name in made[0].loaded.dequantized
                 check(step, convert or decoded)
                 rounded += rounds(step, made[1], decoded)
                 made[1].forget()
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
-    (steps, _, loaded, unread), mapped = made
+    (steps, loaded, unread), mapped = made
     amaxes = joint_amaxes(steps, mapped)
     for step in steps:
         write(step, mapped, amaxes.get(step.name))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, SHAPES, Names, Place
 from layoutc.checkpoint.gguf.container import MOST_NUMBERS, Header, Value
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors.beside import OF_ACTIVATIONS, left_out_by
-from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name, refuse_beside
+from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name, refuse_beside, state_of
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
@@ -39,11 +42,9 @@ class LoadedGguf(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps in the order of the model's state dict, those of them that dequantize into plain parameters, and the
-    tensors that the model may lack."""
+    """Steps in the order of the model's state dict, and the tensors that the model may lack."""
 
     steps: list[Step]
-    dequantized: frozenset[str]
     loaded: LoadedGguf
     unread: list[str]
 
@@ -217,26 +218,19 @@ def _decimal(value: float) -> float:
     return next((one for one in made if struct.pack("<f", one) == struct.pack("<f", value)), value)
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state dict: tied ones are one object, and those that are cast on gather as they are."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-
-
 def plan(
     model: nn.Module, header: Header, rename: Rename | None, strict: bool, convert: bool, problems: list[Problem]
 ) -> tuple[Plan, Mapped]:
     """What a load does, and the file that it reads. Raises LayoutError for a file that no model can be found in."""
     names, sources = names_of(header), dict[str, Source]()
     file, steps, missing, expected = Mapped(header, sources), list[Step](), list[str](), set[str]()
-    state, aliases = parameters_of(model), dict[int, list[str]]()
-    for name, value in state.items():
-        aliases.setdefault(id(value), []).append(name)
-    kinds = list[Kind]()
+    state, aliases = state_of(model)
+    kinds, decoded = list[Kind](), list[str]()
     with noted(problems):
         local = (local_tensor(value) for value in state.values())
         kinds = [*kinds_of({type(one): None for one in local if isinstance(one, QuantizedTensor)}), *installed()]
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for tied in aliases.values():
+    for tied in aliases:
         in_files = {name: names.in_files(file_name(name, rename)) for name in tied}
         there = {name: one for name, one in in_files.items() if one is not None and has(header, one)}
         expected |= {tensor for one in there.values() for tensor in one.tensors}
@@ -248,6 +242,8 @@ def plan(
                 name, place = next(iter(there.items()))
                 sources[place.tensors[0]] = source = source_of(place, names, header)
                 steps.append(Step(name, state[name], entry(name, state[name], source, file, kinds, convert)))
+                if not source.plain and not isinstance(local_tensor(state[name]), QuantizedTensor):
+                    decoded.append(name)
             elif tied[0] not in buffers or any(in_files.values()):
                 missing.append(tied[0])
     with noted(problems):
@@ -257,17 +253,7 @@ def plan(
     if strict:
         problems += [_absent(name, names, rename) for name in missing]
         problems += [Problem("LayoutError", f"{name} is in the file, but not in the model") for name in unexpected]
-    dequantized = [step.name for step in steps if not sources[_tensor(step)].plain]
-    plain = [step.name for step in steps if not isinstance(local_tensor(step.param), QuantizedTensor)]
-    done = tuple(name for name in dequantized if name in {*plain})
-    return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done), unread), file
-
-
-def _tensor(step: Step) -> str:
-    """The name of the tensor that a step reads, the first of several."""
-    if isinstance(step.source, Stored):
-        return step.source.name
-    return next(plane.stored.name for plane in step.source.planes.values() if isinstance(plane, RecordSource))
+    return Plan(steps, LoadedGguf(tuple(missing), tuple(unexpected), tuple(decoded)), unread), file
 
 
 def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
@@ -314,3 +300,42 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
         if one.type not in PLAIN:
             check_known(one)
     return source.stored(path)
+
+
+def classes_in(
+    path: Path, model: nn.Module, files: str | None, rename: Rename | None
+) -> dict[str, type[QuantizedTensor]]:
+    """Parameter -> the class of the recipe that states the type which a file has it in. Tables of embeddings stay
+    plain, tied ones too: they are looked up, not multiplied. Raises as `layoutc.checkpoint.quantize_as_stored`.
+
+    files: `recipe/binding` where several recipes state a type.
+    """
+    header = read_model(path)
+    names, by_number = names_of(header), dict[int, list[Kind]]()
+    every = installed()
+    if files is not None and not any(files in (kind.label, kind.binding.name) for kind in every):
+        there = ", ".join(sorted(kind.label for kind in every))
+        raise LayoutError(f"no installed recipe has files {files!r} of GGUF; there are {there}")
+    for kind in every:
+        by_number.setdefault(kind.binding.number, []).append(kind)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    chosen = dict[str, type[QuantizedTensor]]()
+    for name, value in model.named_parameters():
+        found = names.in_files(file_name(name, rename))
+        if found is None or not has(header, found) or id(value) in tables:
+            continue
+        numbers = {header.tensors[tensor].number for tensor in found.tensors}
+        free = value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
+        of_type = by_number.get(min(numbers), []) if len(numbers) == 1 else []
+        named = [kind for kind in of_type if files in (kind.label, kind.binding.name)] or of_type
+        if len({kind.cls.LAYOUT.layout_id for kind in named}) > 1:
+            labels = ", ".join(sorted(kind.label for kind in named))
+            raise LayoutError(f"{name}: several recipes state its type: pass files= one of {labels}")
+        if free and named:
+            chosen[name] = named[-1].cls
+    if not chosen:
+        types = ", ".join(sorted({one.type for one in header.tensors.values()}))
+        raise LayoutError(
+            f"{header.path} holds no parameter of the model in a type that a recipe states (it has {types})"
+        )
+    return chosen

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.held import fused, narrower, places
+from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.codes import Encoded, encode
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
 from layoutc.runtime.bindings.names import tensor_name
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, printable
 from layoutc.runtime.facts import Facts
+
+Scales = dict[str, dict[str, float]]  # by the name that weights are joined under, those of their tensors
 
 
 class Held(NamedTuple):
@@ -60,12 +63,12 @@ class Noted(NamedTuple):
     the scales that engines join."""
 
     errors: list[float]
-    scales: fused.Scales
+    scales: Scales
 
     @classmethod
     def of_ranks(cls, every: Iterable[Noted]) -> Noted:
         """What several ranks have noted, of different weights."""
-        errors, scales = list[float](), fused.Scales()
+        errors, scales = list[float](), Scales()
         for one in every:
             errors += one.errors
             for group, found in one.scales.items():
@@ -103,7 +106,7 @@ def made(
     for one in tensors:
         tensor = _made(one, planes, coded, kept)
         if noted is not None and one.joined:
-            fused.record_scale(noted.scales, one.joined, one.name, tensor)
+            record_scale(noted.scales, one.joined, one.name, tensor)
         yield one.name, tensor
 
 
@@ -148,3 +151,40 @@ def _encoded(one: Held, planes: Mapping[str, Tensor], kept: Kept | None) -> Enco
         return encode(values, one.codes.values, one.codes.block)
     except LayoutError as error:
         raise LayoutError(f"{one.name}: {error}") from error
+
+
+def record_scale(scales: Scales, group: str, name: str, value: Tensor) -> None:
+    """Adds a tensor with one value, the scale of a weight that engines join with others."""
+    scales.setdefault(group, {})[name] = float(value.flatten()[0])
+
+
+def warn_apart(where: object, scales: Mapping[str, Mapping[str, float]]) -> None:
+    """Says once which weights that engines join have scales of their own, and how far apart."""
+    apart = {group: found for group, found in scales.items() if len({*found.values()}) > 1}
+    if not apart:
+        return
+
+    def ratio(found: Mapping[str, float]) -> float:
+        least, most = (one(map(abs, found.values())) for one in (min, max))
+        return most / least if least else float("inf")
+
+    worst = max(apart, key=lambda group: ratio(apart[group]))
+    shown = ", ".join(f"{name} = {value:.4g}" for name, value in sorted(apart[worst].items()))
+    warnings.warn(
+        f"{where}: {len(apart)} groups of weights that engines join into one have scales apart, by up to "
+        f"{ratio(apart[worst]):.3g} times ({printable(shown)}). Engines take one scale for all of a group, so that "
+        "their values are others than these. Weights are quantized under one by `layoutc convert --match` of plain "
+        "values, and by share_amax=True in quantize_, quantized_init and cast_on_gather_",
+        stacklevel=4,
+    )
+
+
+def warn_rounded(label: str, errors: Sequence[float]) -> None:
+    """Says once that files have codes which stand for other values than the weights have. errors: of each weight."""
+    if errors:
+        warnings.warn(
+            f"{label}: the scales of {len(errors)} weights are rounded to codes, by at most {max(errors):.2%} of a "
+            "weight's largest scale. Codes that weights were loaded from are kept where an export is told the folder: "
+            "source=folder",
+            stacklevel=4,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import NamedTuple
 
 from torch import nn
 
+from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.names import parts_of, tensor_name
 from layoutc.runtime.bindings.source_configs import Modules
-from layoutc.runtime.errors import printable
 
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
@@ -39,12 +38,6 @@ class Weight(NamedTuple):
     def matrices(self) -> int | None:
         """Of a weight with leading dims; None without any."""
         return prod(self.shape[:-2]) if len(self.shape) > 2 else None
-
-
-def names_beside(bound: Bound, name: str, matrices: int | None) -> list[str]:
-    """The names that such tensors of a weight have. matrices: of a weight with leading dims; None without any."""
-    parameters = parts_of(bound.binding, name, matrices)
-    return [tensor_name(pattern, parameter) for pattern in bound.binding.ignored for parameter in parameters]
 
 
 def left_out_by(model: nn.Module) -> re.Pattern[str]:
@@ -92,14 +85,14 @@ def rest_of(
 
     names: of the model's tensors in files, tied ones too.
     """
-    quantized = [one for one in weights if one.bound is not None]
-    held = {(one.name, one.matrices): one.bound for one in quantized if one.bound is not None}
-    parts = (part for (name, matrices), bound in held.items() for part in parts_of(bound.binding, name, matrices))
-    own = {*names, *parts}
+    bindings = [(one, one.bound.binding) for one in weights if one.bound is not None]
+    parts = [(of, part) for one, of in bindings for part in parts_of(of, one.name, one.matrices)]
+    own = {*names, *(part for _, part in parts)}
     modules = {_module(name) for name in own}
-    made_plain = {_module(one.name) for one in weights if one.bound is None and not _is_plain(source.get(one.name))}
+    plain = {name for name, one in source.items() if one.dtype in ("F32", "BF16", "F16")}
+    made_plain = {_module(one.name) for one in weights if one.bound is None and one.name not in plain}
     above = {prefix for module in modules for prefix in _prefixes(module)}
-    stated = {one for (name, matrices), bound in held.items() for one in names_beside(bound, name, matrices)}
+    stated = {tensor_name(pattern, part) for of, part in parts for pattern in of.ignored}
     kept, others = list[str](), list[str]()
     for name in source:
         module = _module(name)
@@ -111,10 +104,6 @@ def rest_of(
     return kept, others
 
 
-def _is_plain(stored: Stored | None) -> bool:
-    return stored is not None and stored.dtype in ("F32", "BF16", "F16")
-
-
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -124,23 +113,7 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def warn_not_written(source: object, names: Sequence[str]) -> None:
-    """Says once which tensors of the source an export leaves out."""
-    if names:
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        warnings.warn(
-            f"{printable(', '.join(names[:2]))}{more} of {source} are not written: the model has no "
-            "such modules, or files of another form would not say what they are",
-            stacklevel=4,
-        )
-
-
 def warn_left(path: Path, names: Sequence[str], export: str = "export_safetensors(..., source=folder)") -> None:
     """Says once that a load left such tensors alone, and what to do about it."""
-    if names:
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        warnings.warn(
-            f"{path}: {printable(', '.join(names[:2]))}{more} are for other programs alone, and not loaded. "
-            f"An export has them too if it is told of these files: {export}",
-            stacklevel=4,
-        )
+    what = " are for other programs alone, and not loaded. An export has them too if it is told of these files: "
+    warn_of(f"{path}: ", names, what + export)

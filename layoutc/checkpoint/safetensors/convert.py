@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,29 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.common.companions import copy_companions
+from layoutc.checkpoint.common.folders import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite
 from layoutc.checkpoint.held import undecoded
-from layoutc.checkpoint.held.fused import warn_apart
 from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
-from layoutc.checkpoint.held.weights import Held, Noted, made
-from layoutc.checkpoint.safetensors import choosing, recognize
+from layoutc.checkpoint.held.weights import Held, Noted, made, warn_apart, warn_rounded
+from layoutc.checkpoint.safetensors import choosing, recognize, writing
 from layoutc.checkpoint.safetensors.beside import OF_ACTIVATIONS
 from layoutc.checkpoint.safetensors.bound import NO_TEXTS, Found, held, named_in, weights_in
 from layoutc.checkpoint.safetensors.choosing import Fit
 from layoutc.checkpoint.safetensors.files import Contents, Slices, bytes_of, library, read_folder
-from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in, warn_rounded
+from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.checkpoint.safetensors.writing import (
-    Planned,
-    begin_folder,
-    check_new,
-    finish_folder,
-    quantization_of,
-    split_into_files,
-    write_config,
-    write_streamed,
-)
+from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings import source_configs
 from layoutc.runtime.bindings.configs import KEYS, OF_STORAGE
 from layoutc.runtime.bindings.fused import groups_of
@@ -147,7 +136,7 @@ def convert_safetensors(
         raise ValueError("match= goes with files=")
     library()
     path, out = Path(source), Path(folder)
-    check_new(out, "convert")
+    writing.check_new(out, "convert")
     contents, every = read_folder(path), recognize.installed()
     named = recognize.chosen(files, every) if files is not None else []
     found = _quantized(path, contents, every, source_files, named)
@@ -161,29 +150,35 @@ def convert_safetensors(
         )
     config = recognize.config_in(path)
     before = recognize.quantization_of(config)
-    goes_on = into is not None and _goes_on(into, before, found)
+    goes_on = (
+        into is not None
+        and source_configs.goes_on([into.binding], before)
+        and all(weight.bound.binding.config == into.binding.config for weight in found.values())
+    )
     with slices:
         jobs = _jobs(contents, found, into, to, match, slices, goes_on)
     amaxes = Amaxes(jobs, lambda job: _values(job, slices, torch.float32))
-    split = split_into_files(jobs, max_shard_bytes)
-    partly, quantization = begin_folder(out), dict[str, Any]()
-    try:
+    split = writing.split_into_files(jobs, max_shard_bytes)
+    quantization = dict[str, Any]()
+    with writing.new_folder(out) as partly:
         with slices:
             for name, some in split.items():
                 tensors = (tensor for job in some for tensor in _made(job, slices, to, amaxes, noted))
-                write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
+                writing.write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
         if into is not None:
-            now = Modules(*(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, _is_quantized)))
+            now = Modules(
+                *(_modules(job.name for job in jobs if which(job)) for which in (_is_plain, lambda job: job.into))
+            )
             was = Modules(_modules(contents.tensors.keys() - found.keys()), _modules(found))
-            quantization = quantization_of([into], before if goes_on else {}, now, was)
+            quantization = writing.quantization_of([into], before if goes_on else {}, now, was)
             if all(weight.bound.layout_id == into.layout_id for weight in found.values()):
                 quantization |= {key: before[key] for key in OF_STORAGE if key in before and key in quantization}
         if into is not None or config.keys() - {*KEYS}:
-            write_config(partly, config, quantization)
+            writing.write_config(partly, config, quantization)
         copied = copy_companions(path, partly)
-        finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
-    finally:
-        shutil.rmtree(partly, ignore_errors=True)
+        writing.finish_folder(
+            partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()}
+        )
     warn_rounded(f"files {files!r}", noted.errors)
     warn_apart(out, noted.scales)
     taken = {tensor.name for job in jobs for tensor in job.tensors}
@@ -234,20 +229,13 @@ def _quantized(
 def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], every: Sequence[Bound]) -> None:
     """Raises LayoutError for codes in a folder that no weight of those that were found holds."""
     left = undecoded.undecoded(contents.tensors, {one for weight in found.values() for one in weight.tensors})
-    named = {one.label: named_in(one, contents.tensors).keys() - found.keys() for one in every} if left else {}
-    fit = (
-        sorted(
-            one.label
-            for one in every
-            for name in named[one.label]
-            if recognize.is_held(one, name, None, contents.tensors)
-        )
-        if left
-        else []
-    )
+    fit = dict[str, None]()
+    for one in sorted(every, key=lambda one: one.label) if left else ():
+        named = named_in(one, contents.tensors).keys() - found.keys()
+        fit |= {one.label: None} if any(recognize.is_held(one, name, None, contents.tensors) for name in named) else {}
     instead = "No installed recipe has tensors of such names and dtypes together"
     if fit:
-        instead = f"Such names and dtypes have {', '.join(dict.fromkeys(fit))}: pass source_files= (--from) one of them"
+        instead = f"Such names and dtypes have {', '.join(fit)}: pass source_files= (--from) one of them"
     undecoded.refuse(str(path), left, instead)
 
 
@@ -330,21 +318,10 @@ def _weight(
     return Job(name, source, into, planned, tensors, kept)
 
 
-def _goes_on(into: Bound, config: Mapping[str, Any], found: Mapping[str, Found]) -> bool:
-    """True if a source's config tells of the files that are written too, and of all weights that it has quantized."""
-    return source_configs.goes_on([into.binding], config) and all(
-        weight.bound.binding.config == into.binding.config for weight in found.values()
-    )
-
-
 def _beside(contents: Contents, found: Mapping[str, Found]) -> set[str]:
     """Scales of activations and the like, of a folder that has weights quantized."""
     unread = {name for weight in found.values() for name in weight.unread}
     return {name for name in contents.tensors if found and (name in unread or OF_ACTIVATIONS.search(name))}
-
-
-def _is_quantized(job: Job) -> bool:
-    return job.into is not None
 
 
 def _is_plain(job: Job) -> bool:
@@ -367,8 +344,9 @@ def _made(
         yield job.name, bytes_of(job.source)
     elif job.quantizes:
         assert job.into is not None
-        amax = amaxes.of(job)
-        yield from made(job.held, _planes(job.into, _values(job, slices, torch.float32), amax), job.kept, noted)
+        values, first = _values(job, slices, torch.float32).contiguous(), next(iter(job.into.cls.LAYOUT.sources))
+        quantized = weights.quantize(job.into.cls, values, orientations=(first,), amax=amaxes.of(job))
+        yield from made(job.held, quantized.planes(), job.kept, noted)
     elif job.into is not None:
         assert isinstance(job.source, Found)
         yield from made(job.held, _stored(job.source, slices), job.kept, noted)
@@ -389,8 +367,3 @@ def _values(job: Job, slices: Slices, dtype: torch.dtype | None) -> Tensor:
 
 def _stored(source: Found, slices: Slices) -> dict[str, Tensor]:
     return {name: one.read(tuple(slice(0, n) for n in one.shape), slices.read) for name, one in source.planes.items()}
-
-
-def _planes(into: Bound, values: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-    first = next(iter(into.cls.LAYOUT.sources))
-    return weights.quantize(into.cls, values.contiguous(), orientations=(first,), amax=amax).planes()

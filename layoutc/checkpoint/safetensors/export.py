@@ -16,33 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layoutc.checkpoint.common.companions import copy_companions
 from layoutc.checkpoint.common.exportable import check_exportable, class_of, state_of
-from layoutc.checkpoint.common.narrowing import check_finite
+from layoutc.checkpoint.common.folders import copy_companions
+from layoutc.checkpoint.common.narrowing import check_finite, warn_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
-from layoutc.checkpoint.held.fused import warn_apart
 from layoutc.checkpoint.held.stored import DTYPES, OF_OTHERS
 from layoutc.checkpoint.held.undecoded import check_values
-from layoutc.checkpoint.held.weights import Held, Noted
-from layoutc.checkpoint.safetensors import beside, recognize
+from layoutc.checkpoint.held.weights import Held, Noted, warn_apart, warn_rounded
+from layoutc.checkpoint.safetensors import beside, recognize, writing
 from layoutc.checkpoint.safetensors.bound import held
 from layoutc.checkpoint.safetensors.files import OURS, Slices
-from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_rounded, warn_wide
+from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_wide
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.checkpoint.safetensors.writing import (
-    Planned,
-    Writing,
-    begin_folder,
-    check_new,
-    config_of_model,
-    finish_folder,
-    quantization_of,
-    split_into_files,
-    write_config,
-)
+from layoutc.checkpoint.safetensors.writing import OpenFile, Planned, Writing, split_into_files
 from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -133,29 +122,29 @@ def export_safetensors(
     with slices, noted(problems):
         split = split_into_files([*items, *beside_it], max_shard_bytes)
         if first:
-            check_new(folder, "export")
+            writing.check_new(folder, "export")
     described = repr([[(item.name, item.tensors) for item in file] for file in split.values()]).encode()
     agree(problems, process_group, hashlib.sha256(described).hexdigest(), "export different names, shapes or dtypes")
     join_amaxes(item.value for item in items if item.held)
-    partly = from_first(lambda: begin_folder(folder), process_group)
+    partly = from_first(lambda: writing.begin_folder(folder), process_group)
     try:
         writers = [rank for rank, seen in enumerate(everywhere(partly.is_dir(), process_group)) if seen]
-        with slices, Writing() as writing:
+        with slices, Writing() as thread:
             for number, (name, file) in enumerate(split.items()):
                 writes = writers[number % len(writers)] == rank_of(process_group)
-                _gather_file(partly / name, file, dtype, writing if writes else None, problems, said)
+                _gather_file(partly / name, file, dtype, thread if writes else None, problems, said)
                 agree(problems, process_group)
             with noted(problems):
-                writing.wait()
+                thread.wait()
         agree(problems, process_group)
         with noted(problems):
             if first:
                 if theirs or config is not None:
-                    stated = config if config is not None else config_of_model(model_or_state_dict)
-                    write_config(partly, began.config if stated is None else stated, quantization)
+                    stated = config if config is not None else writing.config_of_model(model_or_state_dict)
+                    writing.write_config(partly, began.config if stated is None else stated, quantization)
                 copy_companions(source, partly)
                 planned = {name: [one for item in file for one in item.planned] for name, file in split.items()}
-                finish_folder(partly, folder, planned)
+                writing.finish_folder(partly, folder, planned)
         agree(problems, process_group)
         if theirs:
             said = Noted.of_ranks(everywhere(said, process_group))
@@ -166,7 +155,8 @@ def export_safetensors(
         warn_rounded(f"files {files!r}", said.errors)
         warn_apart(f"files {files!r}", said.scales)
         warn_wide(source, wide)
-        beside.warn_not_written(source, lacking)
+        what = "are not written: the model has no such modules, or files of another form would not say what they are"
+        warn_of("", lacking, f" of {source} {what}")
     return list(split)
 
 
@@ -266,16 +256,11 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
         to = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return {name: Facts(shape, to)}
     planes = local.LAYOUT.planes(prod(shape[:-1]), shape[-1])
-    return {
-        f"{name}.{plane}": facts._replace(dtype=_in_files(facts.dtype))
-        for plane, facts in planes.items()
-        if plane in local.store.planes
-    }
-
-
-def _in_files(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in files: uint8 for codes of a dtype that loaders of safetensors don't know."""
-    return dtype if dtype in DTYPES.values() or dtype.itemsize != 1 else torch.uint8
+    found = {f"{name}.{plane}": facts for plane, facts in planes.items() if plane in local.store.planes}
+    for tensor, facts in found.items():
+        if facts.dtype not in DTYPES.values() and facts.dtype.itemsize == 1:  # which other loaders don't know
+            found[tensor] = facts._replace(dtype=torch.uint8)
+    return found
 
 
 def _with_source(
@@ -296,7 +281,7 @@ def _with_source(
         bound = bounds[cls.LAYOUT.layout_id] if cls is not None else None
         weights.append(beside.Weight(item.name, tuple(item.value.shape), bound, is_matrix))
     before, written = source.quantization, {tensor for item in items for tensor in item.tensors}
-    config = quantization_of(theirs, before, *beside.modules_of(weights, theirs, source.tensors))
+    config = writing.quantization_of(theirs, before, *beside.modules_of(weights, theirs, source.tensors))
     state = model.state_dict() if isinstance(model, nn.Module) else model
     left_out = beside.left_out_by(model) if isinstance(model, nn.Module) else None
     kept, others = beside.rest_of(source.tensors, [file_name(name, rename) for name in state], weights, left_out)
@@ -316,33 +301,33 @@ def _gather_file(
     path: Path,
     items: Sequence[Item],
     dtype: torch.dtype | None,
-    writing: Writing | None,
+    thread: Writing | None,
     problems: list[Problem],
     said: Noted,
 ) -> None:
-    """Gathers a file's weights on all ranks; the one with `writing` writes each while the next is gathered.
+    """Gathers a file's weights on all ranks; the one with a thread writes each while the next is gathered.
 
     What fails there is noted, not raised, since the other ranks wait in the gathers.
     """
-    described: dict[str, Any] = {}
-    if writing and not problems:
+    described, file = dict[str, Any](), None
+    if thread and not problems:
         with noted(problems):
-            planned = [one for item in items for one in item.planned]
-            writing.begin(path, planned, _room_for_descriptions(items, dtype))
+            thread.wait()
+            file = OpenFile(path, [one for item in items for one in item.planned], _room_for_descriptions(items, dtype))
     for item in items:
         whole = gathered_whole(item.value)
-        if writing and not problems:
+        if thread and file and not problems:
             with noted(problems):
                 made = dict(_made(item, whole, dtype, said))
                 if isinstance(whole, QuantizedTensor) and dtype is None and not item.held:
                     sums = {name: checksums.crc32(tensor) for name, tensor in made.items()}
                     described[item.name] = _description(item.name, whole, whole.shape, sums)
-                writing.put(made)
+                thread.begin(file.put_all, made.items())
                 del made
         del whole
-    if writing and not problems:
+    if thread and file and not problems:
         with noted(problems):
-            writing.end(_metadata(described))
+            thread.begin(file.finish, _metadata(described))
 
 
 def _metadata(described: Mapping[str, Any]) -> dict[str, str]:

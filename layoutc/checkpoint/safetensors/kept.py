@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.codes import Encoded
 from layoutc.checkpoint.held.stored import Read, Stored
@@ -17,7 +17,6 @@ from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, find
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.runtime.errors import printable
 
 
 class KeptIn(NamedTuple):
@@ -108,23 +107,7 @@ def _planes_say_all(bound: Bound) -> bool:
     return not varies and not bound.binding.parts and (bound.binding.text is None or not bound.binding.text[2])
 
 
-def warn_wide(source: str | PathLike[str] | None, names: Sequence[str]) -> None:
+def warn_wide(source: object, names: Sequence[str]) -> None:
     """Says once which scales are written in fp32, since the dtype of the source does not hold them."""
-    if names:
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        warnings.warn(
-            f"{printable(', '.join(names[:2]))}{more}: the scales are written as F32, because the dtype "
-            f"that {source} has them in does not hold their values",
-            stacklevel=4,
-        )
-
-
-def warn_rounded(label: str, errors: Sequence[float]) -> None:
-    """Says once that files have codes which stand for other values than the weights have. errors: of each weight."""
-    if errors:
-        warnings.warn(
-            f"{label}: the scales of {len(errors)} weights are rounded to codes, by at most {max(errors):.2%} of a "
-            "weight's largest scale. Codes that weights were loaded from are kept where an export is told the folder: "
-            "source=folder",
-            stacklevel=4,
-        )
+    what = ": the scales are written as F32, because the dtype that"
+    warn_of("", names, f"{what} {source} has them in does not hold their values")

@@ -17,9 +17,9 @@ from layoutc.checkpoint.common import narrowing
 from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
-from layoutc.checkpoint.held.fused import Scales, record_scale, warn_apart
 from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
+from layoutc.checkpoint.held.weights import Scales, record_scale, warn_apart
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
@@ -199,7 +199,8 @@ def say_rounded(where: str | PathLike[str], names: list[str], group: dist.Proces
     """Says once, on the first rank, which parameters were rounded on any. Collective."""
     every = sorted({name for of_rank in everywhere(names, group) for name in of_rank})
     if rank_of(group) == 0:
-        narrowing.warn_rounded(str(where), every)
+        said = f"{where}: values were rounded into the model's dtype: "
+        narrowing.warn_of(said, every, ". A model in the files' dtype holds them as they are")
 
 
 def holds(param: Tensor) -> bool:
@@ -217,11 +218,9 @@ def _converts(dtype: str, local: Tensor) -> bool:
 
 
 def _unfit(source: Stored, local: Tensor) -> str:
+    into, hint = f"the model has {local.dtype}".replace("torch.", ""), ""
     if isinstance(local, QuantizedTensor):
         into = f"{local.LAYOUT.name} takes F32, BF16 and F16"
-    else:
-        into = f"the model has {local.dtype}".replace("torch.", "")
-    hint = ""
     if source.dtype.startswith(("F8", "F4", "F6", "I", "U")) and local.is_floating_point():
         hint = "; quantized values of other programs are not converted: dequantize the checkpoint first"
     return f"{source.dtype} in the files, but {into}{hint}"

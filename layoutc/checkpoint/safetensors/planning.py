@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
+from layoutc.checkpoint.held.regrouped import Flat, Regrouped
 from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
 from layoutc.checkpoint.held.stored import DTYPES, Read, Stored
 from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
-from layoutc.checkpoint.safetensors.files import Contents
+from layoutc.checkpoint.safetensors.files import Contents, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.torch_private import local_tensor
@@ -59,7 +61,7 @@ def bindings(
 ) -> list[Bound]:
     """The bindings by which weights are looked for: of the model's recipes, and those that fit its other weights.
     Raises LayoutError."""
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    state, _ = state_of(model)
     classes = {type(local): None for local in map(local_tensor, state.values()) if isinstance(local, QuantizedTensor)}
     own = recognize.bindings_of(classes)
     labels = {one.label for one in own}
@@ -84,6 +86,16 @@ def bindings(
     return mine + [group[0].bound for group in groups]
 
 
+def state_of(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """The tensors of a model's state dict, and their names, those of tied ones together."""
+    # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    aliases = dict[int, list[str]]()
+    for name, value in state.items():
+        aliases.setdefault(id(value), []).append(name)
+    return state, [*aliases.values()]
+
+
 def plan(
     model: nn.Module,
     contents: Contents,
@@ -96,14 +108,10 @@ def plan(
     only another program reads, or that the model's class says it leaves out."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
     there = (contents.tensors.keys() - of_planes) | contents.described.keys()
-    # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    aliases: dict[int, list[str]] = {}
-    for name, value in state.items():
-        aliases.setdefault(id(value), []).append(name)
+    state, aliases = state_of(model)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     steps, missing, expected, unread = list[Step](), list[str](), set[str](), set[str]()
-    for names in aliases.values():
+    for names in aliases:
         in_files = {name: file_name(name, rename) for name in names}
         expected |= set(in_files.values())
         sources = dict[str, Stored | Entry]()
@@ -208,3 +216,48 @@ def sources_of(step: Step) -> list[Stored]:
     planes = [plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values()]
     parts = [part for plane in planes if isinstance(plane, BoundSource) for part, _ in plane.parts]
     return [*(plane for plane in planes if isinstance(plane, Stored)), *parts]
+
+
+def classes_in(
+    path: Path, model: nn.Module, files: str | None, rename: Rename | None
+) -> dict[str, type[QuantizedTensor]]:
+    """Parameter -> the class of the recipe whose binding the files follow, of which a folder may have several. Raises
+    as `layoutc.checkpoint.quantize_as_stored`."""
+    contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
+    if not told:
+        raise LayoutError(f"{path}: there is no quantization_config in config.json: pass files=, the binding's name")
+    choosing.check_holds(path, files, told, contents.tensors)
+    parameters = {
+        file_name(name, rename): (name, tuple(value.shape))
+        for name, value in model.named_parameters()
+        if value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
+    }
+    groups = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
+    if not groups:
+        raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
+    for group in groups:
+        _check_is_held(group[0])
+        if len(group) > 1:
+            raise choosing.several([fit.bound for fit in group], "the files", "files=")
+    return {parameters[one][0]: bound.cls for bound, in_files in (group[0] for group in groups) for one in in_files}
+
+
+def _check_is_held(fit: choosing.Fit) -> None:
+    """Raises LayoutError, with what would work, for weights that no recipe holds as they are."""
+    cls = fit.bound.cls
+    if not issubclass(cls, Regrouped):
+        return
+    recipe = cls.LAYOUT.name
+    instead = (
+        f"To train them as they are, make a recipe of it: `layoutc new mine --from {recipe}`, their blocks and dtype "
+        "in it, `layoutc build specs/mine.yaml`, layoutc.quantize_(model, 'mine')"
+    )
+    if issubclass(cls, Flat):
+        instead = (
+            f"The others keep their codes if layoutc.quantize_(model, {recipe!r}, filter_fn=...) quantizes them first"
+        )
+    raise LayoutError(
+        f"{len(fit.names)} weights, such as {fit.names[0]}, are in files of {fit.bound.label}, which no recipe "
+        "holds as they are. load_safetensors(model, folder, convert=True) reads them as values, into a plain model "
+        f"or any recipe; `layoutc convert` writes them in another. {instead}"
+    )

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from layoutc.checkpoint.common.exportable import class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
-from layoutc.checkpoint.held.fused import warn_apart
-from layoutc.checkpoint.held.weights import Noted, made
+from layoutc.checkpoint.held.weights import Noted, made, warn_apart, warn_rounded
 from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, settled
 from layoutc.checkpoint.safetensors.files import Slices
-from layoutc.checkpoint.safetensors.kept import origin, warn_rounded, warn_wide
+from layoutc.checkpoint.safetensors.kept import origin, warn_wide
 from layoutc.checkpoint.safetensors.planning import Rename
 
 

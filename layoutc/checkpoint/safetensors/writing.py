@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
@@ -66,10 +68,26 @@ def begin_folder(folder: Path) -> Path:
     return made
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """The folder of `begin_folder`, which is removed unless `finish_folder` has given it its name."""
+    made = begin_folder(folder)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
     """Writes the index, if there are several files, and gives the folder its name."""
     if len(files) > 1:
-        write_index(partly, files)
+        where, total = {one.name: file for file, planned in files.items() for one in planned}, 0
+        for name in files:
+            with open(partly / name, "rb") as file:  # all but its header, whose length is in the first 8 bytes
+                total += os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (partly / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        sync(partly / INDEX)
     sync(partly)
     os.replace(partly, folder)  # which is empty, if it exists
     sync(folder.parent)
@@ -135,6 +153,11 @@ class OpenFile:
         self._file.seek(8 + self._room + self._spans[name][0])
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
+    def put_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes tensors as `put` does, one after another."""
+        for name, tensor in tensors:
+            self.put(name, tensor)
+
     def finish(self, metadata: Mapping[str, str] | None = None) -> None:
         """Writes the header, and waits for the disk. Raises LayoutError if something planned was not made."""
         if self._left:
@@ -150,12 +173,11 @@ class OpenFile:
 
 
 class Writing:
-    """Files that are written in a thread: a weight is written while the next is gathered, and no more are held."""
+    """A thread that writes: a weight is written while the next is gathered, and no more are held."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "layoutc-export")
         self._last: Future[None] | None = None
-        self._file: OpenFile | None = None
 
     def __enter__(self) -> Writing:
         return self
@@ -163,33 +185,16 @@ class Writing:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._pool.shutdown()
 
-    def begin(self, path: Path, planned: Iterable[Planned], reserve: int) -> None:
-        """Begins a file, when the one before is written. Raises what failed in that."""
+    def begin(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Begins work when the one before is done. Raises what failed in that."""
         self.wait()
-        self._file = OpenFile(path, planned, reserve)
-
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begins to write a weight's tensors, when the one before is written. Raises what failed in that."""
-        self.wait()
-        assert self._file is not None
-        self._last = self._pool.submit(_put, self._file, tensors)
-
-    def end(self, metadata: Mapping[str, str]) -> None:
-        """Begins to end the file."""
-        self.wait()
-        assert self._file is not None
-        self._last = self._pool.submit(self._file.finish, metadata)
+        self._last = self._pool.submit(work, *arguments)
 
     def wait(self) -> None:
-        """Waits for the last weight. Raises what failed in it."""
+        """Waits for the last work. Raises what failed in it."""
         if self._last is not None:
             last, self._last = self._last, None
             last.result()
-
-
-def _put(file: OpenFile, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        file.put(name, tensor)
 
 
 def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[str, Tensor]]) -> None:
@@ -198,24 +203,8 @@ def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[
     Raises as OpenFile.
     """
     file = OpenFile(path, planned)
-    for name, tensor in made:
-        file.put(name, tensor)
+    file.put_all(made)
     file.finish()
-
-
-def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
-    """Writes the index of several files, which are there."""
-    where = {one.name: file for file, planned in files.items() for one in planned}
-    total = sum(_bytes_of_tensors(folder / file) for file in files)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    sync(folder / INDEX)
-
-
-def _bytes_of_tensors(path: Path) -> int:
-    """All of a file but its header, whose length is in the first 8 bytes."""
-    with open(path, "rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
