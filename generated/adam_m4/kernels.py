@@ -15,7 +15,6 @@ ELEMENT_MAX = tl.constexpr(1.0)
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))  # by ascending value
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
@@ -26,7 +25,7 @@ def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
         STEPS=ELEMENT_STEPS,
         CODES=ELEMENT_CODES,
         COUNT=16,
-        NAN=ELEMENT_NAN,
+        NAN=0x0F,
         SLOPES=(32.364227294921875, 6.939542293548584, 1.2549017667770386),
         ENDS=(1.0, 1.2144200801849365, 1.2196078300476074),
         SPANS=(1.9014341831207275, 1.6011301279067993, 3.541666269302368),

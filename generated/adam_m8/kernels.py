@@ -15,7 +15,6 @@ ELEMENT_MAX = tl.constexpr(1.0)
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr(reference.ELEMENT_CODES)
-ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
@@ -26,7 +25,7 @@ def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
         STEPS=ELEMENT_STEPS,
         CODES=ELEMENT_CODES,
         COUNT=256,
-        NAN=ELEMENT_NAN,
+        NAN=0xFF,
         SLOPES=(
             323642.3125,
             69395.4453125,

@@ -12,25 +12,9 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
+from layoutc.runtime.facts import Layout, Plane
 
-require(14, "adam_m8")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a matrix of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # dynamic8 codes
-        "rowwise_scale": Facts((m, cdiv(k, 256)), torch.float32),  # f32 scale of each 1x256 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a matrix of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, cdiv(k, 256)), torch.float32),  # as stored
-    }
+require(15, "adam_m8")
 
 
 LAYOUT = Layout(
@@ -42,15 +26,14 @@ LAYOUT = Layout(
     column_multiple=256,
     blocks={"rowwise": "1x256"},
     bytes_per_element=1.015625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(1, 256)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): dynamic8 codes
+        "rowwise_scale": Plane(1, 256, torch.float32),  # (m, cdiv(k, 256)): f32 scale of each 1x256 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     zeros={"rowwise_data": (127,)},
     not_weights="for the state of optimizers, not for weights",
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
 )

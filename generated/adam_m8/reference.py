@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 1.0
@@ -66,17 +67,8 @@ ELEMENT_VALUES = (
 )  # the value of each code  # fmt: skip
 ELEMENT_STEPS = num.codebook_steps(ELEMENT_VALUES)  # thresholds: from here on, x gets the next value
 ELEMENT_CODES = tuple(range(256))  # by ascending value
-ELEMENT_NAN = 0xFF  # the format has no NaN: the largest magnitude
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturates at 1; NaN becomes 0xff."""
-    return num.to_codebook(x, ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """dynamic8 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
+# dynamic8, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.codebook(ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_VALUES, nan=0xFF)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,12 +103,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
     return decode(planes["rowwise_data"]) * num.per_element(factor, 1, 256, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    return buffers

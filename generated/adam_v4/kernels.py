@@ -15,15 +15,12 @@ ELEMENT_MAX = tl.constexpr(1.0)
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))  # by ascending value
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
 def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
     """fp32 -> linear4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=ELEMENT_NAN, AT=16, codebooks=codebooks
-    )
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F, AT=16, codebooks=codebooks)
 
 
 @triton.jit

@@ -12,25 +12,9 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
+from layoutc.runtime.facts import Layout, Plane
 
-require(14, "adam_v4")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a matrix of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # linear4 codes, 2 per byte, high bits first
-        "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # f32 scale of each 1x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a matrix of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # as stored
-    }
+require(15, "adam_v4")
 
 
 LAYOUT = Layout(
@@ -43,14 +27,13 @@ LAYOUT = Layout(
     multiple_k=2,
     blocks={"rowwise": "1x128"},
     bytes_per_element=0.53125,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 128)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): linear4 codes, 2 per byte, high bits first
+        "rowwise_scale": Plane(1, 128, torch.float32),  # (m, cdiv(k, 128)): f32 scale of each 1x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     not_weights="for the state of optimizers, not for weights",
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 1.0
@@ -19,17 +20,8 @@ ELEMENT_VALUES = (
     0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.5625, 0.625, 0.6875, 0.75, 0.8125, 0.875, 0.9375,
     1.0,
 )  # the value of each code  # fmt: skip
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> linear4 codes; rounded to nearest, ties to even; saturates at 1; NaN becomes 0x0f."""
-    return num.to_codebook(x, ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """linear4 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
+# linear4, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.codebook(ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_VALUES, nan=0x0F)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,9 +47,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 128)
         scale, divisor = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)), 4, low_first=False
-        )
+        scaled = num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=False)
         planes["rowwise_scale"] = scale
     return planes
 
@@ -66,12 +57,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
     return decode(num.unpack(planes["rowwise_data"], 4, low_first=False)) * num.per_element(factor, 1, 128, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    return buffers

@@ -11,13 +11,12 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(30.0)
-ELEMENT_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e3m4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=4, BIAS=3, SIGN_BIT=7, MAX=30.0, LAST=126, NAN=ELEMENT_NAN)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=4, BIAS=3, SIGN_BIT=7, MAX=30.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit

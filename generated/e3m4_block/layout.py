@@ -16,22 +16,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(14, "e3m4_block")
+require(15, "e3m4_block")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e3m4 codes
-        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # f32 scale of each 64x64 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         "columnwise_scale": Facts((cdiv(k, 64), cdiv(m, 64)), torch.float32),  # rowwise_scale transposed
     }
@@ -47,7 +37,10 @@ LAYOUT = Layout(
     column_multiple=64,
     blocks={"rowwise": "64x64", "columnwise": "64x64"},
     bytes_per_element=1.0009765625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(64, 64)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e3m4 codes
+        "rowwise_scale": Plane(64, 64, torch.float32),  # (cdiv(m, 64), cdiv(k, 64)): f32 scale of each 64x64 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
@@ -55,6 +48,5 @@ LAYOUT = Layout(
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",
     },
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 30.0
-ELEMENT_NAN = 0x7F
 ELEMENT_STEPS = (
     0.007812500931322575, 0.0234375, 0.0390625037252903, 0.0546875, 0.0703125074505806, 0.0859375,
     0.1015625074505806, 0.1171875, 0.1328125149011612, 0.1484375, 0.1640625149011612, 0.1796875, 0.1953125149011612,
@@ -49,16 +49,7 @@ ELEMENT_VALUES = (
     -9.5, -10.0, -10.5, -11.0, -11.5, -12.0, -12.5, -13.0, -13.5, -14.0, -14.5, -15.0, -15.5, -16.0, -17.0, -18.0,
     -19.0, -20.0, -21.0, -22.0, -23.0, -24.0, -25.0, -26.0, -27.0, -28.0, -29.0, -30.0, float("nan"),
 )  # the value of each code  # fmt: skip
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e3m4 codes; rounded to nearest, ties to even; saturates at 30; NaN becomes 0x7f."""
-    return num.to_codes(x, ELEMENT_STEPS, 7, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e3m4 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
+encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 7, nan=0x7F)  # e3m4, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,11 +89,8 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
     if "columnwise" in orientations:
         # rowwise_data transposed
         buffers["columnwise_data"] = planes["rowwise_data"].t().contiguous()

@@ -14,14 +14,13 @@ from .layout import LAYOUT
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr((11, 10, 13, 12, 15, 14, 9, 0, 1, 6, 7, 4, 5, 2, 3))  # by ascending value
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
-ELEMENT_NAN = tl.constexpr(0x03)  # the format has no NaN: the largest magnitude
 ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> fp4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=15, NAN=ELEMENT_NAN)
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=15, NAN=0x03)
 
 
 @triton.jit

@@ -12,27 +12,11 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(14, "fp4_bitsandbytes")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # fp4 codes, 2 per byte, high bits first
-        "rowwise_scale": Facts((m, k // 64), torch.float32),  # f32 scale of each 1x64 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 64), torch.float32),  # as stored
-    }
+require(15, "fp4_bitsandbytes")
 
 
 LAYOUT = Layout(
@@ -45,14 +29,13 @@ LAYOUT = Layout(
     multiple_k=64,
     blocks={"rowwise": "1x64"},
     bytes_per_element=0.5625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 64)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): fp4 codes, 2 per byte, high bits first
+        "rowwise_scale": Plane(1, 64, torch.float32),  # (m, k // 64): f32 scale of each 1x64 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
 )

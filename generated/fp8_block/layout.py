@@ -18,23 +18,13 @@ from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
 from .files import FILES
 
-require(14, "fp8_block")
+require(15, "fp8_block")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        # zero-padded to multiples of 1 x 4
-        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),
+        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),  # zero-padded to multiples of 1 x 4
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         # rowwise_scale transposed, zero-padded to multiples of 1 x 4
         "columnwise_scale": Facts((cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32),
@@ -51,7 +41,11 @@ LAYOUT = Layout(
     column_multiple=128,
     blocks={"rowwise": "128x128", "columnwise": "128x128"},
     bytes_per_element=1.000244140625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(128, 128)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        # (cdiv(m, 128), cdiv(k, 128)): f32 scale of each 128x128 block
+        "rowwise_scale": Plane(128, 128, torch.float32),
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data"},
@@ -72,6 +66,5 @@ LAYOUT = Layout(
         },
     ),
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -18,23 +18,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(14, "fp8_block_1d")
+require(15, "fp8_block_1d")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # f32 scale of each 1x128 block
-        "columnwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "columnwise_scale": Facts((cdiv(m, 128), k), torch.float32),  # f32 scale of each 128x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         # transposed, zero-padded to multiples of 1 x 4
         "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
@@ -53,10 +42,10 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x128", "columnwise": "128x1"},
     bytes_per_element=1.03125,
     stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(1, 128),
-        "columnwise_data": Plane(1, 1),
-        "columnwise_scale": Plane(128, 1),
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, 128, torch.float32),  # (m, cdiv(k, 128)): f32 scale of each 1x128 block
+        "columnwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "columnwise_scale": Plane(128, 1, torch.float32),  # (cdiv(m, 128), k): f32 scale of each 128x1 block
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -79,6 +68,5 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

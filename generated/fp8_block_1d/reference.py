@@ -6,21 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import cdiv, up
 
 ELEMENT_MAX = 448.0
-ELEMENT_NAN = 0x7F
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturates at 448; NaN becomes 0x7f."""
-    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
+encode, decode = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)  # e4m3, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor, input_max: float) -> tuple[Tensor, Tensor]:
@@ -72,10 +63,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # transposed, zero-padded to multiples of 1 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"].t(), cdiv(k, 128), up(m, 4))
     if "columnwise" in orientations:

@@ -18,22 +18,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(14, "fp8_block_e8m0")
+require(15, "fp8_block_e8m0")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.uint8),  # e8m0 scale of each 128x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.uint8),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.uint8),  # rowwise_scale transposed
     }
@@ -49,7 +39,10 @@ LAYOUT = Layout(
     column_multiple=128,
     blocks={"rowwise": "128x128", "columnwise": "128x128"},
     bytes_per_element=1.00006103515625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(128, 128)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(128, 128, torch.uint8),  # (cdiv(m, 128), cdiv(k, 128)): e8m0 scale of each 128x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
@@ -58,6 +51,5 @@ LAYOUT = Layout(
         "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 128 by 128 float8_e4m3fn codes",
     },
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

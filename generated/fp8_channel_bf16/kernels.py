@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x7F)
-SCALE_NAN = tl.constexpr(0x7FC0)
 ELEMENT_HALF_RANGE = tl.constexpr(448.0)  # half the range from -448 to 448
 OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
 
@@ -20,8 +18,8 @@ OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=ELEMENT_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit
@@ -36,7 +34,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
     )
 
 

@@ -20,23 +20,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(14, "fp8_channel_bf16")
+require(15, "fp8_channel_bf16")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, 1), torch.bfloat16),  # bf16 scale of each 1xall block
-        "columnwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "columnwise_scale": Facts((cdiv(m, 128), k), torch.bfloat16),  # bf16 scale of each 128x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((m,), torch.bfloat16),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
         "columnwise_scale": Facts((k, cdiv(m, 128)), torch.bfloat16),  # transposed
@@ -54,10 +43,10 @@ LAYOUT = Layout(
     blocks={"rowwise": "1xall", "columnwise": "128x1"},
     bytes_per_element=1.0,
     stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(1, None),
-        "columnwise_data": Plane(1, 1),
-        "columnwise_scale": Plane(128, 1),
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, None, torch.bfloat16),  # (m, 1): bf16 scale of each 1xall block
+        "columnwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "columnwise_scale": Plane(128, 1, torch.bfloat16),  # (cdiv(m, 128), k): bf16 scale of each 128x1 block
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -69,6 +58,5 @@ LAYOUT = Layout(
         "columnwise": "scaled_mm has no kind of scales with a bfloat16 scale for 1 by 128 float8_e4m3fn codes",
     },
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

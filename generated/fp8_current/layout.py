@@ -16,24 +16,13 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(14, "fp8_current")
+require(15, "fp8_current")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((1,), torch.float32),  # the scale
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((1,), torch.float32),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
-        "columnwise_scale": Facts((1,), torch.float32),  # the plane rowwise_scale
     }
 
 
@@ -46,7 +35,10 @@ LAYOUT = Layout(
     column_multiple=1,
     blocks={"rowwise": "allxall", "columnwise": "allxall"},
     bytes_per_element=1.0,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(None, None)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(None, None, torch.float32),  # (1,): the scale
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data",),
     shares_amax=True,
@@ -68,6 +60,5 @@ LAYOUT = Layout(
         },
     ),
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

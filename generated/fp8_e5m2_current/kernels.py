@@ -11,15 +11,14 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(57344.0)
-ELEMENT_NAN = tl.constexpr(0x7D)
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e5m2 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=ELEMENT_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=0x7D, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=0x7D)
 
 
 @triton.jit

@@ -14,24 +14,13 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(14, "fp8_e5m2_current")
+require(15, "fp8_e5m2_current")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e5m2 codes
-        "rowwise_scale": Facts((1,), torch.float32),  # the scale
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((1,), torch.float32),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
-        "columnwise_scale": Facts((1,), torch.float32),  # the plane rowwise_scale
     }
 
 
@@ -44,7 +33,10 @@ LAYOUT = Layout(
     column_multiple=1,
     blocks={"rowwise": "allxall", "columnwise": "allxall"},
     bytes_per_element=1.0,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(None, None)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e5m2 codes
+        "rowwise_scale": Plane(None, None, torch.float32),  # (1,): the scale
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data",),
     shares_amax=True,
@@ -65,6 +57,5 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -11,15 +11,14 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(448.0)
-ELEMENT_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=ELEMENT_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit

@@ -10,9 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0x7E00)
-ZERO_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = tl.constexpr(0.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 
@@ -20,7 +17,7 @@ INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> uint4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=0)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
 
 
 @triton.jit
@@ -33,7 +30,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
     )
 
 
@@ -46,7 +43,7 @@ def decode_scale(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_zero(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> uint4_less_1 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=1, FRACTION=0, NAN=ZERO_NAN, OFFSET=-1)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=1, FRACTION=0, NAN=0x0F, OFFSET=-1)
 
 
 @triton.jit

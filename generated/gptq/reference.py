@@ -6,44 +6,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
-SCALE_MAX = 65504.0
-SCALE_NAN = 0x7E00
-ZERO_NAN = 0x0F  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = 0.0
 INVERSE_ELEMENT_SPAN = 0.06666667014360428  # fp32(1 / 15)
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> uint4 codes; rounded to nearest, ties to even; saturates at 15; NaN becomes 0x0f."""
-    return num.to_integer_codes(x, 4, 0, 0, ELEMENT_NAN, offset=0)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """uint4 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0, offset=0)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturates at 65504; NaN becomes 0x7e00."""
-    return num.to_half(x, torch.float16, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """f16 codes -> fp32, exact."""
-    return codes.float()
-
-
-def encode_zero(x: Tensor) -> Tensor:
-    """fp32 -> uint4_less_1 codes; rounded to nearest, ties to even."""
-    return num.to_integer_codes(x, 4, 1, 0, ZERO_NAN, offset=-1)
-
-
-def decode_zero(codes: Tensor) -> Tensor:
-    """uint4_less_1 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0, offset=-1)
+# uint4, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=4, lowest=0, nan=0x0F, offset=0)
+encode_scale, decode_scale = codecs.half(torch.float16, 65504.0, nan=0x7E00)  # f16, rounded to nearest, ties to even
+# uint4_less_1, rounded to nearest, ties to even; no NaN: the largest
+encode_zero, decode_zero = codecs.integer(bits=4, lowest=1, nan=0x0F, offset=-1)
 
 
 def scales(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,11 +44,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 128)
         scale, zero, multiplier = scales(*num.block_range(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
-            4,
-            low_first=True,
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
         planes["rowwise_zero"] = zero
     return planes
@@ -91,7 +60,7 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
         # transposed, swizzled (g w) m -> g (m w), in words of 32 bits

@@ -11,13 +11,12 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(448.0)
-ELEMENT_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
 def encode(x, bits, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded by random bits; saturating."""
-    return lt.to_codes_by_chance(x, bits, MANTISSA=3, BIAS=7, SIGN_BIT=7, LAST=126, NAN=ELEMENT_NAN)
+    return lt.to_codes_by_chance(x, bits, MANTISSA=3, BIAS=7, SIGN_BIT=7, LAST=126, NAN=0x7F)
 
 
 @triton.jit

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.random_bits import draw_seed, random_bits
 
 ELEMENT_MAX = 448.0
-ELEMENT_NAN = 0x7F
 ELEMENT_MAGNITUDES = (
     0.0, 0.001953125, 0.00390625, 0.005859375, 0.0078125, 0.009765625, 0.01171875, 0.013671875, 0.015625,
     0.017578125, 0.01953125, 0.021484375, 0.0234375, 0.025390625, 0.02734375, 0.029296875, 0.03125, 0.03515625,
@@ -23,16 +23,7 @@ ELEMENT_MAGNITUDES = (
     104.0, 112.0, 120.0, 128.0, 144.0, 160.0, 176.0, 192.0, 208.0, 224.0, 240.0, 256.0, 288.0, 320.0, 352.0, 384.0,
     416.0, 448.0,
 )  # without a sign, ascending  # fmt: skip
-
-
-def encode(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded by random bits; saturates at 448; NaN becomes 0x7f."""
-    return num.to_codes_by_chance(x, bits, ELEMENT_MAGNITUDES, 7, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
+encode, decode = codecs.by_chance(ELEMENT_MAGNITUDES, torch.float8_e4m3fn, 7, nan=0x7F)  # e4m3, rounded by random bits
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,12 +64,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
     return decode(planes["rowwise_data"]) * num.per_element(factor, 1, 128, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    return buffers

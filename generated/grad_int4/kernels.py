@@ -11,13 +11,12 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(7.0)
-ELEMENT_NAN = tl.constexpr(0x07)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
 def encode(x, bits, CVT_LEVEL: tl.constexpr):
     """fp32 -> int4 codes; rounded by random bits; saturating."""
-    return lt.to_integer_codes_by_chance(x, bits, BITS=4, LOWEST=-7, FRACTION=0, NAN=ELEMENT_NAN)
+    return lt.to_integer_codes_by_chance(x, bits, BITS=4, LOWEST=-7, FRACTION=0, NAN=0x07)
 
 
 @triton.jit

@@ -13,25 +13,9 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Layout, Plane
 
-require(14, "grad_int4")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a matrix of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 128), torch.float32),  # f32 scale of each 1x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a matrix of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 128), torch.float32),  # as stored
-    }
+require(15, "grad_int4")
 
 
 LAYOUT = Layout(
@@ -44,15 +28,14 @@ LAYOUT = Layout(
     multiple_k=128,
     blocks={"rowwise": "1x128"},
     bytes_per_element=0.53125,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 128)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): int4 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 128, torch.float32),  # (m, k // 128): f32 scale of each 1x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     stochastic=True,
     not_weights="for gradients that ranks send, not for weights",
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
 )

@@ -6,21 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.random_bits import draw_seed, random_bits
 
 ELEMENT_MAX = 7.0
-ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
-
-
-def encode(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> int4 codes; rounded by random bits; saturates at 7; NaN becomes 0x07."""
-    return num.to_integer_codes_by_chance(x, bits, 4, -7, 0, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int4 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0)
+# int4, rounded by random bits; no NaN: the largest
+encode, decode = codecs.integer_by_chance(bits=4, lowest=-7, nan=0x07)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +44,8 @@ def quantize_reference(
         blocks = num.to_blocks(num.hadamard(x, 1, 32, 0xD7E8A53C, 0.1767766922712326), 1, 128)
         scale, multiplier = scales(num.block_amax(blocks))
         bits = random_bits(seed, m, k, 0)
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k), bits), 4, low_first=True
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled, bits), 4, low_first=True)
         planes["rowwise_scale"] = scale
     return planes
 
@@ -64,12 +55,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     factor = planes["rowwise_scale"]
     values = decode(num.unpack(planes["rowwise_data"], 4, low_first=True)) * num.per_element(factor, 1, 128, m, k)
     return num.unhadamard(values, 1, 32, 0xD7E8A53C, 0.1767766922712326)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    return buffers

@@ -10,19 +10,16 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ROWWISE_ELEMENT_NAN = tl.constexpr(0x7F)
-ROWWISE_SCALE_NAN = tl.constexpr(0xFF)
 ROWWISE_INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 COLUMNWISE_ELEMENT_MAX = tl.constexpr(57344.0)
-COLUMNWISE_ELEMENT_NAN = tl.constexpr(0x7D)
 
 
 @triton.jit
 def encode_rowwise(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=ROWWISE_ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=ROWWISE_ELEMENT_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit
@@ -38,7 +35,7 @@ def encode_scale_rowwise(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=ROWWISE_SCALE_NAN, ROUNDING="up")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
 
 
 @triton.jit
@@ -65,10 +62,8 @@ def scales_rowwise(amax, CVT_LEVEL: tl.constexpr):
 def encode_columnwise(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e5m2 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=COLUMNWISE_ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(
-        x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=COLUMNWISE_ELEMENT_NAN
-    )
+        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=0x7D, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=0x7D)
 
 
 @triton.jit

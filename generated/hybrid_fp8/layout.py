@@ -19,23 +19,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, cdiv, up
 
-require(14, "hybrid_fp8")
+require(15, "hybrid_fp8")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
-        "columnwise_data": Facts((m, k), torch.uint8),  # e5m2 codes
-        "columnwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
         # transposed, zero-padded to multiples of 1 x 4
@@ -56,10 +45,11 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x32", "columnwise": "128x128"},
     bytes_per_element=1.03125,
     stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(1, 32),
-        "columnwise_data": Plane(1, 1),
-        "columnwise_scale": Plane(128, 128),
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, 32, torch.uint8),  # (m, k // 32): e8m0 scale of each 1x32 block
+        "columnwise_data": Plane(1, 1, torch.uint8),  # (m, k): e5m2 codes
+        # (cdiv(m, 128), cdiv(k, 128)): f32 scale of each 128x128 block
+        "columnwise_scale": Plane(128, 128, torch.float32),
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -70,6 +60,5 @@ LAYOUT = Layout(
         "rowwise": "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
         "columnwise": Operand("BlockWise128x128", torch.float8_e5m2, torch.float32),
     },
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import cdiv, up
 
-ROWWISE_ELEMENT_MAX = 448.0
-ROWWISE_ELEMENT_NAN = 0x7F
-ROWWISE_SCALE_NAN = 0xFF
 ROWWISE_SCALE_STEPS = (
     5.877473155409902e-39,
     *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
@@ -23,27 +21,12 @@ ROWWISE_SCALE_VALUES = (
 )  # the value of each code
 ROWWISE_INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
 COLUMNWISE_ELEMENT_MAX = 57344.0
-COLUMNWISE_ELEMENT_NAN = 0x7D
-
-
-def encode_rowwise(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturates at 448; NaN becomes 0x7f."""
-    return num.cast_to_codes(x, torch.float8_e4m3fn, ROWWISE_ELEMENT_MAX, ROWWISE_ELEMENT_NAN)
-
-
-def decode_rowwise(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
-
-
-def encode_scale_rowwise(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded up; saturates at 1.7014118346046923e+38; NaN becomes 0xff."""
-    return num.to_codes(x, ROWWISE_SCALE_STEPS, None, ROWWISE_SCALE_NAN)
-
-
-def decode_scale_rowwise(codes: Tensor) -> Tensor:
-    """e8m0 codes -> fp32, exact."""
-    return num.from_codes(codes, ROWWISE_SCALE_VALUES)
+# e4m3, rounded to nearest, ties to even
+encode_rowwise, decode_rowwise = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)
+# e8m0, rounded up
+encode_scale_rowwise, decode_scale_rowwise = codecs.table(ROWWISE_SCALE_STEPS, ROWWISE_SCALE_VALUES, None, nan=0xFF)
+# e5m2, rounded to nearest, ties to even
+encode_columnwise, decode_columnwise = codecs.cast(torch.float8_e5m2, 57344.0, nan=0x7D)
 
 
 def scales_rowwise(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,16 +37,6 @@ def scales_rowwise(amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = encode_scale_rowwise(amax * ROWWISE_INVERSE_ELEMENT_MAX)
     multiplier = num.divide(1.0, decode_scale_rowwise(scale))
     return scale, multiplier
-
-
-def encode_columnwise(x: Tensor) -> Tensor:
-    """fp32 -> e5m2 codes; rounded to nearest, ties to even; saturates at 57344; NaN becomes 0x7d."""
-    return num.cast_to_codes(x, torch.float8_e5m2, COLUMNWISE_ELEMENT_MAX, COLUMNWISE_ELEMENT_NAN)
-
-
-def decode_columnwise(codes: Tensor) -> Tensor:
-    """e5m2 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e5m2)
 
 
 def scales_columnwise(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +86,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # zero-padded to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:

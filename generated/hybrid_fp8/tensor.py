@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
-from .dispatch import cut, join
+from .dispatch import cut
 from .layout import LAYOUT
 
 
@@ -19,14 +19,13 @@ class HybridFP8Tensor(Recipe):
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
-    _cut, _join = staticmethod(cut), staticmethod(join)
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k) uint8: e4m3 codes
     rowwise_scale = plane("rowwise_scale")  # (m, k // 32) uint8: e8m0 scale of each 1x32 block
     columnwise_data = plane("columnwise_data")  # (m, k) uint8: e5m2 codes
-    columnwise_scale = plane(
-        "columnwise_scale"
-    )  # (cdiv(m, 128), cdiv(k, 128)) float32: f32 scale of each 128x128 block
+    # (cdiv(m, 128), cdiv(k, 128)) float32: f32 scale of each 128x128 block
+    columnwise_scale = plane("columnwise_scale")
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, filled

@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x07)  # the format has no NaN: the largest magnitude
-ZERO_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 
@@ -19,7 +17,7 @@ INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int4_full codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x07)
 
 
 @triton.jit
@@ -31,7 +29,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_zero(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=ZERO_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit

@@ -20,27 +20,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(14, "int4_group32")
+require(15, "int4_group32")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 32), torch.float32),  # f32 scale of each 1x32 block
-        "rowwise_zero": Facts((m, k // 32), torch.uint8),  # int8 zero point of each 1x32 block
-        "columnwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 per byte, low bits first
-        "columnwise_scale": Facts((m // 32, k), torch.float32),  # f32 scale of each 32x1 block
-        "columnwise_zero": Facts((m // 32, k), torch.uint8),  # int8 zero point of each 32x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 32), torch.float32),  # as stored
-        "rowwise_zero": Facts((m, k // 32), torch.uint8),  # as stored
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         "columnwise_scale": Facts((k, m // 32), torch.float32),  # transposed
         "columnwise_zero": Facts((k, m // 32), torch.uint8),  # transposed
@@ -60,12 +45,12 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x32", "columnwise": "32x1"},
     bytes_per_element=0.65625,
     stored={
-        "rowwise_data": Plane(1, 2),
-        "rowwise_scale": Plane(1, 32),
-        "rowwise_zero": Plane(1, 32),
-        "columnwise_data": Plane(1, 2),
-        "columnwise_scale": Plane(32, 1),
-        "columnwise_zero": Plane(32, 1),
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): int4_full codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 32, torch.float32),  # (m, k // 32): f32 scale of each 1x32 block
+        "rowwise_zero": Plane(1, 32, torch.uint8),  # (m, k // 32): int8 zero point of each 1x32 block
+        "columnwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): int4_full codes, 2 per byte, low bits first
+        "columnwise_scale": Plane(32, 1, torch.float32),  # (m // 32, k): f32 scale of each 32x1 block
+        "columnwise_zero": Plane(32, 1, torch.uint8),  # (m // 32, k): int8 zero point of each 32x1 block
     },
     sources={
         "rowwise": ("rowwise_data", "rowwise_scale", "rowwise_zero"),
@@ -74,10 +59,6 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale", "rowwise_zero"),
     backward=("columnwise_data", "columnwise_scale", "columnwise_zero"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_zero": "rowwise_zero"},
-    operands={
-        "rowwise": "scaled_mm knows no zero points",
-        "columnwise": "scaled_mm knows no zero points",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "scaled_mm knows no zero points", "columnwise": "scaled_mm knows no zero points"},
+    made=made,
 )

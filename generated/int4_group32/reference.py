@@ -6,32 +6,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
-ZERO_NAN = 0x7F  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = -8.0
 INVERSE_ELEMENT_SPAN = 0.06666667014360428  # fp32(1 / 15)
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int4_full codes; rounded to nearest, ties to even; saturates at 7; NaN becomes 0x07."""
-    return num.to_integer_codes(x, 4, -8, 0, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int4_full codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0)
-
-
-def encode_zero(x: Tensor) -> Tensor:
-    """fp32 -> int8 codes; rounded to nearest, ties to even."""
-    return num.to_integer_codes(x, 8, -127, 0, ZERO_NAN)
-
-
-def decode_zero(codes: Tensor) -> Tensor:
-    """int8 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 8, 0)
+# int4_full, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=4, lowest=-8, nan=0x07)
+# int8, rounded to nearest, ties to even; no NaN: the largest
+encode_zero, decode_zero = codecs.integer(bits=8, lowest=-127, nan=0x7F)
 
 
 def scales(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,21 +43,15 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 32)
         scale, zero, multiplier = scales(*num.block_range(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
-            4,
-            low_first=True,
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
         planes["rowwise_zero"] = zero
     if "columnwise" in orientations:
         blocks = num.to_blocks(x, 32, 1)
         scale, zero, multiplier = scales(*num.block_range(blocks))
-        planes["columnwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
-            4,
-            low_first=True,
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)
+        planes["columnwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["columnwise_scale"] = scale
         planes["columnwise_zero"] = zero
     return planes
@@ -96,12 +73,8 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_zero"] = planes["rowwise_zero"]
     if "columnwise" in orientations:
         # transposed, packed along m
         buffers["columnwise_data"] = num.pack(

@@ -15,22 +15,13 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(14, "int4_packed128")
+require(15, "int4_packed128")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_offset codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 128), torch.bfloat16),  # bf16 scale of each 1x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 8), torch.int32),  # in words of 32 bits
-        "rowwise_scale": Facts((m, k // 128), torch.bfloat16),  # as stored
     }
 
 
@@ -44,15 +35,15 @@ LAYOUT = Layout(
     multiple_k=128,
     blocks={"rowwise": "1x128"},
     bytes_per_element=0.515625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 128)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): int4_offset codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 128, torch.bfloat16),  # (m, k // 128): bf16 scale of each 1x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_scale": "rowwise_scale"},
     zeros={"rowwise_data": (136,)},
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -11,9 +11,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0x7FC0)
-ZERO_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 
@@ -21,7 +18,7 @@ INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=8)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit
@@ -34,7 +31,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
     )
 
 
@@ -47,7 +44,7 @@ def decode_scale(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_zero(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=ZERO_NAN, OFFSET=8)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit

@@ -17,23 +17,13 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(14, "int4_packed128_zeros")
+require(15, "int4_packed128_zeros")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_offset codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 128), torch.bfloat16),  # bf16 scale of each 1x128 block
-        "rowwise_zero": Facts((m, k // 128), torch.uint8),  # int4_offset zero point of each 1x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 8), torch.int32),  # in words of 32 bits
-        "rowwise_scale": Facts((m, k // 128), torch.bfloat16),  # as stored
         "rowwise_zero": Facts((k // 128, m // 8), torch.int32),  # transposed, packed along m, in words of 32 bits
     }
 
@@ -50,15 +40,16 @@ LAYOUT = Layout(
     multiple_k=128,
     blocks={"rowwise": "1x128"},
     bytes_per_element=0.5234375,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 128), "rowwise_zero": Plane(1, 128)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): int4_offset codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 128, torch.bfloat16),  # (m, k // 128): bf16 scale of each 1x128 block
+        "rowwise_zero": Plane(1, 128, torch.uint8),  # (m, k // 128): int4_offset zero point of each 1x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_zero")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_zero"),
     as_stored={"rowwise_scale": "rowwise_scale"},
     zeros={"rowwise_zero": (8,), "rowwise_data": (136,)},
-    operands={
-        "rowwise": "scaled_mm knows no zero points",
-    },
+    operands={"rowwise": "scaled_mm knows no zero points"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

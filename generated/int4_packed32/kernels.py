@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0x7FC0)
 ELEMENT_HALF_RANGE = tl.constexpr(7.5)  # half the range from -8 to 7
 OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
 
@@ -19,7 +17,7 @@ OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=8)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
     )
 
 

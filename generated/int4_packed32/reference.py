@@ -6,33 +6,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
-SCALE_MAX = 3.3895313892515355e38
-SCALE_NAN = 0x7FC0
 ELEMENT_HALF_RANGE = 7.5  # half the range from -8 to 7
 OF_ZEROS = 0.0078125  # the scale of a block whose own would be 0
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturates at 7; NaN becomes 0x0f."""
-    return num.to_integer_codes(x, 4, -8, 0, ELEMENT_NAN, offset=8)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int4_offset codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0, offset=8)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturates at 3.3895313892515355e+38; NaN becomes 0x7fc0."""
-    return num.to_half(x, torch.bfloat16, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """bf16 codes -> fp32, exact."""
-    return codes.float()
+# int4_offset, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=4, lowest=-8, nan=0x0F, offset=8)
+# bf16, rounded to nearest, ties to even
+encode_scale, decode_scale = codecs.half(torch.bfloat16, 3.3895313892515355e38, nan=0x7FC0)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,9 +41,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 32)
         scale, divisor = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)), 4, low_first=True
-        )
+        scaled = num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
     return planes
 
@@ -73,12 +54,11 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
         # in words of 32 bits
         buffers["rowwise_data"] = num.in_words(
             num.pack(num.unpack(planes["rowwise_data"], 4, low_first=True), 4, low_first=True), torch.int32
         )
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
     return buffers

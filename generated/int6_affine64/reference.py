@@ -6,45 +6,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x3F  # the format has no NaN: the largest magnitude
-SCALE_MAX = 3.3895313892515355e38
-SCALE_NAN = 0x7FC0
-ZERO_MAX = 3.3895313892515355e38
-ZERO_NAN = 0x7FC0
 ELEMENT_MIN = 0.0
 ELEMENT_SPAN = 63.0  # from 0 to 63
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> uint6 codes; rounded to nearest, ties to even; saturates at 63; NaN becomes 0x3f."""
-    return num.to_integer_codes(x, 6, 0, 0, ELEMENT_NAN, offset=0)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """uint6 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 6, 0, offset=0)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturates at 3.3895313892515355e+38; NaN becomes 0x7fc0."""
-    return num.to_half(x, torch.bfloat16, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """bf16 codes -> fp32, exact."""
-    return codes.float()
-
-
-def encode_zero(x: Tensor) -> Tensor:
-    """fp32 -> bf16 codes; rounded to nearest, ties to even."""
-    return num.to_half(x, torch.bfloat16, ZERO_MAX, ZERO_NAN)
-
-
-def decode_zero(codes: Tensor) -> Tensor:
-    """bf16 codes -> fp32, exact."""
-    return codes.float()
+# uint6, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=6, lowest=0, nan=0x3F, offset=0)
+# bf16, rounded to nearest, ties to even
+encode_scale, decode_scale = codecs.half(torch.bfloat16, 3.3895313892515355e38, nan=0x7FC0)
+# bf16, rounded to nearest, ties to even
+encode_zero, decode_zero = codecs.half(torch.bfloat16, 3.3895313892515355e38, nan=0x7FC0)
 
 
 def scales(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,15 +45,10 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 64)
         scale, zero, divisor = scales(*num.block_range(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(
-                num.from_blocks(
-                    num.divide(blocks - decode_zero(zero)[:, None, :, None], divisor[:, None, :, None]), m, k
-                )
-            ),
-            6,
-            low_first=True,
+        scaled = num.from_blocks(
+            num.divide(blocks - decode_zero(zero)[:, None, :, None], divisor[:, None, :, None]), m, k
         )
+        planes["rowwise_data"] = num.pack(encode(scaled), 6, low_first=True)
         planes["rowwise_scale"] = scale
         planes["rowwise_zero"] = zero
     return planes
@@ -93,13 +60,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     zero = decode_zero(planes["rowwise_zero"])
     element = decode(num.unpack(planes["rowwise_data"], 6, low_first=True))
     return element * num.per_element(factor, 1, 64, m, k) + num.per_element(zero, 1, 64, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_zero"] = planes["rowwise_zero"]
-    return buffers

@@ -10,9 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0x7FC0)
-ZERO_NAN = tl.constexpr(0x7FC0)
 ELEMENT_MIN = tl.constexpr(0.0)
 ELEMENT_SPAN = tl.constexpr(255.0)  # from 0 to 255
 
@@ -20,7 +17,7 @@ ELEMENT_SPAN = tl.constexpr(255.0)  # from 0 to 255
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> uint8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=0, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=0)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=0, FRACTION=0, NAN=0xFF, OFFSET=0)
 
 
 @triton.jit
@@ -33,7 +30,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
     )
 
 
@@ -47,7 +44,7 @@ def decode_scale(codes, CVT_LEVEL: tl.constexpr):
 def encode_zero(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=ZERO_NAN, ROUNDING="nearest"
+        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
     )
 
 

@@ -12,29 +12,11 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(14, "int8_affine64")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # uint8 codes
-        "rowwise_scale": Facts((m, k // 64), torch.bfloat16),  # bf16 scale of each 1x64 block
-        "rowwise_zero": Facts((m, k // 64), torch.bfloat16),  # bf16 zero point of each 1x64 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 64), torch.bfloat16),  # as stored
-        "rowwise_zero": Facts((m, k // 64), torch.bfloat16),  # as stored
-    }
+require(15, "int8_affine64")
 
 
 LAYOUT = Layout(
@@ -47,14 +29,14 @@ LAYOUT = Layout(
     multiple_k=64,
     blocks={"rowwise": "1x64"},
     bytes_per_element=1.0625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(1, 64), "rowwise_zero": Plane(1, 64)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): uint8 codes
+        "rowwise_scale": Plane(1, 64, torch.bfloat16),  # (m, k // 64): bf16 scale of each 1x64 block
+        "rowwise_zero": Plane(1, 64, torch.bfloat16),  # (m, k // 64): bf16 zero point of each 1x64 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_zero")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_zero"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_zero": "rowwise_zero"},
-    operands={
-        "rowwise": "scaled_mm knows no zero points",
-    },
+    operands={"rowwise": "scaled_mm knows no zero points"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
 )

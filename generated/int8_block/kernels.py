@@ -11,13 +11,12 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(127.0)
-ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit

@@ -16,22 +16,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(14, "int8_block")
+require(15, "int8_block")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # int8 codes
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),  # rowwise_scale transposed
     }
@@ -47,7 +37,11 @@ LAYOUT = Layout(
     column_multiple=128,
     blocks={"rowwise": "128x128", "columnwise": "128x128"},
     bytes_per_element=1.000244140625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(128, 128)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): int8 codes
+        # (cdiv(m, 128), cdiv(k, 128)): f32 scale of each 128x128 block
+        "rowwise_scale": Plane(128, 128, torch.float32),
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
@@ -55,6 +49,5 @@ LAYOUT = Layout(
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",
     },
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -17,23 +17,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(14, "int8_rowwise")
+require(15, "int8_rowwise")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # int8 codes
-        "rowwise_scale": Facts((m, 1), torch.float32),  # f32 scale of each 1xall block
-        "columnwise_data": Facts((m, k), torch.uint8),  # int8 codes
-        "columnwise_scale": Facts((1, k), torch.float32),  # f32 scale of each allx1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((m,), torch.float32),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
         "columnwise_scale": Facts((k,), torch.float32),  # as stored
@@ -50,10 +39,10 @@ LAYOUT = Layout(
     blocks={"rowwise": "1xall", "columnwise": "allx1"},
     bytes_per_element=1.0,
     stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(1, None),
-        "columnwise_data": Plane(1, 1),
-        "columnwise_scale": Plane(None, 1),
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): int8 codes
+        "rowwise_scale": Plane(1, None, torch.float32),  # (m, 1): f32 scale of each 1xall block
+        "columnwise_data": Plane(1, 1, torch.uint8),  # (m, k): int8 codes
+        "columnwise_scale": Plane(None, 1, torch.float32),  # (1, k): f32 scale of each allx1 block
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -72,6 +61,5 @@ LAYOUT = Layout(
         "columnwise": "scaled_mm has no dtype for codes of this format",
     },
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,20 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 127.0
-ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturates at 127; NaN becomes 0x7f."""
-    return num.to_integer_codes(x, 8, -127, 0, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int8 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 8, 0)
+# int8, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=8, lowest=-127, nan=0x7F)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,13 +63,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"].flatten()
     if "columnwise" in orientations:
         # transposed
         buffers["columnwise_data"] = planes["columnwise_data"].t().contiguous()
-        buffers["columnwise_scale"] = planes["columnwise_scale"].flatten()
     return buffers

@@ -12,25 +12,9 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
+from layoutc.runtime.facts import Layout, Plane
 
-require(14, "moment_fp8_sqrt")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a matrix of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # f32 scale of each 1x128 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a matrix of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # as stored
-    }
+require(15, "moment_fp8_sqrt")
 
 
 LAYOUT = Layout(
@@ -42,14 +26,13 @@ LAYOUT = Layout(
     column_multiple=128,
     blocks={"rowwise": "1x128"},
     bytes_per_element=1.03125,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(1, 128)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, 128, torch.float32),  # (m, cdiv(k, 128)): f32 scale of each 1x128 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     not_weights="for the state of optimizers, not for weights",
-    operands={
-        "rowwise": "BlockWise1x128 scales lie as (k m), and these as (m k)",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "BlockWise1x128 scales lie as (k m), and these as (m k)"},
 )

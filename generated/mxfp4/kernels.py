@@ -10,15 +10,13 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x07)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=ELEMENT_NAN)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="up")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
 
 
 @triton.jit

@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x07)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_POWER = tl.constexpr(0.25)  # 1 / 4, the largest power of two up to 6
 
 
@@ -20,7 +18,7 @@ def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_to_e2m1(x)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=ELEMENT_NAN)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="nearest")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="nearest")
 
 
 @triton.jit

@@ -20,19 +20,11 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(14, "mxfp4_gpt_oss")
+require(15, "mxfp4_gpt_oss")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         "rowwise_scale": Facts((k, m // 32), torch.uint8),  # transposed
@@ -53,7 +45,10 @@ LAYOUT = Layout(
     multiple_k=2,
     blocks={"rowwise": "32x1", "columnwise": "32x1"},
     bytes_per_element=0.53125,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(32, 1)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(32, 1, torch.uint8),  # (m // 32, k): e8m0 scale of each 32x1 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={},
@@ -62,6 +57,5 @@ LAYOUT = Layout(
         "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
     },
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

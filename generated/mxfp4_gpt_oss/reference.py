@@ -5,42 +5,25 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
     0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
 )  # thresholds: from here on, |x| gets the next code  # fmt: skip
 ELEMENT_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # the value of each code  # fmt: skip
-SCALE_NAN = 0xFF
 SCALE_STEPS = (
     8.81620903246562e-39,
     *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)),
 )  # thresholds: from here on, |x| gets the next code
 SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_POWER = 0.25  # 1 / 4, the largest power of two up to 6
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturates at 6; NaN becomes 0x07."""
-    return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e2m1 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturates at 1.7014118346046923e+38; NaN becomes 0xff."""
-    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """e8m0 codes -> fp32, exact."""
-    return num.from_codes(codes, SCALE_VALUES)
+# e2m1, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 3, nan=0x07)
+# e8m0, rounded to nearest, ties to even
+encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +49,8 @@ def quantize_reference(
     if "rowwise" in orientations or "columnwise" in orientations:
         blocks = num.to_blocks(x, 32, 1)
         scale, multiplier = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
     return planes
 
@@ -80,7 +62,7 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
         # transposed, packed along m

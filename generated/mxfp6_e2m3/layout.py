@@ -20,23 +20,12 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(14, "mxfp6_e2m3")
+require(15, "mxfp6_e2m3")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 per 3 bytes, low bits first
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
-        "columnwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 per 3 bytes, low bits first
-        "columnwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),  # transposed, packed along m
         # transposed, zero-padded to multiples of 128 x 4
@@ -57,10 +46,10 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x32", "columnwise": "32x1"},
     bytes_per_element=0.78125,
     stored={
-        "rowwise_data": Plane(1, 1.3333333333333333),
-        "rowwise_scale": Plane(1, 32),
-        "columnwise_data": Plane(1, 1.3333333333333333),
-        "columnwise_scale": Plane(32, 1),
+        "rowwise_data": Plane(1, 4 / 3, torch.uint8),  # (m, k // 4 * 3): e2m3 codes, 4 per 3 bytes, low bits first
+        "rowwise_scale": Plane(1, 32, torch.uint8),  # (m, k // 32): e8m0 scale of each 1x32 block
+        "columnwise_data": Plane(1, 4 / 3, torch.uint8),  # (m, k // 4 * 3): e2m3 codes, 4 per 3 bytes, low bits first
+        "columnwise_scale": Plane(32, 1, torch.uint8),  # (m // 32, k): e8m0 scale of each 32x1 block
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -71,6 +60,5 @@ LAYOUT = Layout(
         "rowwise": "scaled_mm has no dtype for codes of this format",
         "columnwise": "scaled_mm has no dtype for codes of this format",
     },
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

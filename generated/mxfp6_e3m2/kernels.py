@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x1F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0357142873108387)  # fp32(1 / 28)
 
 
@@ -20,7 +18,7 @@ def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e3m2 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_to_e3m2(x)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=3, SIGN_BIT=5, MAX=28.0, LAST=31, NAN=ELEMENT_NAN)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=3, SIGN_BIT=5, MAX=28.0, LAST=31, NAN=0x1F)
 
 
 @triton.jit
@@ -34,7 +32,7 @@ def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="up")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
 
 
 @triton.jit

@@ -21,25 +21,13 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(14, "mxfp8")
+require(15, "mxfp8")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
-        "columnwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "columnwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
-        "columnwise_data": Facts((m, k), torch.uint8),  # as stored
         "columnwise_scale": Facts((up(m // 32, 4), up(k, 128)), torch.uint8),  # zero-padded to multiples of 4 x 128
     }
 
@@ -57,10 +45,10 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x32", "columnwise": "32x1"},
     bytes_per_element=1.03125,
     stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(1, 32),
-        "columnwise_data": Plane(1, 1),
-        "columnwise_scale": Plane(32, 1),
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, 32, torch.uint8),  # (m, k // 32): e8m0 scale of each 1x32 block
+        "columnwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "columnwise_scale": Plane(32, 1, torch.uint8),  # (m // 32, k): e8m0 scale of each 32x1 block
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
@@ -84,6 +72,5 @@ LAYOUT = Layout(
         },
     ),
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

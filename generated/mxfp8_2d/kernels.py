@@ -10,8 +10,6 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x7F)
-SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 
 
@@ -19,8 +17,8 @@ INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=ELEMENT_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=ELEMENT_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit
@@ -36,7 +34,7 @@ def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up; saturating."""
     if CVT_LEVEL >= 100:
         return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="up")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
 
 
 @triton.jit

@@ -18,24 +18,14 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(14, "mxfp8_2d")
+require(15, "mxfp8_2d")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m // 32, k // 32), torch.uint8),  # e8m0 scale of each 32x32 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         # repeated 32x along m, zero-padded to multiples of 128 x 4
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
-        "columnwise_data": Facts((m, k), torch.uint8),  # the plane rowwise_data
         # rowwise_scale repeated 32x along k, zero-padded to multiples of 4 x 128
         "columnwise_scale": Facts((up(m // 32, 4), up(k, 128)), torch.uint8),
     }
@@ -53,7 +43,10 @@ LAYOUT = Layout(
     multiple_k=32,
     blocks={"rowwise": "32x32", "columnwise": "32x32"},
     bytes_per_element=1.0009765625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(32, 32)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(32, 32, torch.uint8),  # (m // 32, k // 32): e8m0 scale of each 32x32 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "columnwise_data": "rowwise_data"},
@@ -74,6 +67,5 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,38 +6,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
 
-ELEMENT_MAX = 448.0
-ELEMENT_NAN = 0x7F
-SCALE_NAN = 0xFF
 SCALE_STEPS = (
     5.877473155409902e-39,
     *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
 )  # thresholds: from here on, |x| gets the next code
 SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturates at 448; NaN becomes 0x7f."""
-    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded up; saturates at 1.7014118346046923e+38; NaN becomes 0xff."""
-    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """e8m0 codes -> fp32, exact."""
-    return num.from_codes(codes, SCALE_VALUES)
+encode, decode = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)  # e4m3, rounded to nearest, ties to even
+encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)  # e8m0, rounded up
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,14 +55,12 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # repeated 32x along m, zero-padded to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(num.repeat(planes["rowwise_scale"], 0, 32, m), up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
-        buffers["columnwise_data"] = planes["rowwise_data"]
         # rowwise_scale repeated 32x along k, zero-padded to multiples of 4 x 128
         buffers["columnwise_scale"] = num.pad_to(
             num.repeat(planes["rowwise_scale"], 1, 32, k), up(m // 32, 4), up(k, 128)
@@ -90,21 +68,5 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     return buffers
 
 
-def swizzle(scale: Tensor) -> Tensor:
-    """Padded scales (free axis, contraction axis) -> 1-D, in the order that the GEMM reads.
-
-    (rt a b) (ct c) -> rt ct b a c
-    """
-    rows, columns = scale.shape
-    return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
-
-
-def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of swizzle."""
-    return flat.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
-
-
-def gemm_scale(buffers: dict[str, Tensor], orientation: str) -> Tensor:
-    """The swizzled scale of an orientation; its free axis is m for rowwise, k for columnwise."""
-    scale = buffers[f"{orientation}_scale"]
-    return swizzle(scale.t() if orientation == "columnwise" else scale)
+# Padded scales (free axis, contraction axis) -> 1-D, in the order that the GEMM reads: (rt a b) (ct c) -> rt ct b a c
+swizzle, unswizzle, gemm_scale = codecs.gemm_order(((0, 4, 32), (0, 4)), (0, 3, 2, 1, 4), ("columnwise",))

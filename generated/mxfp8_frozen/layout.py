@@ -16,21 +16,12 @@ from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
 from .files import FILES
 
-require(14, "mxfp8_frozen")
+require(15, "mxfp8_frozen")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
     }
 
@@ -45,15 +36,15 @@ LAYOUT = Layout(
     multiple_k=32,
     blocks={"rowwise": "1x32"},
     bytes_per_element=1.03125,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(1, 32)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): e4m3 codes
+        "rowwise_scale": Plane(1, 32, torch.uint8),  # (m, k // 32): e8m0 scale of each 1x32 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale",),
-    operands={
-        "rowwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu),
-    },
+    operands={"rowwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu)},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

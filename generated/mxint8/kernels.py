@@ -10,15 +10,13 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_POWER = tl.constexpr(1.0)  # 1 / 1, the largest power of two up to 1.98438
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int8_64ths codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=6, NAN=ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=6, NAN=0x7F)
 
 
 @triton.jit
@@ -30,7 +28,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="nearest")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="nearest")
 
 
 @triton.jit

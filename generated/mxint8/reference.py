@@ -5,37 +5,20 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
 
-ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
-SCALE_NAN = 0xFF
 SCALE_STEPS = (
     8.81620903246562e-39,
     *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)),
 )  # thresholds: from here on, |x| gets the next code
 SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_POWER = 1.0  # 1 / 1, the largest power of two up to 1.98438
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int8_64ths codes; rounded to nearest, ties to even; saturates at 1.984375; NaN becomes 0x7f."""
-    return num.to_integer_codes(x, 8, -127, 6, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int8_64ths codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 8, 6)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturates at 1.7014118346046923e+38; NaN becomes 0xff."""
-    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """e8m0 codes -> fp32, exact."""
-    return num.from_codes(codes, SCALE_VALUES)
+# int8_64ths, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=8, lowest=-127, nan=0x7F, fraction=6)
+# e8m0, rounded to nearest, ties to even
+encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,10 +66,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # zero-padded to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:

@@ -15,11 +15,9 @@ OF_SCALES_ELEMENT_MAX = tl.constexpr(1.0)
 OF_SCALES_ELEMENT_VALUES = tl.constexpr(reference.OF_SCALES_ELEMENT_VALUES)
 OF_SCALES_ELEMENT_STEPS = tl.constexpr(reference.OF_SCALES_ELEMENT_STEPS)
 OF_SCALES_ELEMENT_CODES = tl.constexpr(reference.OF_SCALES_ELEMENT_CODES)
-OF_SCALES_ELEMENT_NAN = tl.constexpr(0xFF)  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))  # by ascending value
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 
 
@@ -31,7 +29,7 @@ def encode_of_scales(x, CVT_LEVEL: tl.constexpr):
         STEPS=OF_SCALES_ELEMENT_STEPS,
         CODES=OF_SCALES_ELEMENT_CODES,
         COUNT=256,
-        NAN=OF_SCALES_ELEMENT_NAN,
+        NAN=0xFF,
         SLOPES=(
             323642.3125,
             69395.4453125,
@@ -80,7 +78,7 @@ def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> nf4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=ELEMENT_NAN)
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F)
 
 
 @triton.jit

@@ -11,29 +11,9 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
+from layoutc.runtime.facts import Layout, Plane
 
-require(14, "nf4")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # nf4 codes, 2 per byte, high bits first
-        "rowwise_scale": Facts((m, k // 64), torch.uint8),  # dynamic8 scale of each 1x64 block
-        "rowwise_super": Facts((m, cdiv(k, 1024)), torch.float32),  # f32 scale of the scales of each 1x1024 super-block
-        "rowwise_offset": Facts((m, cdiv(k, 1024)), torch.float32),  # mean of the scales of each 1x1024 super-block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 64), torch.uint8),  # as stored
-        "rowwise_super": Facts((m, cdiv(k, 1024)), torch.float32),  # as stored
-        "rowwise_offset": Facts((m, cdiv(k, 1024)), torch.float32),  # as stored
-    }
+require(15, "nf4")
 
 
 LAYOUT = Layout(
@@ -47,10 +27,12 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x64"},
     bytes_per_element=0.5234375,
     stored={
-        "rowwise_data": Plane(1, 2),
-        "rowwise_scale": Plane(1, 64),
-        "rowwise_super": Plane(1, 1024),
-        "rowwise_offset": Plane(1, 1024),
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): nf4 codes, 2 per byte, high bits first
+        "rowwise_scale": Plane(1, 64, torch.uint8),  # (m, k // 64): dynamic8 scale of each 1x64 block
+        # (m, cdiv(k, 1024)): f32 scale of the scales of each 1x1024 super-block
+        "rowwise_super": Plane(1, 1024, torch.float32),
+        # (m, cdiv(k, 1024)): mean of the scales of each 1x1024 super-block
+        "rowwise_offset": Plane(1, 1024, torch.float32),
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_super", "rowwise_offset")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_super", "rowwise_offset"),
@@ -61,9 +43,5 @@ LAYOUT = Layout(
         "rowwise_offset": "rowwise_offset",
     },
     zeros={"rowwise_scale": (127,), "rowwise_data": (119,)},
-    operands={
-        "rowwise": "scaled_mm knows no scales of scales",
-    },
-    planes=planes,
-    buffers=buffers,
+    operands={"rowwise": "scaled_mm knows no scales of scales"},
 )

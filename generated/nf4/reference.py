@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 OF_SCALES_ELEMENT_MAX = 1.0
@@ -68,7 +69,6 @@ OF_SCALES_ELEMENT_STEPS = num.codebook_steps(
     OF_SCALES_ELEMENT_VALUES
 )  # thresholds: from here on, x gets the next value
 OF_SCALES_ELEMENT_CODES = tuple(range(256))  # by ascending value
-OF_SCALES_ELEMENT_NAN = 0xFF  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
     -0.8480963110923767, -0.6106328368186951, -0.45999523997306824, -0.33967939019203186, -0.23460738360881805,
     -0.13791172206401825, -0.04552501440048218, 0.03979015350341797, 0.1202552542090416, 0.203521266579628,
@@ -80,18 +80,13 @@ ELEMENT_VALUES = (
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
     0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # the value of each code  # fmt: skip
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
 ELEMENT_HALF_RANGE = 1.0  # half the range from -1 to 1
-
-
-def encode_of_scales(x: Tensor) -> Tensor:
-    """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturates at 1; NaN becomes 0xff."""
-    return num.to_codebook(x, OF_SCALES_ELEMENT_STEPS, OF_SCALES_ELEMENT_CODES, OF_SCALES_ELEMENT_NAN)
-
-
-def decode_of_scales(codes: Tensor) -> Tensor:
-    """dynamic8 codes -> fp32, exact."""
-    return num.from_codes(codes, OF_SCALES_ELEMENT_VALUES)
+# dynamic8, rounded to nearest, ties to even; no NaN: the largest
+encode_of_scales, decode_of_scales = codecs.codebook(
+    OF_SCALES_ELEMENT_STEPS, OF_SCALES_ELEMENT_CODES, OF_SCALES_ELEMENT_VALUES, nan=0xFF
+)
+# nf4, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.codebook(ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_VALUES, nan=0x0F)
 
 
 def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,16 +97,6 @@ def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = num.divide(amax, OF_SCALES_ELEMENT_MAX).clamp(max=num.F32_MAX)
     multiplier = torch.where(scale == 0, 1.0, num.divide(1.0, scale).clamp(max=num.F32_MAX))
     return scale, multiplier
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> nf4 codes; rounded to nearest, ties to even; saturates at 1; NaN becomes 0x0f."""
-    return num.to_codebook(x, ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """nf4 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
 
 
 def encode_scale(x: Tensor) -> tuple[Tensor, ...]:
@@ -157,9 +142,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 64)
         scale, multiplier = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=False
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=False)
         planes["rowwise_scale"], planes["rowwise_super"], planes["rowwise_offset"] = scale
     return planes
 
@@ -168,14 +152,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = decode_scale((planes["rowwise_scale"], planes["rowwise_super"], planes["rowwise_offset"]))
     return decode(num.unpack(planes["rowwise_data"], 4, low_first=False)) * num.per_element(factor, 1, 64, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_super"] = planes["rowwise_super"]
-        buffers["rowwise_offset"] = planes["rowwise_offset"]
-    return buffers

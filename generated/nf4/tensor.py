@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
-from .dispatch import cut, join
+from .dispatch import cut
 from .layout import LAYOUT
 
 
@@ -19,16 +19,14 @@ class NF4Tensor(Recipe):
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
-    _cut, _join = staticmethod(cut), staticmethod(join)
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: nf4 codes, 2 per byte, high bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 64) uint8: dynamic8 scale of each 1x64 block
-    rowwise_super = plane(
-        "rowwise_super"
-    )  # (m, cdiv(k, 1024)) float32: f32 scale of the scales of each 1x1024 super-block
-    rowwise_offset = plane(
-        "rowwise_offset"
-    )  # (m, cdiv(k, 1024)) float32: mean of the scales of each 1x1024 super-block
+    # (m, cdiv(k, 1024)) float32: f32 scale of the scales of each 1x1024 super-block
+    rowwise_super = plane("rowwise_super")
+    # (m, cdiv(k, 1024)) float32: mean of the scales of each 1x1024 super-block
+    rowwise_offset = plane("rowwise_offset")
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data, rowwise_scale, rowwise_super and rowwise_offset in both passes."""

@@ -14,14 +14,13 @@ from .layout import LAYOUT
 ELEMENT_STEPS = tl.constexpr(reference.ELEMENT_STEPS)
 ELEMENT_CODES = tl.constexpr((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))  # by ascending value
 ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> nf4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=ELEMENT_NAN)
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_STEPS = (
@@ -19,18 +20,9 @@ ELEMENT_VALUES = (
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
     0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # the value of each code  # fmt: skip
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
 ELEMENT_HALF_RANGE = 1.0  # half the range from -1 to 1
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> nf4 codes; rounded to nearest, ties to even; saturates at 1; NaN becomes 0x0f."""
-    return num.to_codebook(x, ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """nf4 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
+# nf4, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.codebook(ELEMENT_STEPS, ELEMENT_CODES, ELEMENT_VALUES, nan=0x0F)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +48,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 64)
         scale, multiplier = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=False
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=False)
         planes["rowwise_scale"] = scale
     return planes
 
@@ -67,12 +58,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
     return decode(num.unpack(planes["rowwise_data"], 4, low_first=False)) * num.per_element(factor, 1, 64, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    return buffers

@@ -20,29 +20,16 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(14, "nvfp4_1d")
+require(15, "nvfp4_1d")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
-        "columnwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "columnwise_scale": Facts((m // 16, k), torch.uint8),  # e4m3 scale of each 16x1 block
-        "amax": Facts((1,), torch.float32),  # amax of the whole weight
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         # transposed, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
-        "amax": Facts((1,), torch.float32),  # of the whole weight
     }
 
 
@@ -59,11 +46,11 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x16", "columnwise": "16x1"},
     bytes_per_element=0.5625,
     stored={
-        "rowwise_data": Plane(1, 2),
-        "rowwise_scale": Plane(1, 16),
-        "columnwise_data": Plane(1, 2),
-        "columnwise_scale": Plane(16, 1),
-        "amax": Plane(None, None),
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 16, torch.uint8),  # (m, k // 16): e4m3 scale of each 1x16 block
+        "columnwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "columnwise_scale": Plane(16, 1, torch.uint8),  # (m // 16, k): e4m3 scale of each 16x1 block
+        "amax": Plane(None, None, torch.float32),  # (1,): amax of the whole weight
     },
     sources={
         "rowwise": ("rowwise_data", "rowwise_scale", "amax"),
@@ -95,6 +82,5 @@ LAYOUT = Layout(
         },
     ),
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

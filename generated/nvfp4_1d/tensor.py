@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
-from .dispatch import cut, join
+from .dispatch import cut
 from .layout import LAYOUT
 
 
@@ -19,7 +19,7 @@ class NVFP41DTensor(Recipe):
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
-    _cut, _join = staticmethod(cut), staticmethod(join)
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 16) uint8: e4m3 scale of each 1x16 block

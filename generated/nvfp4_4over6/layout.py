@@ -19,28 +19,17 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(14, "nvfp4_4over6")
+require(15, "nvfp4_4over6")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m // 16, k // 16), torch.uint8),  # e4m3 scale of each 16x16 block
-        "amax": Facts((1,), torch.float32),  # amax of the whole weight
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         # repeated 16x along m, zero-padded to multiples of 128 x 4
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # rowwise_data transposed, packed along m
         # rowwise_scale transposed, repeated 16x along k, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
-        "amax": Facts((1,), torch.float32),  # of the whole weight
     }
 
 
@@ -56,7 +45,11 @@ LAYOUT = Layout(
     multiple_k=16,
     blocks={"rowwise": "16x16", "columnwise": "16x16"},
     bytes_per_element=0.50390625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(16, 16), "amax": Plane(None, None)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(16, 16, torch.uint8),  # (m // 16, k // 16): e4m3 scale of each 16x16 block
+        "amax": Plane(None, None, torch.float32),  # (1,): amax of the whole weight
+    },
     sources={
         "rowwise": ("rowwise_data", "rowwise_scale", "amax"),
         "columnwise": ("rowwise_data", "rowwise_scale", "amax"),
@@ -86,6 +79,5 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -11,9 +11,7 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(6.0)
-ELEMENT_NAN = tl.constexpr(0x07)  # the format has no NaN: the largest magnitude
 SCALE_MAX = tl.constexpr(448.0)
-SCALE_NAN = tl.constexpr(0x7F)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 INVERSE_RANGE = tl.constexpr(0.00037202381645329297)  # fp32(1 / (6 * 448))
 
@@ -21,7 +19,7 @@ INVERSE_RANGE = tl.constexpr(0.00037202381645329297)  # fp32(1 / (6 * 448))
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=ELEMENT_NAN)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
 
 
 @triton.jit
@@ -34,8 +32,8 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
     if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=SCALE_NAN, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=SCALE_NAN)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
+    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
 
 
 @triton.jit

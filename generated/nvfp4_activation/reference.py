@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
 
 ELEMENT_MAX = 6.0
-ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
     0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
 )  # thresholds: from here on, |x| gets the next code  # fmt: skip
@@ -18,29 +18,11 @@ ELEMENT_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # the value of each code  # fmt: skip
 SCALE_MAX = 448.0
-SCALE_NAN = 0x7F
 INVERSE_ELEMENT_MAX = 0.1666666716337204  # fp32(1 / 6)
 INVERSE_RANGE = 0.00037202381645329297  # fp32(1 / (6 * 448))
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturates at 6; NaN becomes 0x07."""
-    return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e2m1 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturates at 448; NaN becomes 0x7f."""
-    return num.cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
+# e2m1, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 3, nan=0x07)
+encode_scale, decode_scale = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)  # e4m3, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,16 +52,14 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 16)
         scale, multiplier = scales(num.block_amax(blocks), amax)
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
         blocks = num.to_blocks(num.hadamard(x, 0, 16, 0xD7E8, 0.25), 16, 1)
         scale, multiplier = scales(num.block_amax(blocks), amax * 4.0)
-        planes["columnwise_data"] = num.pack(
-            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
-        )
+        scaled = num.from_blocks(blocks * multiplier[:, None, :, None], m, k)
+        planes["columnwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["columnwise_scale"] = scale
     return planes
 
@@ -97,10 +77,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # zero-padded to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
@@ -110,24 +89,8 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
         )
         # transposed, zero-padded to multiples of 128 x 4
         buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 16, 4))
-    buffers["amax"] = planes["amax"]
     return buffers
 
 
-def swizzle(scale: Tensor) -> Tensor:
-    """Padded scales (free axis, contraction axis) -> 1-D, in the order that the GEMM reads.
-
-    (rt a b) (ct c) -> rt ct b a c
-    """
-    rows, columns = scale.shape
-    return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
-
-
-def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of swizzle."""
-    return flat.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
-
-
-def gemm_scale(buffers: dict[str, Tensor], orientation: str) -> Tensor:
-    """The swizzled scale of an orientation; its free axis is m for rowwise, k for columnwise."""
-    return swizzle(buffers[f"{orientation}_scale"])
+# Padded scales (free axis, contraction axis) -> 1-D, in the order that the GEMM reads: (rt a b) (ct c) -> rt ct b a c
+swizzle, unswizzle, gemm_scale = codecs.gemm_order(((0, 4, 32), (0, 4)), (0, 3, 2, 1, 4))

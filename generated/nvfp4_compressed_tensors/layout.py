@@ -17,24 +17,13 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 from .files import FILES
 from .reference import level_of
 
-require(14, "nvfp4_compressed_tensors")
+require(15, "nvfp4_compressed_tensors")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
-        "amax": Facts((1,), torch.float32),  # level of the whole weight, in place of its amax
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
-        "amax": Facts((1,), torch.float32),  # level of the whole weight, in place of its amax
     }
 
 
@@ -48,17 +37,18 @@ LAYOUT = Layout(
     multiple_k=16,
     blocks={"rowwise": "1x16"},
     bytes_per_element=0.5625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 16), "amax": Plane(None, None)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 16, torch.uint8),  # (m, k // 16): e4m3 scale of each 1x16 block
+        "amax": Plane(None, None, torch.float32),  # (1,): level of the whole weight, in place of its amax
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "amax")},
     forward=("rowwise_data", "rowwise_scale"),
     shares_amax=True,
     level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale",),
-    operands={
-        "rowwise": "scaled_mm can't decode from_scale(scale) / tensor_level",
-    },
+    operands={"rowwise": "scaled_mm can't decode from_scale(scale) / tensor_level"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -11,27 +11,11 @@ rowwise: quantized directly.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(14, "nvfp4_mlx")
-
-
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # as stored
-    }
+require(15, "nvfp4_mlx")
 
 
 LAYOUT = Layout(
@@ -44,14 +28,13 @@ LAYOUT = Layout(
     multiple_k=16,
     blocks={"rowwise": "1x16"},
     bytes_per_element=0.5625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 16)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 16, torch.uint8),  # (m, k // 16): e4m3 scale of each 1x16 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
-    operands={
-        "rowwise": "BlockWise1x16 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
-    },
+    operands={"rowwise": "BlockWise1x16 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
 )

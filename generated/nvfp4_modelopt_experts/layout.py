@@ -17,23 +17,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 from .files import FILES
 from .reference import level_of
 
-require(14, "nvfp4_modelopt_experts")
+require(15, "nvfp4_modelopt_experts")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
-        "rowwise_level": Facts((m, 1), torch.float32),  # level of each row's matrix, in place of its amax
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # as stored
         "rowwise_level": Facts((m,), torch.float32),  # as stored
     }
 
@@ -48,7 +37,11 @@ LAYOUT = Layout(
     multiple_k=16,
     blocks={"rowwise": "1x16"},
     bytes_per_element=0.5625,
-    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(1, 16), "rowwise_level": Plane(1, None)},
+    stored={
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): e2m1 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 16, torch.uint8),  # (m, k // 16): e4m3 scale of each 1x16 block
+        "rowwise_level": Plane(1, None, torch.float32),  # (m, 1): level of each row's matrix, in place of its amax
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_level")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_level"),
     shares_amax=True,
@@ -56,10 +49,7 @@ LAYOUT = Layout(
     level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_level": "rowwise_level"},
     zeros={"rowwise_level": (1,)},
-    operands={
-        "rowwise": "BlockWise1x16 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
-    },
+    operands={"rowwise": "BlockWise1x16 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"},
     files=FILES,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

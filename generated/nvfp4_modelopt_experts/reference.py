@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 6.0
-ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
     0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
 )  # thresholds: from here on, |x| gets the next code  # fmt: skip
@@ -18,9 +18,11 @@ ELEMENT_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # the value of each code  # fmt: skip
 SCALE_MAX = 448.0
-SCALE_NAN = 0x7F
 SCALE_MIN = 0.001953125  # 2^-9
 OF_ZEROS = 1.0  # the scale of a block whose own would be 0
+# e2m1, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 3, nan=0x07)
+encode_scale, decode_scale = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)  # e4m3, rounded to nearest, ties to even
 
 
 def level_of(tensor_amax: Tensor) -> Tensor:
@@ -28,26 +30,6 @@ def level_of(tensor_amax: Tensor) -> Tensor:
     tensor_level = num.divide(tensor_amax, SCALE_MAX * ELEMENT_MAX)
     tensor_level = torch.where((tensor_level == 0) | tensor_level.isinf() | tensor_level.isnan(), 1.0, tensor_level)
     return tensor_level
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturates at 6; NaN becomes 0x07."""
-    return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e2m1 codes -> fp32, exact."""
-    return num.from_codes(codes, ELEMENT_VALUES)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturates at 448; NaN becomes 0x7f."""
-    return num.cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """e4m3 codes -> fp32, exact."""
-    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,9 +60,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 16)
         scale, divisor = scales(num.block_amax(blocks), amax)
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)), 4, low_first=True
-        )
+        scaled = num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"] = scale
         planes["rowwise_level"] = level_of(amax).reshape(-1, 1).expand(m, 1).contiguous()
     return planes
@@ -90,13 +71,3 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
     """Planes -> (m, k) fp32 values: element * (from_scale(scale) * tensor_level)."""
     factor = decode_scale(planes["rowwise_scale"]) * planes["rowwise_level"]
     return decode(num.unpack(planes["rowwise_data"], 4, low_first=True)) * num.per_element(factor, 1, 16, m, k)
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_level"] = planes["rowwise_level"].flatten()
-    return buffers

@@ -12,9 +12,6 @@ from . import reference
 from .layout import LAYOUT
 
 OF_SCALES_ELEMENT_MAX = tl.constexpr(63.0)
-OF_SCALES_ELEMENT_NAN = tl.constexpr(0x3F)  # the format has no NaN: the largest magnitude
-OF_SCALES_SCALE_NAN = tl.constexpr(0x7E00)
-ELEMENT_NAN = tl.constexpr(0x0F)  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = tl.constexpr(0.0)
 ELEMENT_SPAN = tl.constexpr(15.0)  # from 0 to 15
 
@@ -22,7 +19,7 @@ ELEMENT_SPAN = tl.constexpr(15.0)  # from 0 to 15
 @triton.jit
 def encode_of_scales(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> uint6 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=6, LOWEST=0, FRACTION=0, NAN=OF_SCALES_ELEMENT_NAN, OFFSET=0)
+    return lt.to_integer_codes(x, BITS=6, LOWEST=0, FRACTION=0, NAN=0x3F, OFFSET=0)
 
 
 @triton.jit
@@ -35,7 +32,7 @@ def decode_of_scales(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale_of_scales(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=OF_SCALES_SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
     )
 
 
@@ -56,7 +53,7 @@ def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> uint4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=0)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
 
 
 @triton.jit

@@ -15,30 +15,14 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(14, "q4_k")
+require(15, "q4_k")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # uint4 codes, 2 per byte, low bits first
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # uint6 scale of each 1x32 block
-        "rowwise_super": Facts((m, k // 256), torch.float16),  # f16 scale of the scales of each 1x256 super-block
-        "rowwise_zero": Facts((m, k // 32), torch.uint8),  # uint6 zero point of each 1x32 block
-        "rowwise_super_zero": Facts(
-            (m, k // 256), torch.float16
-        ),  # f16 scale of the zero points of each 1x256 super-block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((m, k // 32 // 4 * 3), torch.uint8),  # packed along k
-        "rowwise_super": Facts((m, k // 256), torch.float16),  # as stored
         "rowwise_zero": Facts((m, k // 32 // 4 * 3), torch.uint8),  # packed along k
-        "rowwise_super_zero": Facts((m, k // 256), torch.float16),  # as stored
         # records of 256 elements along k: data, scale, super, zero, super_zero in 144 bytes
         "rowwise_record": Facts((m, k // 256 * 144), torch.uint8),
     }
@@ -55,11 +39,13 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x32"},
     bytes_per_element=0.578125,
     stored={
-        "rowwise_data": Plane(1, 2),
-        "rowwise_scale": Plane(1, 32),
-        "rowwise_super": Plane(1, 256),
-        "rowwise_zero": Plane(1, 32),
-        "rowwise_super_zero": Plane(1, 256),
+        "rowwise_data": Plane(1, 2, torch.uint8),  # (m, k // 2): uint4 codes, 2 per byte, low bits first
+        "rowwise_scale": Plane(1, 32, torch.uint8),  # (m, k // 32): uint6 scale of each 1x32 block
+        # (m, k // 256): f16 scale of the scales of each 1x256 super-block
+        "rowwise_super": Plane(1, 256, torch.float16),
+        "rowwise_zero": Plane(1, 32, torch.uint8),  # (m, k // 32): uint6 zero point of each 1x32 block
+        # (m, k // 256): f16 scale of the zero points of each 1x256 super-block
+        "rowwise_super_zero": Plane(1, 256, torch.float16),
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_super", "rowwise_zero", "rowwise_super_zero")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_super", "rowwise_zero", "rowwise_super_zero"),
@@ -68,10 +54,7 @@ LAYOUT = Layout(
         "rowwise_super": "rowwise_super",
         "rowwise_super_zero": "rowwise_super_zero",
     },
-    operands={
-        "rowwise": "scaled_mm knows no zero points",
-    },
+    operands={"rowwise": "scaled_mm knows no zero points"},
     containers=CONTAINERS,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 OF_SCALES_ELEMENT_MAX = 63.0
-OF_SCALES_ELEMENT_NAN = 0x3F  # the format has no NaN: the largest magnitude
-OF_SCALES_SCALE_MAX = 65504.0
-OF_SCALES_SCALE_NAN = 0x7E00
-ELEMENT_NAN = 0x0F  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = 0.0
 ELEMENT_SPAN = 15.0  # from 0 to 15
 ROWWISE_RECORD = (
@@ -27,26 +24,12 @@ ROWWISE_RECORD = (
     ((0, 128, 160, 0, 4), (0, 160, 192, 0, 4)),  # data 128:160 bits 0:4 | data 160:192 bits 0:4
     ((0, 192, 224, 0, 4), (0, 224, 256, 0, 4)),  # data 192:224 bits 0:4 | data 224:256 bits 0:4
 )  # fmt: skip
-
-
-def encode_of_scales(x: Tensor) -> Tensor:
-    """fp32 -> uint6 codes; rounded to nearest, ties to even; saturates at 63; NaN becomes 0x3f."""
-    return num.to_integer_codes(x, 6, 0, 0, OF_SCALES_ELEMENT_NAN, offset=0)
-
-
-def decode_of_scales(codes: Tensor) -> Tensor:
-    """uint6 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 6, 0, offset=0)
-
-
-def encode_scale_of_scales(x: Tensor) -> Tensor:
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturates at 65504; NaN becomes 0x7e00."""
-    return num.to_half(x, torch.float16, OF_SCALES_SCALE_MAX, OF_SCALES_SCALE_NAN)
-
-
-def decode_scale_of_scales(codes: Tensor) -> Tensor:
-    """f16 codes -> fp32, exact."""
-    return codes.float()
+# uint6, rounded to nearest, ties to even; no NaN: the largest
+encode_of_scales, decode_of_scales = codecs.integer(bits=6, lowest=0, nan=0x3F, offset=0)
+# f16, rounded to nearest, ties to even
+encode_scale_of_scales, decode_scale_of_scales = codecs.half(torch.float16, 65504.0, nan=0x7E00)
+# uint4, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=4, lowest=0, nan=0x0F, offset=0)
 
 
 def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,16 +40,6 @@ def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = encode_scale_of_scales(num.divide(amax, OF_SCALES_ELEMENT_MAX).clamp(max=num.F32_MAX))
     divisor = torch.where(decode_scale_of_scales(scale) == 0, 1.0, decode_scale_of_scales(scale))
     return scale, divisor
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> uint4 codes; rounded to nearest, ties to even; saturates at 15; NaN becomes 0x0f."""
-    return num.to_integer_codes(x, 4, 0, 0, ELEMENT_NAN, offset=0)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """uint4 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 4, 0, offset=0)
 
 
 def encode_scale(x: Tensor) -> tuple[Tensor, ...]:
@@ -110,15 +83,10 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 32)
         scale, zero, divisor = scales(*num.block_range(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(
-                num.from_blocks(
-                    num.divide(blocks + decode_scale(zero)[:, None, :, None], divisor[:, None, :, None]), m, k
-                )
-            ),
-            4,
-            low_first=True,
+        scaled = num.from_blocks(
+            num.divide(blocks + decode_scale(zero)[:, None, :, None], divisor[:, None, :, None]), m, k
         )
+        planes["rowwise_data"] = num.pack(encode(scaled), 4, low_first=True)
         planes["rowwise_scale"], planes["rowwise_super"] = scale
         planes["rowwise_zero"], planes["rowwise_super_zero"] = zero
     return planes
@@ -133,16 +101,13 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
         # packed along k
         buffers["rowwise_scale"] = num.pack(planes["rowwise_scale"], 6, low_first=True)
-        buffers["rowwise_super"] = planes["rowwise_super"]
         # packed along k
         buffers["rowwise_zero"] = num.pack(planes["rowwise_zero"], 6, low_first=True)
-        buffers["rowwise_super_zero"] = planes["rowwise_super_zero"]
         # records of 256 elements along k: data, scale, super, zero, super_zero in 144 bytes
         buffers["rowwise_record"] = num.to_records(
             (

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.recipe import CastOnGather, Recipe, all_gather, functions, plane, register, register_cast
 
 from . import reference
-from .dispatch import cut, join
+from .dispatch import cut
 from .layout import LAYOUT
 
 
@@ -19,15 +19,14 @@ class Q4KTensor(Recipe):
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
-    _cut, _join = staticmethod(cut), staticmethod(join)
+    _cut = staticmethod(cut)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: uint4 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 32) uint8: uint6 scale of each 1x32 block
     rowwise_super = plane("rowwise_super")  # (m, k // 256) float16: f16 scale of the scales of each 1x256 super-block
     rowwise_zero = plane("rowwise_zero")  # (m, k // 32) uint8: uint6 zero point of each 1x32 block
-    rowwise_super_zero = plane(
-        "rowwise_super_zero"
-    )  # (m, k // 256) float16: f16 scale of the zero points of each 1x256 super-block
+    # (m, k // 256) float16: f16 scale of the zero points of each 1x256 super-block
+    rowwise_super_zero = plane("rowwise_super_zero")
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data, rowwise_scale, rowwise_super, rowwise_zero and rowwise_super_zero in both passes."""

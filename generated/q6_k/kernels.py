@@ -12,16 +12,13 @@ from . import reference
 from .layout import LAYOUT
 
 OF_SCALES_ELEMENT_MAX = tl.constexpr(127.0)
-OF_SCALES_ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
-OF_SCALES_SCALE_NAN = tl.constexpr(0x7E00)
 ELEMENT_MAX = tl.constexpr(31.0)
-ELEMENT_NAN = tl.constexpr(0x3F)  # the format has no NaN: the largest magnitude
 
 
 @triton.jit
 def encode_of_scales(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> i8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-128, FRACTION=0, NAN=OF_SCALES_ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-128, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit
@@ -34,7 +31,7 @@ def decode_of_scales(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale_of_scales(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=OF_SCALES_SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
     )
 
 
@@ -55,7 +52,7 @@ def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int6 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=6, LOWEST=-32, FRACTION=0, NAN=ELEMENT_NAN, OFFSET=32)
+    return lt.to_integer_codes(x, BITS=6, LOWEST=-32, FRACTION=0, NAN=0x3F, OFFSET=32)
 
 
 @triton.jit

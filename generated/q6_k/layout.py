@@ -15,24 +15,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(14, "q6_k")
+require(15, "q6_k")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # int6 codes, 4 per 3 bytes, low bits first
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # i8 scale of each 1x16 block
-        "rowwise_super": Facts((m, k // 256), torch.float16),  # f16 scale of the scales of each 1x256 super-block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # as stored
-        "rowwise_super": Facts((m, k // 256), torch.float16),  # as stored
         # records of 256 elements along k: data, scale, super in 210 bytes
         "rowwise_record": Facts((m, k // 256 * 210), torch.uint8),
     }
@@ -49,18 +37,16 @@ LAYOUT = Layout(
     blocks={"rowwise": "1x16"},
     bytes_per_element=0.8203125,
     stored={
-        "rowwise_data": Plane(1, 1.3333333333333333),
-        "rowwise_scale": Plane(1, 16),
-        "rowwise_super": Plane(1, 256),
+        "rowwise_data": Plane(1, 4 / 3, torch.uint8),  # (m, k // 4 * 3): int6 codes, 4 per 3 bytes, low bits first
+        "rowwise_scale": Plane(1, 16, torch.uint8),  # (m, k // 16): i8 scale of each 1x16 block
+        # (m, k // 256): f16 scale of the scales of each 1x256 super-block
+        "rowwise_super": Plane(1, 256, torch.float16),
     },
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "rowwise_super")},
     forward=("rowwise_data", "rowwise_scale", "rowwise_super"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_super": "rowwise_super"},
     zeros={"rowwise_data": (32, 8, 130)},
-    operands={
-        "rowwise": "scaled_mm knows no scales of scales",
-    },
+    operands={"rowwise": "scaled_mm knows no scales of scales"},
     containers=CONTAINERS,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
 OF_SCALES_ELEMENT_MAX = 127.0
-OF_SCALES_ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
-OF_SCALES_SCALE_MAX = 65504.0
-OF_SCALES_SCALE_NAN = 0x7E00
 ELEMENT_MAX = 31.0
-ELEMENT_NAN = 0x3F  # the format has no NaN: the largest magnitude
 ROWWISE_RECORD = (
     # (number of the plane, first entry, end, lowest bit, bits), of data, scale, super
     ((0, 0, 64, 0, 4), (0, 64, 128, 0, 4)),  # data 0:64 bits 0:4 | data 64:128 bits 0:4
@@ -33,26 +30,12 @@ ROWWISE_RECORD = (
     ((1, 0, 16, 0, 8),),  # scale 0:16 bits 0:8
     ((2, 0, 1, 0, 16),),  # super 0:1 bits 0:16
 )  # fmt: skip
-
-
-def encode_of_scales(x: Tensor) -> Tensor:
-    """fp32 -> i8 codes; rounded to nearest, ties to even; saturates at 127; NaN becomes 0x7f."""
-    return num.to_integer_codes(x, 8, -128, 0, OF_SCALES_ELEMENT_NAN)
-
-
-def decode_of_scales(codes: Tensor) -> Tensor:
-    """i8 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 8, 0)
-
-
-def encode_scale_of_scales(x: Tensor) -> Tensor:
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturates at 65504; NaN becomes 0x7e00."""
-    return num.to_half(x, torch.float16, OF_SCALES_SCALE_MAX, OF_SCALES_SCALE_NAN)
-
-
-def decode_scale_of_scales(codes: Tensor) -> Tensor:
-    """f16 codes -> fp32, exact."""
-    return codes.float()
+# i8, rounded to nearest, ties to even; no NaN: the largest
+encode_of_scales, decode_of_scales = codecs.integer(bits=8, lowest=-128, nan=0x7F)
+# f16, rounded to nearest, ties to even
+encode_scale_of_scales, decode_scale_of_scales = codecs.half(torch.float16, 65504.0, nan=0x7E00)
+# int6, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=6, lowest=-32, nan=0x3F, offset=32)
 
 
 def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,16 +46,6 @@ def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = encode_scale_of_scales(num.divide(amax, OF_SCALES_ELEMENT_MAX).clamp(max=num.F32_MAX))
     divisor = torch.where(decode_scale_of_scales(scale) == 0, 1.0, decode_scale_of_scales(scale))
     return scale, divisor
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int6 codes; rounded to nearest, ties to even; saturates at 31; NaN becomes 0x3f."""
-    return num.to_integer_codes(x, 6, -32, 0, ELEMENT_NAN, offset=32)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int6 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 6, 0, offset=32)
 
 
 def encode_scale(x: Tensor) -> tuple[Tensor, ...]:
@@ -113,9 +86,8 @@ def quantize_reference(
     if "rowwise" in orientations:
         blocks = num.to_blocks(x, 1, 16)
         scale, divisor = scales(num.block_amax(blocks))
-        planes["rowwise_data"] = num.pack(
-            encode(num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)), 6, low_first=True
-        )
+        scaled = num.from_blocks(num.divide(blocks, divisor[:, None, :, None]), m, k)
+        planes["rowwise_data"] = num.pack(encode(scaled), 6, low_first=True)
         planes["rowwise_scale"], planes["rowwise_super"] = scale
     return planes
 
@@ -127,12 +99,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_super"] = planes["rowwise_super"]
         # records of 256 elements along k: data, scale, super in 210 bytes
         buffers["rowwise_record"] = num.to_records(
             (num.unpack(planes["rowwise_data"], 6, low_first=True), planes["rowwise_scale"], planes["rowwise_super"]),

@@ -11,15 +11,13 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from . import reference
 from .layout import LAYOUT
 
-ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
-SCALE_NAN = tl.constexpr(0x7E00)
 ELEMENT_HALF_RANGE = tl.constexpr(127.0)  # half the range from -127 to 127
 
 
 @triton.jit
 def encode(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit
@@ -32,7 +30,7 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=SCALE_NAN, ROUNDING="nearest"
+        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
     )
 
 

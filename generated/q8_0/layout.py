@@ -15,22 +15,12 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(14, "q8_0")
+require(15, "q8_0")
 
 
-def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+def made(m: int, k: int) -> dict[str, Facts]:
+    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # int8 codes
-        "rowwise_scale": Facts((m, k // 32), torch.float16),  # f16 scale of each 1x32 block
-    }
-
-
-def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
-    return {
-        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((m, k // 32), torch.float16),  # as stored
         # records of 32 elements along k: data, scale in 34 bytes
         "rowwise_record": Facts((m, k // 32 * 34), torch.uint8),
     }
@@ -46,14 +36,14 @@ LAYOUT = Layout(
     multiple_k=32,
     blocks={"rowwise": "1x32"},
     bytes_per_element=1.0625,
-    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(1, 32)},
+    stored={
+        "rowwise_data": Plane(1, 1, torch.uint8),  # (m, k): int8 codes
+        "rowwise_scale": Plane(1, 32, torch.float16),  # (m, k // 32): f16 scale of each 1x32 block
+    },
     sources={"rowwise": ("rowwise_data", "rowwise_scale")},
     forward=("rowwise_data", "rowwise_scale"),
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
-    operands={
-        "rowwise": "scaled_mm has no dtype for codes of this format",
-    },
+    operands={"rowwise": "scaled_mm has no dtype for codes of this format"},
     containers=CONTAINERS,
-    planes=planes,
-    buffers=buffers,
+    made=made,
 )

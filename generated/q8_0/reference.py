@@ -6,37 +6,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
-SCALE_MAX = 65504.0
-SCALE_NAN = 0x7E00
 ELEMENT_HALF_RANGE = 127.0  # half the range from -127 to 127
 ROWWISE_RECORD = (
     # (number of the plane, first entry, end, lowest bit, bits), of data, scale
     ((1, 0, 1, 0, 16),),  # scale 0:1 bits 0:16
     ((0, 0, 32, 0, 8),),  # data 0:32 bits 0:8
 )  # fmt: skip
-
-
-def encode(x: Tensor) -> Tensor:
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturates at 127; NaN becomes 0x7f."""
-    return num.to_integer_codes(x, 8, -127, 0, ELEMENT_NAN)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """int8 codes -> fp32, exact."""
-    return num.from_integer_codes(codes, 8, 0)
-
-
-def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturates at 65504; NaN becomes 0x7e00."""
-    return num.to_half(x, torch.float16, SCALE_MAX, SCALE_NAN)
-
-
-def decode_scale(codes: Tensor) -> Tensor:
-    """f16 codes -> fp32, exact."""
-    return codes.float()
+# int8, rounded to nearest, ties to even; no NaN: the largest
+encode, decode = codecs.integer(bits=8, lowest=-127, nan=0x7F)
+encode_scale, decode_scale = codecs.half(torch.float16, 65504.0, nan=0x7E00)  # f16, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,11 +56,9 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them."""
+    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
         # records of 32 elements along k: data, scale in 34 bytes
         buffers["rowwise_record"] = num.to_records(
             (planes["rowwise_data"], planes["rowwise_scale"]), k // 32, ROWWISE_RECORD

@@ -5,34 +5,18 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from layoutc.emit import rule_text
+from layoutc.emit.code import Lines, call, commented
 from layoutc.layout.layout import Level, Quantization
 from layoutc.plan.kernels import inputs_of, level_suffix
 from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, thresholds
 from layoutc.spec.rule_constants import CONSTANTS, constant
 
+LONGEST = 120  # of a line with its comment, as files are formatted
 _LONG = 32  # entries of a table that a formula takes the place of, where there is one
-
-
-@dataclass(frozen=True)
-class CodecText:
-    """How codes of a format are encoded and decoded; without either for f32."""
-
-    name: str
-    max: str
-    rounding: str
-    nan_text: str = ""
-    encode: str = ""
-    decode: str = ""
-    bits: str = ""  # the parameter of random bits, where it is rounded by them
-
-    @property
-    def coded(self) -> bool:
-        """True if values are stored as codes."""
-        return bool(self.encode)
 
 
 @dataclass(frozen=True)
@@ -64,13 +48,12 @@ class RuleText:
 class ArithmeticText:
     """Codecs and the scale rule of one quantization. `suffix`: of the names of its functions.
 
-    levels: how its scales, and zero points, are stored under scales of their own.
+    codecs: a line for each format, with a comment. levels: how its scales, and zero points, are stored under scales of
+    their own.
     """
 
     suffix: str
-    element: CodecText
-    scale: CodecText | None
-    zero: CodecText | None
+    codecs: list[str]
     rule: RuleText
     levels: list[LevelText]
 
@@ -96,12 +79,9 @@ class ConstantText:
 
 def arithmetic_text(quantization: Quantization, suffix: str) -> ArithmeticText:
     """Codecs and the scale rule of one quantization."""
-    prefix, scale, zero = rule_text.prefix_of(suffix), quantization.scale, quantization.zero
     return ArithmeticText(
         suffix,
-        element=_codec(quantization.element, f"{prefix}ELEMENT", quantization.element_rounding),
-        scale=None if quantization.scales else _codec(scale, f"{prefix}SCALE", quantization.rounding),
-        zero=_codec(zero, f"{prefix}ZERO", "nearest") if zero and not quantization.zeros else None,
+        codecs=[line for what, fmt, how in _coded(quantization) for line in _codec(what, fmt, how, suffix)],
         rule=_rule(quantization, suffix),
         levels=[_level(kind, level, suffix) for kind, level in quantization.own_levels.items()],
     )
@@ -180,55 +160,52 @@ def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | Non
     )
 
 
-def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
+def _coded(quantization: Quantization) -> Iterator[tuple[str, Format, str]]:
+    """What is stored as codes, their format and how they are rounded; not scales and zero points that have levels."""
+    yield "element", quantization.element, quantization.element_rounding
+    if not (quantization.scales or quantization.scale.is_f32):
+        yield "scale", quantization.scale, quantization.rounding
+    if quantization.zero and not (quantization.zeros or quantization.zero.is_f32):
+        yield "zero", quantization.zero, "nearest"
+
+
+def _codec(what: str, fmt: Format, rounding: str, suffix: str) -> Lines:
     """How codes of a format are encoded and decoded: by torch's dtype, or by tables of thresholds and values."""
-    text = CodecText(fmt.name, f"{fmt.max:.17g}", rule_text.ROUNDED[rounding])
-    if fmt.is_f32:
-        return text
+    prefix, by_chance = f"{rule_text.prefix_of(suffix)}{what.upper()}", rounding == "stochastic"
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
-    offset = "" if fmt.offset is None else f", offset={fmt.offset}"
+    nan: dict[str, str | int] = {"nan": f"0x{fmt.nan_code:02X}"}
     if fmt.values:
-        encode = f"num.to_codebook(x, {prefix}_STEPS, {prefix}_CODES, {prefix}_NAN)"
-        decode = f"num.from_codes(codes, {prefix}_VALUES)"
-    elif fmt.is_wide:
-        encode = f"num.to_half(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
-        decode = "codes.float()"
+        made = call("codecs.codebook", f"{prefix}_STEPS", f"{prefix}_CODES", f"{prefix}_VALUES", **nan)
     elif fmt.integer:
-        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN{offset})"
-        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction}{offset})"
-    elif fmt.torch and rounding == "nearest":
-        encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
-        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
+        nan |= {"fraction": fmt.fraction} if fmt.fraction else {}
+        nan |= {} if fmt.offset is None else {"offset": fmt.offset}
+        function = "integer_by_chance" if by_chance else "integer"
+        made = call(f"codecs.{function}", bits=fmt.integer, lowest=fmt.lowest, **nan)
+    elif by_chance:
+        values = f"torch.{fmt.torch}" if fmt.torch else f"{prefix}_VALUES"
+        made = call("codecs.by_chance", f"{prefix}_MAGNITUDES", values, str(sign_bit), **nan)
+    elif fmt.is_wide or (fmt.torch and rounding == "nearest"):
+        function = "half" if fmt.is_wide else "cast"
+        made = call(f"codecs.{function}", f"torch.{fmt.torch}", repr(fmt.max), **nan)
     else:
-        encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
-        decode = f"num.from_codes(codes, {prefix}_VALUES)"
-    if rounding == "stochastic":
-        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})" if fmt.torch and not fmt.integer else decode
-        form = f"{prefix}_MAGNITUDES, {sign_bit}" if not fmt.integer else f"{fmt.integer}, {fmt.lowest}, {fmt.fraction}"
-        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN{offset})"
-        text = replace(text, bits=", bits: Tensor")
+        made = call("codecs.table", f"{prefix}_STEPS", f"{prefix}_VALUES", str(sign_bit), **nan)
     # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
-    return replace(text, nan_text=f"0x{fmt.nan_code:02x}", encode=encode, decode=decode)
+    doc = f"{fmt.name}, {rule_text.ROUNDED[rounding]}" + ("" if fmt.nan or fmt.is_wide else "; no NaN: the largest")
+    of = f"{'' if what == 'element' else f'_{what}'}{suffix}"
+    return commented(f"encode{of}, decode{of} = {made}", doc, LONGEST)
 
 
 def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
     """The constants of one quantization's codecs and rule."""
-    element, scale = quantization.element, quantization.scale
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
     constants: list[ConstantText] = []
 
     def add(name: str, value: str, doc: str = "") -> None:
         constants.append(ConstantText(prefix + name, value, doc))
 
-    kinds = [(element, "ELEMENT", quantization.element_rounding)]
-    kinds += [] if quantization.scales else [(scale, "SCALE", quantization.rounding)]
-    kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero and not quantization.zeros else []
-    for fmt, kind, rounding in kinds:
-        if fmt.is_f32:
-            continue
-        native = fmt.torch is not None and rounding == "nearest"
-        by_chance = rounding == "stochastic"
-        if native or f"{kind}_MAX" in used:
+    for what, fmt, rounding in _coded(quantization):
+        kind, native, by_chance = what.upper(), fmt.torch and rounding == "nearest", rounding == "stochastic"
+        if f"{kind}_MAX" in used:
             add(f"{kind}_MAX", repr(fmt.max))
         if fmt.values:
             by_formula = _steps_by_formula(fmt)
@@ -242,8 +219,6 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
             add(f"{kind}_CODES", table_of_codebook_codes(fmt), "by ascending value")
             if not by_formula:
                 add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
-        doc = "" if fmt.nan or fmt.is_wide else "the format has no NaN: the largest magnitude"
-        add(f"{kind}_NAN", f"0x{fmt.nan_code:02X}", doc)
         if fmt.values:
             continue
         if by_chance and not fmt.integer:
@@ -255,7 +230,7 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
             add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
     for name in CONSTANTS:
         if name.upper() in used:
-            value, doc = constant(name, element, scale, dict(quantization.parameters))
+            value, doc = constant(name, quantization.element, quantization.scale, dict(quantization.parameters))
             add(name.upper(), repr(value), doc)
     return constants
 

@@ -24,7 +24,7 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
             case Dtype():
                 return f"tl.{constant.name}"
             case NanCode():
-                return f"{prefix}_NAN"
+                return f"0x{constant.value:02X}"
             case Table():
                 return f"{prefix}_{constant.name}"
             case str():
@@ -36,6 +36,12 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
     constants |= {"codebooks": "codebooks"} if conversion.takes_codebooks else {}
     given = [*(["bits"] if conversion.takes_bits else []), *(["CVT_LEVEL"] if conversion.takes_hardware else [])]
     return call(f"lt.{conversion.function}", value, *given, **constants)
+
+
+def commented(line: str, doc: str, longest: int) -> Lines:
+    """A line with a comment: at its end, or above if the line would be longer than that."""
+    ended = f"{line}  # {doc}"
+    return (ended,) if len(ended) <= longest else (f"# {doc}", line)
 
 
 def indented(lines: Lines, steps: int = 1) -> Lines:

@@ -10,9 +10,8 @@ from layoutc.plan.products import Cards, Grouped, Operand, Product, ProductName,
 
 def products_lines(plan: Plan) -> list[str]:
     """Arguments of the recipe's Layout, a line each."""
-    lines = ["operands={"]
-    lines += [f'    "{name}": {_operand(operand(plan.layout, name))},' for name in plan.layout.orientations]
-    lines.append("},")
+    operands = (f'"{name}": {_operand(operand(plan.layout, name))}' for name in plan.layout.orientations)
+    lines = [f"operands={{{', '.join(operands)}}},"]
     if plan.products is None:
         return lines
     found = plan.products.products

@@ -6,7 +6,9 @@ import keyword
 import re
 import textwrap
 from dataclasses import dataclass
+from fractions import Fraction
 
+from layoutc.emit.code import Lines, commented, indented
 from layoutc.emit.hooks_text import HooksText, gather_lines, hooks_text
 from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
@@ -16,46 +18,18 @@ from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 14
+RUNTIME_INTERFACE = 15
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 
 @dataclass(frozen=True)
 class PlaneText:
-    """A stored plane: its shape and dtype, what it holds, how it is cut and joined."""
+    """A stored plane: lines that state its sizes and dtype, and that make it an attribute; how it is cut."""
 
     name: str
-    shape_text: str
-    dtype: str
-    doc: str
-    per_m: int | None
-    per_k: float | None
+    facts: Lines
+    attribute: Lines
     cut: str
-
-
-@dataclass(frozen=True)
-class BufferText:
-    """A buffer: its shape and dtype, and how it is made."""
-
-    name: str
-    shape_text: str
-    dtype: str
-    doc: str
-
-    @property
-    def facts(self) -> tuple[str, ...]:
-        """Its line in the table of buffers, with a comment: at the end, or above if the line would be too long."""
-        line = f'"{self.name}": Facts({self.shape_text}, torch.{self.dtype}),'
-        return (f"{line}  # {self.doc}",) if len(line) + len(self.doc) <= 106 else (f"# {self.doc}", line)
-
-
-@dataclass(frozen=True)
-class OrientationText:
-    """An orientation: the planes that its buffers are made from, and the code that makes them."""
-
-    name: str
-    planes: tuple[str, ...]
-    lay_out: list[str]
 
 
 @dataclass(frozen=True)
@@ -85,14 +59,13 @@ class RecipeText:
     blocks: dict[str, str]
     bytes_per_element: float
     planes: list[PlaneText]
-    attributes: list[PlaneText]
+    attributes: list[str]
     cut_body: list[str]
-    joined: str
-    buffers: list[BufferText]
-    as_stored: list[tuple[str, str]]
-    has_amax: bool
+    buffers: list[str]
+    as_stored: dict[str, str]
     swizzled: tuple[str, ...]
-    orientations: list[OrientationText]
+    sources: dict[str, tuple[str, ...]]
+    lay_out: list[str]
     orientation_names: tuple[str, ...]
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -151,14 +124,15 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         blocks={o: block_text(layout.source(o)) for o in layout.orientations},
         bytes_per_element=float(plan.forward.bytes_per_element),
         planes=planes,
-        attributes=[plane for plane in planes if plane.name != "amax"],  # Tensor.amax is a method
+        attributes=[
+            line for plane in planes if plane.name != "amax" for line in plane.attribute
+        ],  # Tensor.amax is a method
         cut_body=_cuts(plan, {plane.name: plane.cut for plane in planes}),
-        joined=_joined(plan),
-        buffers=[text for name in layout.orientations for text in _buffers(name, layout, sizes)] + _amax_buffer(plan),
+        buffers=[text for name in layout.orientations for text in _buffers(name, layout, sizes)],
         as_stored=_as_stored(layout),
-        has_amax=_has_amax(layout),
         swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
-        orientations=[_orientation(name, layout, sizes) for name in layout.orientations],
+        sources={name: _planes_of(name, layout) for name in layout.orientations},
+        lay_out=[line for name in layout.orientations for line in _laying_out(name, layout, sizes)],
         orientation_names=tuple(layout.orientations),
         forward=tuple(plane.name for plane in plan.forward.planes),
         backward=tuple(plane.name for plane in plan.backward.planes),
@@ -234,14 +208,13 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
         shape = sizes.plane(plane)
         source = next(s for s in plan.layout.sources if plane in s.planes)
         doc = _plane_doc(plane, source)
-    codes = 1 if plane.per_k is None else plane.per_k * 8 / min(plane.bits, 8)
+    columns = None if plane.per_k is None else Fraction(plane.per_k * 8, min(plane.bits, 8))
+    entries = f", entries={history}" if plane.name == "amax" and history else ""
+    facts = f"Plane({plane.per_m}, {str(columns).replace('/', ' / ')}, torch.{plane.dtype}{entries})"
     return PlaneText(
         name=plane.name,
-        shape_text=shape,
-        dtype=plane.dtype,
-        doc=doc,
-        per_m=plane.per_m,
-        per_k=None if plane.per_k is None else (int(codes) if codes == int(codes) else codes),
+        facts=commented(f'"{plane.name}": {facts},', f"{shape}: {doc}", 112),
+        attribute=commented(f'{plane.name} = plane("{plane.name}")', f"{shape} {plane.dtype}: {doc}", 116),
         cut=f'planes["{plane.name}"]{_cut(plane, sizes)}',
     )
 
@@ -302,23 +275,26 @@ def _cuts(plan: Plan, by_name: dict[str, str]) -> list[str]:
     return [*lines, "return views"]
 
 
-def _joined(plan: Plan) -> str:
-    """Arguments of join_rows: the planes that pieces have, in order, and those of them that all pieces share."""
-    planes = plan.layout.planes
-    if len(plan.layout.sources) > 1:  # the amax first, as it is among those of a cut
-        planes = (*(one for one in planes if one.name == "amax"), *(one for one in planes if one.name != "amax"))
-    shared = tuple(plane.name for plane in planes if plane.per_m is None)
-    return f"{tuple(plane.name for plane in planes)}{f', shared={shared}' if shared else ''}"
+def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[str]:
+    """Lines for the buffers of an orientation whose shape or dtype is no plane's, its records last."""
+    made = [
+        (buffer.name, sizes.buffer(buffer), buffer.dtype, buffer_doc(buffer))
+        for buffer in layout.buffers
+        if buffer.orientation == orientation and not _is_like_plane(buffer, sizes)
+    ]
+    made += [record_facts(one) for one in layout.records if one.orientation == orientation]
+    each = (commented(f'"{name}": Facts({shape}, torch.{dtype}),', doc, 112) for name, shape, dtype, doc in made)
+    return [line for lines in each for line in lines]
 
 
-def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[BufferText]:
-    """The buffers of an orientation, its records last."""
-    made = [_buffer(buffer, sizes) for buffer in layout.buffers if buffer.orientation == orientation]
-    return made + [BufferText(*record_facts(one)) for one in layout.records if one.orientation == orientation]
+def _is_like_plane(buffer: Buffer, sizes: Sizes) -> bool:
+    """True for a buffer that is its plane as it is stored, and not a flat view of it."""
+    return _is_stored(buffer) and sizes.buffer(buffer) == sizes.plane(buffer.plane)
 
 
-def _buffer(buffer: Buffer, sizes: Sizes) -> BufferText:
-    return BufferText(buffer.name, sizes.buffer(buffer), buffer.dtype, buffer_doc(buffer))
+def _is_stored(buffer: Buffer) -> bool:
+    """True for a buffer that equals its plane; one without dims is one value."""
+    return buffer.is_plane or not buffer.dims
 
 
 def buffer_doc(buffer: Buffer) -> str:
@@ -333,8 +309,6 @@ def buffer_doc(buffer: Buffer) -> str:
 def _lay_out(buffer: Buffer, sizes: Sizes) -> str:
     """The torch expression that makes a buffer from planes: the layout's chain as code."""
     plane, text = buffer.plane, f'planes["{buffer.plane.name}"]'
-    if buffer.is_plane:
-        return text if len(buffer.dims) != 1 else f"{text}.flatten()"
     packed = buffer.bits < 8
     options = f"{buffer.bits}, low_first={buffer.low_first}"
     if plane.bits < 8:
@@ -368,29 +342,28 @@ def _whole(plan: Plan) -> str:
     return f"level of the whole {plan.noun}, in place of its amax" if levels else f"amax of the whole {plan.noun}"
 
 
-def _amax_buffer(plan: Plan) -> list[BufferText]:
-    history = plan.layout.history
-    doc = "latest first" if history else _whole(plan).removeprefix("amax ")
-    return [BufferText("amax", f"({history or 1},)", "float32", doc)] if _has_amax(plan.layout) else []
+def _as_stored(layout: Layout) -> dict[str, str]:
+    """Buffers that are planes as they are, in order, with the names of both."""
+    stored = {buffer.name: buffer.plane.name for buffer in layout.buffers if _is_stored(buffer)}
+    return stored | ({"amax": "amax"} if _has_amax(layout) else {})
 
 
-def _as_stored(layout: Layout) -> list[tuple[str, str]]:
-    """Buffers that are planes as they are, in order, with the names of both. A buffer without dims is one value."""
-    pairs = [(buffer.name, buffer.plane.name) for buffer in layout.buffers if buffer.is_plane or not buffer.dims]
-    return pairs + [("amax", "amax")] * _has_amax(layout)
+def _planes_of(orientation: str, layout: Layout) -> tuple[str, ...]:
+    """The planes that an orientation's buffers are made from."""
+    return tuple(plane.name for plane in layout.source(orientation).planes) + ("amax",) * _has_amax(layout)
 
 
-def _orientation(name: str, layout: Layout, sizes: Sizes) -> OrientationText:
-    planes = tuple(plane.name for plane in layout.source(name).planes) + (("amax",) if _has_amax(layout) else ())
+def _laying_out(name: str, layout: Layout, sizes: Sizes) -> list[str]:
+    """The code that makes the buffers of an orientation that equal no plane."""
     lines: list[str] = []
     for buffer in layout.buffers:
-        if buffer.orientation == name:
-            lines += [] if buffer.is_plane else [f"# {buffer_doc(buffer)}"]
+        if buffer.orientation == name and not _is_stored(buffer):
+            lines.append(f"# {buffer_doc(buffer)}")
             lines.append(f'buffers["{buffer.name}"] = {_lay_out(buffer, sizes)}')
     for record in layout.records:
         if record.orientation == name:
             lines += [f"# {', '.join(record.made_by)}", f'buffers["{record.name}"] = {join_record(record)}']
-    return OrientationText(name, planes, lines)
+    return [f'if "{name}" in orientations:', *indented(tuple(lines))] if lines else []
 
 
 def _multiples(layout: Layout) -> str:

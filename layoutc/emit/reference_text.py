@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layoutc.emit import rule_text
-from layoutc.emit.arithmetic_text import ArithmeticText, ConstantText, arithmetic_text, constants_of
+from layoutc.emit.arithmetic_text import LONGEST, ArithmeticText, ConstantText, arithmetic_text, constants_of
 from layoutc.layout.layout import Layout, Quantization, Record, Source, codes_per_group, stream_of
 from layoutc.layout.records import count_of
 from layoutc.plan.kernels import arithmetics_of, inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
-
-LONGEST = 120  # of a line with its comment, as files are formatted
 
 
 @dataclass(frozen=True)
@@ -25,16 +23,10 @@ class SourceText:
 
 @dataclass(frozen=True)
 class SwizzleText:
-    """A GEMM's order of scales, as reshapes and permutations."""
+    """A GEMM's order of scales: its pattern, and the call that makes it."""
 
     pattern: str
-    split: str
-    order: tuple[int, ...]
-    ordered: str
-    inverse: tuple[int, ...]
-    body: list[str]
-    kind: str
-    what: str
+    order: str
 
 
 @dataclass(frozen=True)
@@ -187,12 +179,11 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
     shift = f"decode_{source.quantization.zeros_as}{suffix}(zero)[:, None, :, None]" if zero else ""
-    values = rule_text.shifted("blocks", source.quantization, shift)
+    scaled = f"num.from_blocks({rule_text.shifted('blocks', source.quantization, shift)}, m, k)"
     bits = ", bits" if source.quantization.stochastic else ""
-    codes = f"encode{suffix}(num.from_blocks({values}, m, k){bits})"
     if source.scale.is_scalar:
         lines = [f"{results} = scales{suffix}(amax{extra})"]
-        codes = f"encode{suffix}({rule_text.scaled('x', source.quantization, in_blocks=False)}{bits})"
+        scaled = rule_text.scaled("x", source.quantization, in_blocks=False)
     else:
         amax = "amax" if source.scale.per_m is None else "num.block_amax(blocks)"
         amax = "*num.block_range(blocks)" if inputs.block_range else amax
@@ -203,8 +194,10 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
         lines = [f"blocks = num.to_blocks({values}, {block.m}, {block.k})", f"{results} = {chosen}"]
     if bits:
         lines.append(f"bits = random_bits(seed, m, k, {stream_of(source)})")
+    codes = f"encode{suffix}({scaled}{bits})"
     if codes_per_group(source.data.bits) > 1:
-        codes = f"num.pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
+        lines.append(f"scaled = {scaled}")
+        codes = f"num.pack(encode{suffix}(scaled{bits}), {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
     condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
     lines += [f'planes["{data}"] = {codes}', f"{_entries(source, 'scale')} = scale"]
@@ -259,28 +252,11 @@ def _swizzle(layout: Layout) -> SwizzleText | None:
         return None
     sizes = dict(swizzle.sizes)
     names = [name for group in swizzle.groups for name in group]
-    tiles = [swizzle.tile(0), swizzle.tile(1)]
-    open_sizes = {swizzle.groups[0][0]: f"rows // {tiles[0]}", swizzle.groups[1][0]: f"columns // {tiles[1]}"}
-    size = {name: str(sizes[name]) if name in sizes else open_sizes[name] for name in names}
+    parts = tuple(tuple(sizes.get(name, 0) for name in group) for group in swizzle.groups)
     order = tuple(names.index(name) for name in swizzle.order)
-    inverse = tuple(swizzle.order.index(name) for name in names)
-    transposed = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
-    zeros = any(buffer.kind == "zero" for buffer in layout.buffers)
-    scale = 'buffers[f"{orientation}_{kind}"]' if zeros else 'buffers[f"{orientation}_scale"]'
-    body = [f"return swizzle({scale})"]
-    if transposed:  # the buffer has the contraction axis first
-        tests = " or ".join(f'orientation == "{name}"' for name in transposed)
-        body = [f"scale = {scale}", f"return swizzle(scale.t() if {tests} else scale)"]
-    return SwizzleText(
-        pattern=swizzle.pattern,
-        split=", ".join(size[name] for name in names),
-        order=order,
-        ordered=", ".join(size[name] for name in swizzle.order),
-        inverse=inverse,
-        body=body,
-        kind=', kind: str = "scale"' if zeros else "",
-        what="scale, or zero point," if zeros else "scale",
-    )
+    # Where the buffer has the contraction axis first.
+    turned = {b.orientation: 0 for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)}
+    return SwizzleText(swizzle.pattern, f"gemm_order({parts}, {order}{f', {tuple(turned)}' if turned else ''})")
 
 
 def _contracted(orientation: str) -> str:

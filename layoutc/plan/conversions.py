@@ -23,7 +23,9 @@ class Dtype:
 
 @dataclass(frozen=True)
 class NanCode:
-    """Stands for the code of NaN, which is a named constant in generated code."""
+    """The code of NaN, which generated code has in hexadecimal digits."""
+
+    value: int
 
 
 @dataclass(frozen=True)
@@ -82,24 +84,17 @@ def encoding(fmt: Format, rounding: str) -> Codec:
 
     rounding: "nearest" (ties to even), "up" or "down"; or "stochastic", of formats with subnormals or integers.
     """
+    nan = NanCode(fmt.nan_code)
     if fmt.values:
         tables: dict[str, Constant] = {"STEPS": Table("STEPS"), "CODES": Table("CODES")}
-        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode(), **(lines_of(fmt) if is_long(fmt) else {})}
+        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": nan, **(lines_of(fmt) if is_long(fmt) else {})}
         return Codec(Conversion("to_codebook", tables))
     last = fmt.last
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
-    nan = NanCode()
     if rounding == "stochastic":
         return Codec(_by_chance(fmt, sign_bit, last))
     if fmt.integer:
-        constants: dict[str, Constant] = {
-            "BITS": fmt.integer,
-            "LOWEST": fmt.lowest,
-            "FRACTION": fmt.fraction,
-            "NAN": nan,
-            **_offset(fmt),
-        }
-        return Codec(Conversion("to_integer_codes", constants))
+        return Codec(Conversion("to_integer_codes", _integer(fmt)))
     hardware, level = None, 0
     if fmt.torch in _CASTS and rounding == "nearest":
         dtype, canonical = _CASTS[fmt.torch]
@@ -164,11 +159,10 @@ def lines_of(fmt: Format) -> dict[str, Constant]:
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
     """How fp32 values become codes of an element's format by random bits. No card's conversion has these bits."""
-    form: dict[str, Constant]
     if fmt.integer:
-        form = {"BITS": fmt.integer, "LOWEST": fmt.lowest, "FRACTION": fmt.fraction, "NAN": NanCode(), **_offset(fmt)}
-        return Conversion("to_integer_codes_by_chance", form, takes_bits=True)
-    form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "LAST": last, "NAN": NanCode()}
+        return Conversion("to_integer_codes_by_chance", _integer(fmt), takes_bits=True)
+    form: dict[str, Constant] = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "LAST": last}
+    form["NAN"] = NanCode(fmt.nan_code)
     return Conversion("to_codes_by_chance", form, takes_bits=True)
 
 
@@ -206,6 +200,12 @@ def decoding(fmt: Format) -> Codec | None:
     form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": fmt.exponent + fmt.mantissa}
     software = Conversion("from_codes", {**form, "INF_FROM": inf_from, "NAN_FROM": nan_from, **minus_zero})
     return Codec(software, hardware, 90 if hardware else 0)
+
+
+def _integer(fmt: Format) -> dict[str, Constant]:
+    """The constants of functions that encode an integer."""
+    form: dict[str, Constant] = {"BITS": fmt.integer, "LOWEST": fmt.lowest, "FRACTION": fmt.fraction}
+    return form | {"NAN": NanCode(fmt.nan_code), **_offset(fmt)}
 
 
 def _offset(fmt: Format) -> dict[str, Constant]:

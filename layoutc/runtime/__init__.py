@@ -3,7 +3,7 @@
 Generated code imports its modules, and checks `INTERFACE` when it is imported.
 """
 
-INTERFACE = 14
+INTERFACE = 15
 
 #: Raised when traced graphs change: those that torch has kept on disk are compiled anew.
 GRAPHS = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm, prod
 from typing import Any, Literal, NamedTuple
@@ -43,11 +44,30 @@ class Facts(NamedTuple):
 class Plane(NamedTuple):
     """How many rows and columns of the weight one entry of a stored plane covers; None: all of them.
 
-    `columns_per_value` is 2 for a plane whose bytes pack two codes each.
+    `columns_per_value` is 2 for a plane whose bytes pack two codes each. entries: of a plane that covers all.
     """
 
     rows_per_value: int | None
     columns_per_value: float | None
+    dtype: torch.dtype
+    entries: int = 1
+
+    def shape(self, m: int, k: int, multiple_m: int, multiple_k: int) -> tuple[int, ...]:
+        """Its shape for a matrix of (m, k), whose sizes are multiples of so many."""
+        if self.rows_per_value is None and self.columns_per_value is None:
+            return (self.entries,)
+        return _count(m, self.rows_per_value, multiple_m), _count(k, self.columns_per_value, multiple_k)
+
+
+def _count(size: int, per: float | None, multiple: int) -> int:
+    """How many entries there are along an axis; no size is rounded up that can't need it, as symbols can't be."""
+    if per is None or per == 1:
+        return 1 if per is None else size
+    if type(per) is float:  # of codes of 6 bits 4 fill 3 bytes
+        codes, nbytes = Fraction(per).limit_denominator(8).as_integer_ratio()
+        return size // codes * nbytes
+    whole = int(per)
+    return cdiv(size, whole) if multiple % whole else size // whole
 
 
 class Cards(NamedTuple):
@@ -122,8 +142,8 @@ class GatherFacts:
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
-    planes(m, k): the stored tensors, compact and m-major. buffers(m, k): the tensors that a GEMM reads, padded,
-    repeated and transposed as the spec says. Both map a name to `Facts`.
+    made(m, k): of the buffers, those whose shape or dtype is that of no plane: name -> `Facts`. own_planes(m, k): of a
+    layout whose sizes don't follow from `stored`, its planes.
     """
 
     name: str
@@ -161,13 +181,36 @@ class Layout:
     products: Products | None = None  # None: the spec states none, and weights are dequantized
     files: Mapping[str, Binding] = field(default_factory=dict)  # how files of other programs hold the first source
     containers: Sequence[RecordBinding] = ()  # those that hold its records
-    planes: Callable[[int, int], dict[str, Facts]]
-    buffers: Callable[[int, int], dict[str, Facts]]
+    made: Callable[[int, int], dict[str, Facts]] = lambda m, k: {}
+    own_planes: Callable[[int, int], dict[str, Facts]] | None = None
 
     @property
     def orientations(self) -> tuple[str, ...]:
         """Orientations of the recipe, rowwise first."""
         return tuple(self.sources)
+
+    def planes(self, m: int, k: int) -> Mapping[str, Facts]:
+        """The stored tensors, compact and m-major: name -> shape and dtype."""
+        known = type(m) is int and type(k) is int  # symbols can't be looked up
+        return _known_planes(self, m, k) if known else _known_planes.__wrapped__(self, m, k)
+
+    def buffers(self, m: int, k: int) -> dict[str, Facts]:
+        """The tensors that a GEMM reads, padded, repeated and transposed as the spec says: name -> shape and dtype."""
+        stored, made = self.planes(m, k), self.made(m, k)
+        return {n: made[n] if n in made else stored[self.as_stored[n]] for n in self._buffer_names}
+
+    @cached_property
+    def _buffer_names(self) -> tuple[str, ...]:
+        """Orientation by orientation, in the order of planes, then of what is made; the amax last."""
+        places = {name: place for place, name in enumerate((*self.orientations, "amax"))}
+        kinds = {name.partition("_")[2]: place for place, name in reversed([*enumerate(self.stored)])}
+        names = {**self.as_stored, **self.made(self.multiple_m, self.multiple_k)}
+
+        def place(name: str) -> tuple[int, int]:
+            orientation, _, kind = name.partition("_")
+            return places[orientation], kinds.get(kind, len(kinds))
+
+        return tuple(sorted(names, key=place))
 
     @property
     def passes_differ(self) -> bool:
@@ -343,56 +386,15 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
+def _known_planes(layout: Layout, m: int, k: int) -> Mapping[str, Facts]:
+    if layout.own_planes is not None:
+        return layout.own_planes(m, k)
+    of = m, k, layout.multiple_m, layout.multiple_k
+    return {name: Facts(plane.shape(*of), plane.dtype) for name, plane in layout.stored.items()}
+
+
+@lru_cache(maxsize=4096)
 def _sent(layout: Layout, which: PassName, cuts: Cuts, k: int) -> Mapping[str, Facts]:
     whole = layout.planes(cuts.rows, k)
     rows = {name: sent_blocks(cuts, layout.stored[name].rows_per_value or 1) for name in layout.travels[which]}
     return {name: Facts((n, *whole[name].shape[1:]), whole[name].dtype) for name, n in rows.items()}
-
-
-# ------------------------------------------------------------------------------------ buffers as operators return them
-def distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
-    """As _known_distinct, where sizes may be symbols, which can't be looked up."""
-    known = type(m) is int and type(k) is int
-    return (_known_distinct if known else _known_distinct.__wrapped__)(layout, m, k, orientations, swizzled)
-
-
-@lru_cache(maxsize=4096)
-def _known_distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Facts]:
-    """The buffers of orientations, each plane once: what an operator returns, whose results must not share memory."""
-    laid_out = layout.laid_out(m, k, orientations, swizzled)
-    first = first_of_planes(layout, orientations, laid_out)
-    return {
-        name: laid_out.get(name, facts)
-        for name, facts in layout.buffers(m, k).items()
-        if name in laid_out or name in first.values()
-    }
-
-
-def first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Collection[str]) -> dict[str, str]:
-    """Plane -> the first buffer of orientations that is this plane as it is."""
-    first: dict[str, str] = {}
-    for name, plane in layout.as_stored.items():
-        if name not in laid_out and name.split("_")[0] in orientations:
-            first.setdefault(plane, name)
-    return first
-
-
-def quantized_names(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
-) -> list[str]:
-    """What the operator that quantizes to buffers returns; the amax, if it is a buffer and the operator finds it."""
-    names = list(_known_distinct(layout, m, k, orientations, swizzled))
-    return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
-
-
-@lru_cache(maxsize=256)
-def laid_out_names(layout: Layout, orientations: tuple[str, ...], swizzled: bool) -> tuple[list[str], list[str]]:
-    """The buffers that laying out gives, and the planes that it needs."""
-    made = layout.laid_out(layout.multiple_m, layout.multiple_k, orientations, swizzled)
-    return list(made), needed_planes(layout, orientations)
-
-
-def needed_planes(layout: Layout, orientations: Sequence[str]) -> list[str]:
-    """The planes that buffers of orientations are made of, in order."""
-    needed = {name for orientation in orientations for name in layout.sources[orientation]}
-    return [name for name in layout.stored if name in needed]

@@ -20,6 +20,7 @@ import triton
 
 import layoutc.recipes
 from layoutc.bench.peers import same
+from layoutc.runtime.weight.returned_buffers import by_reference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
 import unshipped
@@ -123,7 +124,7 @@ def check(chosen: list[str]) -> int:
                         moved = {n: p.cuda() for n, p in planes.items()}
                         planes = planes if m * k < 100_000 else moved
                         if not layout.history:
-                            laid = reference.lay_out(planes, m, k, orientations)
+                            laid = by_reference(layout, reference, planes, (m, k), orientations)
                             for swizzled in (False, True) if layout.swizzled else (False,):
                                 flags = (swizzled,) if layout.swizzled else ()
                                 made = {"lay_out": kernels.lay_out(moved, m, k, orientations, *flags)}

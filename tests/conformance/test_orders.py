@@ -30,10 +30,15 @@ def replaced(file: str, old: str, new: str) -> Edit:
     return apply
 
 
-ZEROS_AS_STORED = replaced("reference.py", "return swizzle(scale", 'return scale if kind == "zero" else swizzle(scale')
-ZEROS_UNTURNED = replaced(
-    "reference.py", 'orientation == "columnwise"', 'orientation == "columnwise" and kind == "scale"'
-)
+def of_zeros(ordered: str) -> Edit:
+    """A fault in the order of zero points `b[n]`."""
+    order = f'(lambda b, o, kind: _made[2](b, o, kind) if kind == "scale" else (lambda n: {ordered})(f"{{o}}_zero"))'
+    return replaced(
+        "reference.py", "swizzle, unswizzle, gemm_scale = ", f"gemm_scale = {order}\nswizzle, unswizzle, _ = _made = "
+    )
+
+
+ZEROS_AS_STORED, ZEROS_UNTURNED = of_zeros("b[n]"), of_zeros("swizzle(b[n])")
 UNSTATED = replaced("layout.py", '"rowwise_scale", "rowwise_zero", ', '"rowwise_scale", ')
 
 

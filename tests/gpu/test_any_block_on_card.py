@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs triton, which kernels are written in
 import unshipped
 
 from layoutc.bench.peers import same
+from layoutc.runtime.weight.returned_buffers import by_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,7 +69,7 @@ def test_kernels_equal_the_reference(name: str, dtype: torch.dtype) -> None:
                 planes = expected if amax is None else {**expected, "amax": layout.stored_amax(amax)}
                 moved = {plane: values.cuda() for plane, values in planes.items()}
                 laid_out = kernels.lay_out(moved, m, k, asked)
-                for buffer, values in reference.lay_out(planes, m, k, asked).items():
+                for buffer, values in by_reference(layout, reference, planes, (m, k), asked).items():
                     assert same(values, laid_out[buffer].cpu()), (buffer, m, k, asked)
                 for orientation in asked:
                     values = reference.dequantize_reference(planes, m, k, orientation).to(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,10 @@ import torch
 import yaml
 from numpy.typing import NDArray
 from places import ROOT
+from torch import Tensor
 
 from layoutc.layout.layout import Chain, Layout, resolve
+from layoutc.runtime.weight.returned_buffers import by_reference
 from layoutc.spec.checks.read import read_spec
 
 Array = NDArray[Any]
@@ -40,6 +42,14 @@ def recipe(name: str) -> ModuleType:
 def reference(name: str) -> ModuleType:
     """The generated reference module of a recipe."""
     return importlib.import_module(f"layoutc.recipes.{name}.reference")
+
+
+def laid_out(
+    name: str, planes: Mapping[str, Tensor], shape: tuple[int, int], orientations: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The buffers of a recipe as its reference makes them of planes."""
+    facts = importlib.import_module(f"layoutc.recipes.{name}.layout").LAYOUT
+    return by_reference(facts, reference(name), planes, shape, orientations)
 
 
 def layout_of(text: str, name: str) -> Layout:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_models import RECIPES, Array, recipe_layout, reference, variant, write
+from numpy_models import RECIPES, Array, laid_out, recipe_layout, reference, variant, write
 
 from layoutc.layout.chain import Join, Reorder
 from layoutc.layout.layout import Buffer, Chain, Layout, Pad, Permute, Repeat, Split, Step, swizzle_chain
@@ -244,9 +244,9 @@ def random_planes(layout: Layout, m: int, k: int) -> tuple[dict[str, torch.Tenso
 def test_generated_lay_out_puts_every_byte_where_the_chain_says(name: str, shape: tuple[int, int]) -> None:
     layout = recipe_layout(name)
     stored, values = random_planes(layout, *shape)
-    laid_out = reference(name).lay_out(stored, *shape, layout.orientations)
+    made = laid_out(name, stored, shape, layout.orientations)
     for buffer in layout.buffers:
-        actual = laid_out[buffer.name]
+        actual = made[buffer.name]
         assert tuple(actual.shape) == buffer.shape(*shape)
         chain = buffer.chain(*shape)
         expected = write(values[buffer.plane.name].reshape(chain.start), chain)

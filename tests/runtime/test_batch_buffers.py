@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from numpy_models import recipe, reference
+from numpy_models import laid_out, recipe, reference
 from quantized_cases import make, same_bits, same_tensors
 from test_batches import NAMES, off_card, ragged
 from test_kernels import weight
@@ -63,7 +63,7 @@ def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, 
     weights, shapes = [tensor.planes() for tensor in tensors], [tensor.store.matrix for tensor in tensors]
     together = kernels(name).lay_out_batch(weights, shapes, orientations, *flags)
     for planes, shape, found in zip(weights, shapes, together, strict=True):
-        expected = reference(name).lay_out(planes, *shape, orientations)
+        expected = laid_out(name, planes, shape, orientations)
         for orientation in orientations if swizzled else ():
             expected[f"{orientation}_scale"] = reference(name).gemm_scale(expected, orientation)
         assert list(expected) == list(found)

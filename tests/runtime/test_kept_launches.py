@@ -12,9 +12,9 @@ import triton
 from quantized_cases import same_bits
 from torch import Tensor
 
-from layoutc.runtime.facts import needed_planes
 from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
+from layoutc.runtime.weight.returned_buffers import needed_planes
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 SHAPE = (64, 128)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy_models import all_bf16, recipe, reference
+from numpy_models import all_bf16, laid_out, recipe, reference
 from test_numerics_models import SPECIAL, values
 from weight_recipes import ALL_PAIRS
 
@@ -81,22 +81,22 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
             assert torch.equal(bits(stored), bits(made[plane])), plane
     planes = expected if amax is None else {**expected, "amax": layout.stored_amax(amax)}
     if not layout.history:
-        laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
+        plain, moved = laid_out(name, planes, (m, k), orientations), kernels(name).lay_out(planes, m, k, orientations)
         buffers = recipe(name).quantize_buffers(values_in, amax=amax, orientations=orientations, **seed)
         fused = kernels(name).buffer_sizes is not None
         at_once = kernels(name).quantize_buffers(x, amax, orientations, **seed) if fused else buffers
-        assert list(laid_out) == list(moved) == list(buffers) == list(at_once)
-        for buffer, entries in laid_out.items():
+        assert list(plain) == list(moved) == list(buffers) == list(at_once)
+        for buffer, entries in plain.items():
             for found in (moved, buffers, at_once):
                 assert torch.equal(bits(entries), bits(found[buffer])), buffer
         if layout.swizzled:
             moved = kernels(name).lay_out(planes, m, k, orientations, True)
             at_once = kernels(name).quantize_buffers(x, amax, orientations, True, **seed) if fused else moved
             for found in (moved, at_once):
-                for buffer in (name for name in laid_out if name.endswith("_data")):
-                    assert torch.equal(bits(laid_out[buffer]), bits(found[buffer])), buffer
+                for buffer in (name for name in plain if name.endswith("_data")):
+                    assert torch.equal(bits(plain[buffer]), bits(found[buffer])), buffer
             for orientation in orientations:
-                expected_scale = reference(name).gemm_scale(laid_out, orientation)
+                expected_scale = reference(name).gemm_scale(plain, orientation)
                 for found in (moved, at_once):
                     assert torch.equal(bits(expected_scale), bits(found[f"{orientation}_scale"]))
     for orientation in orientations:

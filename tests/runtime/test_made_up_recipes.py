@@ -26,6 +26,7 @@ from layoutc.conformance.material import array
 from layoutc.conformance.model.placing import plane_values
 from layoutc.conformance.model.weights import Model, planes_of
 from layoutc.layout.layout import resolve
+from layoutc.runtime.weight.returned_buffers import by_reference
 from layoutc.spec.checks.read import read_spec
 from layoutc.spec.formats import BUILTIN, thresholds
 from layoutc.spec.schema import Spec
@@ -224,7 +225,7 @@ def test_a_compiled_reference_does_what_the_spec_says(spec: Spec, seed: int, spe
     assert {name: tuple(fact) for name, fact in facts.planes(M, K).items()} == {
         name: (tuple(plane.shape), plane.dtype) for name, plane in planes.items()
     }
-    laid_out = reference.lay_out(planes, M, K, layout.orientations)
+    laid_out = by_reference(facts, reference, planes, (M, K), layout.orientations)
     stated = facts.buffers(M, K)
     assert list(laid_out) == list(stated)
     model = Model(layout)

@@ -97,8 +97,8 @@ def _flat_of(cls: type[QuantizedTensor], columns: int, least: int) -> type[Flat]
         layout_id=f"{layout.layout_id}/flat{columns}",
         column_multiple=1,
         multiple_k=1,
-        stored={"rowwise_data": Plane(ALL, None), SCALE: Plane(ALL, None)},
-        planes=planes,
+        stored={name: Plane(ALL, None, layout.dtypes[name]) for name in ("rowwise_data", SCALE)},
+        own_planes=planes,
     )
     facts = {"LAYOUT": changed, "OF": cls, "COLUMNS": columns, "RESIZED": True}
     return type(f"Flat{cls.__name__}", (Flat, cls), facts)
@@ -126,8 +126,8 @@ def _class_of(cls: type[QuantizedTensor], columns: int | None, divides: bool) ->
         column_multiple=least,
         multiple_k=least,
         blocks={"rowwise": f"1x{columns or 'k'}"},
-        stored={"rowwise_data": data} | {name: Plane(1, columns) for name in dtypes},
-        planes=planes,
+        stored={"rowwise_data": data} | {name: Plane(1, columns, dtype) for name, dtype in dtypes.items()},
+        own_planes=planes,
     )
     facts = {"LAYOUT": changed, "OF": cls, "COLUMNS": columns, "RESIZED": columns != layout.column_multiple}
     return type(f"Regrouped{cls.__name__}", (Regrouped, cls), facts)

@@ -215,7 +215,8 @@ def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mappin
     value; OF_OTHER_SHAPES for dtypes alone; 0 for other dtypes."""
     matrices, fit = prod(shape[:-2]) if shape is not None and len(shape) > 2 else None, EXACT
     parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
-    planes, of_weight = bound.binding.planes, dict[str, Facts]()
+    planes = bound.binding.planes
+    of_weight: Mapping[str, Facts] = {}
     if bound.binding.text is not None and tensor_name(bound.binding.text[0], parts[0]) not in tensors:
         return 0  # its name has the kind of codes
     data = tensors.get(next((tensor_name(one.name, parts[0]) for key, one in planes.items() if "data" in key), ""))

@@ -19,6 +19,7 @@ from layoutc.conformance.model.placing import swizzled_buffers
 from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.layout.layout import Source
+from layoutc.runtime.weight.returned_buffers import by_reference
 
 FEW = 10_000  # elements of a weight whose blocks are looked at one by one
 
@@ -91,7 +92,7 @@ def _compare(
         together = [laid_out]
         if kernels.lay_out_tile is not None:
             together = kernels.lay_out_batch([on_device] * 2, [(m, k)] * 2, orientations)
-        for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
+        for name, buffer in by_reference(subject.facts, subject.reference, planes, (m, k), orientations).items():
             for buffers in (laid_out, at_once, *together):
                 expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         if subject.facts.swizzled:

@@ -1,9 +1,9 @@
-"""Dispatch handlers that cut, join or make planes. How each plane is cut or joined is generated (`_cut`, `_join`)."""
+"""Dispatch handlers that cut, join or make planes. How each plane is cut is generated (`_cut`)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping
 from math import prod
 from typing import Any
 
@@ -23,15 +23,6 @@ from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.storage.planes import CutPlanes, ScatteredPlanes, with_copies
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-
-def join_rows(
-    pieces: Sequence[Mapping[str, Tensor]], names: Sequence[str], shared: Sequence[str] = ()
-) -> dict[str, Tensor]:
-    """Planes of adjacent pieces, joined along the rows; those that all pieces share come from the first. Names of
-    planes that the pieces don't have are left out."""
-    there = [name for name in names if name in pieces[0]]
-    return {n: pieces[0][n] if n in shared else torch.cat([piece[n] for piece in pieces]) for n in there}
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
@@ -231,7 +222,8 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return _join_between(pieces, dim)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
     matrix = (sum(piece.store.matrix[0] for piece in pieces), first.store.matrix[1])
-    planes = with_copies(type(first)._join([piece.store.planes for piece in pieces]), first.LAYOUT.shared)
+    shared, each = first.LAYOUT.shared, [piece.store.planes for piece in pieces]
+    planes = {n: each[0][n].clone() if n in shared else torch.cat([one[n] for one in each]) for n in each[0]}
     return first.with_planes(planes, shape, matrix=matrix)
 
 

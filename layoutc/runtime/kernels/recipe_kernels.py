@@ -283,7 +283,7 @@ class Kernels:
         """How many planes there are; two bits for the dtype of each; a bit for each that has one value."""
         facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
         dtypes = sum(_KINDS.index(facts[name].dtype) << 2 * index for index, name in enumerate(self._written))
-        scalars = sum((self.layout.stored[name] == (None, None)) << index for index, name in enumerate(self._written))
+        scalars = sum((self.layout.stored[n][:2] == (None, None)) << at for at, n in enumerate(self._written))
         return len(self._written), dtypes, scalars
 
     # ----------------------------------------------------------------------------------------------------- dequantize
@@ -303,7 +303,7 @@ class Kernels:
         launch.check_planes(self.layout, planes, m, k)
         if self.by_reference is not None:
             made = self.by_reference(planes, m, k, orientations)
-            return made | {n: self._in_order(n, made[n]) for n in self.layout.swizzled if swizzled and n in made}
+            return self._buffers(planes, made, orientations, swizzled)
         planes = launch.readable(planes)
         if self.lay_out_tile is None or not m or not k:
             return self._buffers(planes, {}, orientations, swizzled)
@@ -378,7 +378,7 @@ class Kernels:
         for name, plane, is_flat, is_swizzled in buffers.entries(self.layout, orientations):
             buffer = made[name] if plane is None else planes[plane]
             if is_swizzled and swizzled:
-                buffer = buffer.flatten() if plane is None else self._in_order(name, buffer)
+                buffer = self._in_order(name, buffer) if plane or self.by_reference else buffer.flatten()
             result[name] = buffer.flatten() if is_flat else buffer
         return result
 
@@ -392,7 +392,7 @@ class Kernels:
         """A scale, or zero point, that no kernel orders, in the GEMM's order: 1-D."""
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
-        return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
+        return self.gemm_scale({name: scale}, orientation, kind)
 
 
 def _ordered(tensors: Planes, names: Sequence[str]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def needs_of(target: PlaneStore, source: PlaneStore) -> tuple[Rect, ...]:
         return ()
     own, needs = covers_of(target, part), []
     for name in target.planes:
-        rows, columns = target.layout.stored[name]
+        rows, columns, *_ = target.layout.stored[name]
         into, plane = target.entries(name), source.entries(name)
         r0, r1 = (part.first, part.last) if rows is None else (own.r0 // rows * rows, up(own.r1, rows))
         r0, r1 = max(r0, part.first), min(r1, part.last)
@@ -109,7 +109,7 @@ def forget(store: PlaneStore) -> None:
 
 def _check_agree(a: Piece, b: Piece, label: str) -> None:
     """Raises LayoutError if two pieces of one tensor have different values for the scales that they share."""
-    for name, (rows, columns) in a.target.layout.stored.items():
+    for name, (rows, columns, *_) in a.target.layout.stored.items():
         if name not in a.target.planes or (rows == 1 and columns is not None):
             continue
         ours, theirs = _shared(a, name, b.covers), _shared(b, name, a.covers)
@@ -122,7 +122,7 @@ def _check_agree(a: Piece, b: Piece, label: str) -> None:
 
 def _shared(piece: Piece, name: str, other: Rect) -> Tensor | None:
     """The entries of a piece's plane that also cover elements of another rectangle; None if there are none."""
-    rows, columns = piece.target.layout.stored[name]
+    rows, columns, *_ = piece.target.layout.stored[name]
     entries, own = piece.source.entries(name), piece.covers
     if rows is not None:
         first = own.r0 // rows

@@ -20,11 +20,12 @@ from torch import Tensor
 from layoutc.ints.rects import Rect
 from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import Facts, Layout, laid_out_names
+from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.storage.planes import GatheredPlanes, TracedPlanes, owner
 from layoutc.runtime.torch_private import called_in_inductor, lower_in_inductor, lowered_node
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
+from layoutc.runtime.weight.returned_buffers import laid_out_names
 
 aten = torch.ops.aten
 

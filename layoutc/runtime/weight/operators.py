@@ -19,19 +19,19 @@ from torch import Tensor
 
 from layoutc.runtime import library
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import (
-    Facts,
-    Layout,
-    distinct,
-    first_of_planes,
-    laid_out_names,
-    needed_planes,
-    quantized_names,
-)
+from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
 from layoutc.runtime.torch_private import traced
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
+from layoutc.runtime.weight.returned_buffers import (
+    distinct,
+    first_of_planes,
+    laid_out_names,
+    named,
+    needed_planes,
+    quantized_names,
+)
 
 _recipes: dict[str, type[RecipeMethods]] = {}
 _levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
@@ -174,12 +174,7 @@ def lay_out(
     if names:
         needed = [planes[name] for name in needed_planes(cls.LAYOUT, orientations)]
         made = dict(zip(names, _lay_out(needed, m, k, cls.KEY, list(orientations), swizzled, typed), strict=True))
-    buffers: dict[str, Tensor] = {}
-    for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
-        if name == "amax" or name.split("_")[0] in orientations:
-            stored = None if name in made else planes[cls.LAYOUT.as_stored[name]]
-            buffers[name] = made[name] if stored is None else stored.flatten() if len(shape) == 1 else stored
-    return buffers
+    return named(cls.LAYOUT, planes, made, (m, k), orientations)
 
 
 # --------------------------------------------------------------------------------------------------- what operators run

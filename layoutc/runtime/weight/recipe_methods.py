@@ -17,6 +17,7 @@ from layoutc.runtime import numerics
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, buffers, launch
 from layoutc.runtime.torch_private import keeping_version
+from layoutc.runtime.weight.returned_buffers import by_reference
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.launch_plan import LaunchPlan
@@ -30,8 +31,7 @@ Planes = Mapping[str, Tensor]
 class RecipeMethods:
     """The arithmetic of a recipe. x: (m, k), fp32, bf16 or fp16; planes and buffers go by their names.
 
-    A generated class says what its layout is, where its reference and its kernels are, and how planes are cut and
-    joined.
+    A generated class says what its layout is, where its reference and its kernels are, and how planes are cut.
     """
 
     LAYOUT: ClassVar[Layout]
@@ -45,11 +45,6 @@ class RecipeMethods:
         per_k = {name: cls.LAYOUT.stored[name].columns_per_value or 1 for name in planes}
         ends = {name: ceil(round(c1 / size, 6)) for name, size in per_k.items()}  # 4 codes of 6 bits take 3 bytes
         return {name: plane[r0:r1, round(c0 / per_k[name]) : ends[name]] for name, plane in planes.items()}
-
-    @classmethod
-    def _join(cls, pieces: list[Planes]) -> dict[str, Tensor]:
-        """Planes of pieces that follow one another along the rows. Here: of planes that shards have parts of."""
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     @classmethod
     def usable_kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
@@ -185,11 +180,11 @@ class RecipeMethods:
         kernels = cls.usable_kernels(next(iter(planes.values()))) if orientations else None
         if kernels is not None and kernels.by_reference is None:
             return kernels.lay_out(planes, m, k, orientations, swizzled)
-        buffers: dict[str, Tensor] = cls.REFERENCE.lay_out(planes, m, k, orientations)
+        buffers = by_reference(cls.LAYOUT, cls.REFERENCE, planes, (m, k), orientations)
         for name in cls.LAYOUT.swizzled if swizzled else ():
             orientation, _, kind = name.rpartition("_")
             if orientation in orientations:
-                buffers[name] = cls.REFERENCE.gemm_scale(buffers, orientation, *(() if kind == "scale" else (kind,)))
+                buffers[name] = cls.REFERENCE.gemm_scale(buffers, orientation, kind)
         return buffers
 
     @classmethod

@@ -1,0 +1,94 @@
+"""Formats, and the order in which a GEMM reads scales, as generated references name them: functions, made of facts.
+
+A format is two of them, from fp32 to codes and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime import numerics
+
+Codec: TypeAlias = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
+GemmOrder: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int, int], Tensor], Callable[..., Tensor]]
+
+
+def cast(dtype: torch.dtype, largest: float, nan: int) -> Codec:
+    """A float of 8 bits that torch has. nan: the code that NaN gets."""
+    encode = partial(numerics.cast_to_codes, dtype=dtype, largest=largest, nan_code=nan)
+    return encode, partial(numerics.cast_from_codes, dtype=dtype)
+
+
+def half(dtype: torch.dtype, largest: float, nan: int) -> Codec:
+    """fp16 or bf16."""
+    return partial(numerics.to_half, dtype=dtype, largest=largest, nan_code=nan), Tensor.float
+
+
+def integer(bits: int, lowest: int, nan: int, fraction: int = 0, offset: int | None = None) -> Codec:
+    """Integers in steps of 2**-fraction: in two's complement, or steps plus an offset."""
+    encode = partial(
+        numerics.to_integer_codes, bits=bits, lowest=lowest, fraction=fraction, nan_code=nan, offset=offset
+    )
+    return encode, partial(numerics.from_integer_codes, bits=bits, fraction=fraction, offset=offset)
+
+
+def table(steps: Sequence[float], values: Sequence[float], sign_bit: int | None, nan: int) -> Codec:
+    """Any float, by the numbers from which on |x| gets the next code, and by the value of each code."""
+    encode = partial(numerics.to_codes, thresholds=steps, sign_bit=sign_bit, nan_code=nan)
+    return encode, partial(numerics.from_codes, values=values)
+
+
+def codebook(steps: Sequence[float], codes: Sequence[int], values: Sequence[float], nan: int) -> Codec:
+    """A list of values, by the numbers from which on the next of them is nearest; codes: by ascending value."""
+    encode = partial(numerics.to_codebook, thresholds=steps, codes=codes, nan_code=nan)
+    return encode, partial(numerics.from_codes, values=values)
+
+
+def by_chance(
+    magnitudes: Sequence[float], values: Sequence[float] | torch.dtype, sign_bit: int | None, nan: int
+) -> Codec:
+    """Any float, rounded by random bits, which `encode` takes after the values. magnitudes: ascending from 0. values:
+    of each code, or torch's dtype."""
+    encode = partial(numerics.to_codes_by_chance, magnitudes=magnitudes, sign_bit=sign_bit, nan_code=nan)
+    if isinstance(values, torch.dtype):
+        return encode, partial(numerics.cast_from_codes, dtype=values)
+    return encode, partial(numerics.from_codes, values=values)
+
+
+def integer_by_chance(bits: int, lowest: int, nan: int, fraction: int = 0, offset: int | None = None) -> Codec:
+    """As `integer`, rounded by random bits, which `encode` takes after the values."""
+    encode = partial(
+        numerics.to_integer_codes_by_chance, width=bits, lowest=lowest, fraction=fraction, nan_code=nan, offset=offset
+    )
+    return encode, partial(numerics.from_integer_codes, bits=bits, fraction=fraction, offset=offset)
+
+
+def gemm_order(parts: Sequence[Sequence[int]], order: Sequence[int], transposed: Collection[str] = ()) -> GemmOrder:
+    """Functions that put scales (free axis, contraction axis) into the order, 1-D; undo that; and order an
+    orientation's, among buffers.
+
+    parts: the sizes of each axis's parts; 0 for the one that takes what is left. order: where each part of the result
+    comes from. transposed: orientations whose buffers have the contraction axis first. The free axis is m for rowwise,
+    k for columnwise.
+    """
+
+    def ordered(scale: Tensor) -> Tensor:
+        return numerics.swizzle(scale, parts, order, [len(order)])
+
+    def undone(flat: Tensor, rows: int, columns: int) -> Tensor:
+        whole = [(extent // prod(filter(None, of)), of) for extent, of in zip((rows, columns), parts, strict=True)]
+        sizes = [size or rest for rest, of in whole for size in of]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return flat.reshape([sizes[part] for part in order]).permute(back).reshape(rows, columns)
+
+    def of_buffers(buffers: Mapping[str, Tensor], orientation: str, kind: str = "scale") -> Tensor:
+        scale = buffers[f"{orientation}_{kind}"]
+        return ordered(scale.t() if orientation in transposed else scale)
+
+    return ordered, undone, of_buffers
