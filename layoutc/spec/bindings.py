@@ -14,11 +14,13 @@ Pattern = Annotated[str, Field(min_length=1, max_length=200)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
+    """A mapping of keys that a spec may have, and of no other."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class FileCodes(_Model):
+class FileCodes(Model):
     """What the codes of a plane's values stand for, where files have quantized these: value of the code * scale of its
     block + offset, in fp32, rounded after each."""
 
@@ -33,7 +35,7 @@ class FileCodes(_Model):
     )
 
 
-class FileTensor(_Model):
+class FileTensor(Model):
     """The tensor that holds one plane; sizes of the names in `layout` stand inline in YAML."""
 
     name: Pattern = Field(description="its name: `{name}` is the parameter's, `{module}` that without its last part")
@@ -68,7 +70,7 @@ class FileTensor(_Model):
         return {key: value for key, value in data.items() if key not in sizes} | {"sizes": sizes}
 
 
-class FileRecord(_Model):
+class FileRecord(Model):
     """A type of a container's tensors, whose bytes are the records of this recipe."""
 
     container: Literal["gguf"] = Field(description="the kind of file: `gguf`")
@@ -76,7 +78,7 @@ class FileRecord(_Model):
     number: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(description="the type's number in files")
 
 
-class FileBinding(_Model):
+class FileBinding(Model):
     """How files of one program hold this recipe: a tensor for each plane, or records of the rowwise orientation."""
 
     summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)

@@ -238,6 +238,14 @@ def parse_buffer_swizzle(pattern: str, sizes: Mapping[str, int | tuple[int, ...]
 
 
 def _sides(pattern: str) -> tuple[str, str, str]:
+    """What is before the arrow, the arrow, and what is after it. Raises NotationError, also for a parenthesis without
+    a partner, or inside another pair."""
+    opened: int | None = None
+    for at, char in enumerate(f"{pattern}("):  # the last one ends what is open
+        if char in "()" and (char == "(") == (opened is not None):
+            wrong = at if opened is None else opened
+            raise NotationError("a parenthesis without its partner", wrong, wrong + 1)
+        opened = at if char == "(" else None if char == ")" else opened
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise NotationError("has no `->`", 0, max(1, len(pattern)))
@@ -246,8 +254,6 @@ def _sides(pattern: str) -> tuple[str, str, str]:
 
 def _groups(text: str, offset: int, side: str) -> tuple[tuple[str, ...], ...]:
     """The names of each dim on one side of a pattern, which begins at `offset` and is before or after the arrow."""
-    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
-        raise NotationError("has parentheses that do not match", offset, offset + len(text.rstrip()))
     groups, seen = [], set()
     for token in re.finditer(r"\([^()]*\)|\S+", text):
         span = (offset + token.start(), offset + token.end())

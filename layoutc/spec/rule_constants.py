@@ -17,53 +17,14 @@ def constant(name: str, element: Format, scale: Format, parameters: Parameters) 
     return f32(value), doc
 
 
-def _element_min(element: Format, scale: Format, parameters: Parameters) -> Value:
+def _lowest(element: Format) -> float:
     if element.values:
-        return min(value for value in element.values if not math.isnan(value)), ""
-    return (math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max), ""
+        return min(value for value in element.values if not math.isnan(value))
+    return math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max
 
 
-def _element_step(element: Format, scale: Format, parameters: Parameters) -> Value:
-    below = element.magnitudes[-2]
-    return element.max / below, f"{element.max:g} / {below:g}"
-
-
-def _bounded_range(element: Format, scale: Format, parameters: Parameters) -> Value:
-    bound = float(parameters["bound"])
-    return bound * element.max, f"{bound:g} * {element.max:g}"
-
-
-def _inverse_bounded_range(element: Format, scale: Format, parameters: Parameters) -> Value:
-    bound = float(parameters["bound"])
-    return 1 / (bound * element.max), f"fp32(1 / ({element.max:g} * {bound:g}))"
-
-
-def _inverse_element_span(element: Format, scale: Format, parameters: Parameters) -> Value:
-    span = element.max - _element_min(element, scale, parameters)[0]
-    return 1 / span, f"fp32(1 / {span:g})"
-
-
-def _element_span(element: Format, scale: Format, parameters: Parameters) -> Value:
-    lowest = _element_min(element, scale, parameters)[0]
-    return element.max - lowest, f"from {lowest:g} to {element.max:g}"
-
-
-def _element_half_range(element: Format, scale: Format, parameters: Parameters) -> Value:
-    lowest = _element_min(element, scale, parameters)[0]
-    return (element.max - lowest) / 2, f"half the range from {lowest:g} to {element.max:g}"
-
-
-def _inverse_element_max(element: Format, scale: Format, parameters: Parameters) -> Value:
-    return 1 / element.max, f"fp32(1 / {element.max:g})"
-
-
-def _inverse_element_power(element: Format, scale: Format, parameters: Parameters) -> Value:
-    power = 2.0 ** math.floor(math.log2(element.max))
-    return 1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"
-
-
-def _inverse_range(element: Format, scale: Format, parameters: Parameters) -> Value:
-    return 1 / (element.max * scale.max), f"fp32(1 / ({element.max:g} * {scale.max:g}))"
+def _power(element: Format) -> float:
+    return float(2.0 ** math.floor(math.log2(element.max)))
 
 
 def _scale_min(element: Format, scale: Format, parameters: Parameters) -> Value:
@@ -71,32 +32,30 @@ def _scale_min(element: Format, scale: Format, parameters: Parameters) -> Value:
     return least, f"2^{int(math.log2(least))}" if math.frexp(least)[0] == 0.5 else ""
 
 
-def _inverse_margin(element: Format, scale: Format, parameters: Parameters) -> Value:
-    return 2.0 ** -float(parameters["margin"]), "2 to minus the margin"
-
-
-def _of_zeros(element: Format, scale: Format, parameters: Parameters) -> Value:
-    return float(parameters["of-zeros"]), "the scale of a block whose own would be 0"
-
-
-def _epsilon(element: Format, scale: Format, parameters: Parameters) -> Value:
-    return float(parameters["epsilon"]), ""
+def _bounded(element: Format, parameters: Parameters) -> float:
+    return float(parameters["bound"]) * element.max
 
 
 # By their names in rules. Computed only for rules that use them, since not every format has every constant.
 CONSTANTS: dict[str, Callable[[Format, Format, Parameters], Value]] = {
-    "element_min": _element_min,
-    "element_step": _element_step,
-    "bounded_range": _bounded_range,
-    "inverse_bounded_range": _inverse_bounded_range,
-    "inverse_element_span": _inverse_element_span,
-    "element_span": _element_span,
-    "element_half_range": _element_half_range,
-    "inverse_element_max": _inverse_element_max,
-    "inverse_element_power": _inverse_element_power,
-    "inverse_range": _inverse_range,
+    "element_min": lambda e, s, p: (_lowest(e), ""),
+    "element_step": lambda e, s, p: (e.max / e.magnitudes[-2], f"{e.max:g} / {e.magnitudes[-2]:g}"),
+    "bounded_range": lambda e, s, p: (_bounded(e, p), f"{p['bound']:g} * {e.max:g}"),
+    "inverse_bounded_range": lambda e, s, p: (1 / _bounded(e, p), f"fp32(1 / ({e.max:g} * {p['bound']:g}))"),
+    "inverse_element_span": lambda e, s, p: (1 / (e.max - _lowest(e)), f"fp32(1 / {e.max - _lowest(e):g})"),
+    "element_span": lambda e, s, p: (e.max - _lowest(e), f"from {_lowest(e):g} to {e.max:g}"),
+    "element_half_range": lambda e, s, p: (
+        (e.max - _lowest(e)) / 2,
+        f"half the range from {_lowest(e):g} to {e.max:g}",
+    ),
+    "inverse_element_max": lambda e, s, p: (1 / e.max, f"fp32(1 / {e.max:g})"),
+    "inverse_element_power": lambda e, s, p: (
+        1 / _power(e),
+        f"1 / {_power(e):g}, the largest power of two up to {e.max:g}",
+    ),
+    "inverse_range": lambda e, s, p: (1 / (e.max * s.max), f"fp32(1 / ({e.max:g} * {s.max:g}))"),
     "scale_min": _scale_min,
-    "inverse_margin": _inverse_margin,
-    "epsilon": _epsilon,
-    "of_zeros": _of_zeros,
+    "inverse_margin": lambda e, s, p: (2.0 ** -float(p["margin"]), "2 to minus the margin"),
+    "epsilon": lambda e, s, p: (float(p["epsilon"]), ""),
+    "of_zeros": lambda e, s, p: (float(p["of-zeros"]), "the scale of a block whose own would be 0"),
 }

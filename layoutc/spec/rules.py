@@ -56,6 +56,11 @@ class Rule:
     zero_scale: tuple[str, ...] | None = None  # what keeps blocks of zeros from having the scale 0; None: all does
 
     @property
+    def defaults(self) -> Parameters:
+        """Its parameters, where a spec states none."""
+        return {key: parameter.default for key, parameter in self.parameters.items()}
+
+    @property
     def needs_tensor_amax(self) -> bool:
         """True if the rule reads the amax of the whole weight, so that shards must share it."""
         return any("tensor_amax" in names(step.expression) for step in (*self.tensor, *self.steps))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from layoutc.spec.bindings import FileBinding
+from layoutc.spec.bindings import FileBinding, Model, Size
 from layoutc.spec.rules import RULES
 
 LANGUAGE = 1  # version of the spec language
 
-Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
 Value = float | int | bool | str
@@ -28,18 +27,14 @@ ProductName = Literal["forward", "grad_input", "grad_weight"]
 COLLECTED = frozenset({"parameters", "sizes"})
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Shape(_Model):
+class Shape(Model):
     """What the weight's sizes must be multiples of."""
 
     m: Size = Field(default=1, description="rows (the product of all leading dims) come in multiples of this")
     k: Size = Field(default=1, description="columns (the contraction dim) come in multiples of this")
 
 
-class FormatDef(_Model):
+class FormatDef(Model):
     """A number format by definition: sign | exponent | mantissa, most significant bit first; or an integer."""
 
     sign: Literal[0, 1] | None = Field(default=None, description="sign bits")
@@ -70,7 +65,7 @@ class FormatDef(_Model):
     torch: str | None = Field(default=None, description="the torch dtype that holds one such code in a byte")
 
 
-class Element(_Model):
+class Element(Model):
     """The format of a stored element and how codes narrower than a byte are packed."""
 
     format: str = Field(description="name of a built-in format of up to 8 bits, or of one under `formats`")
@@ -85,14 +80,14 @@ class Element(_Model):
     )
 
 
-class History(_Model):
+class History(Model):
     """Delayed scaling: the amax comes from earlier steps."""
 
     length: Annotated[int, Field(ge=1, le=65536)] = Field(description="how many amaxes are kept")
     pick: Literal["max", "most-recent"] = Field(description="which of them is used")
 
 
-class _Ruled(_Model):
+class _Ruled(Model):
     """A format, and the rule that makes its values; the rule's parameters stand inline in YAML."""
 
     format: str = Field(description="f32, a built-in format of 8 bits, or one under `formats`")
@@ -115,9 +110,8 @@ class _Ruled(_Model):
         elsewhere = {key for other in RULES.values() for key in other.parameters}
         parameters = {key: value for key, value in data.items() if key in own | elsewhere}
         if rule:
-            defaults = {key: parameter.default for key, parameter in rule.parameters.items()}
             numbers = {key for key, parameter in rule.parameters.items() if parameter.type == "number"}
-            parameters = defaults | {
+            parameters = rule.defaults | {
                 key: float(value) if key in numbers and type(value) is int else value
                 for key, value in parameters.items()
             }
@@ -125,7 +119,7 @@ class _Ruled(_Model):
         return rest | {"parameters": parameters}
 
 
-class Block(_Model):
+class Block(Model):
     """The elements that share one scale."""
 
     m: Size | Literal["all"] = Field(description="rows of a block, or `all`")
@@ -153,7 +147,7 @@ class Scale(_Ruled):
     super: Super | None = Field(default=None, description="scales that are stored under scales of their own")
 
 
-class TensorLevel(_Model):
+class TensorLevel(Model):
     """One more scale level, for the whole weight, or for each matrix of a stack."""
 
     amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
@@ -162,7 +156,7 @@ class TensorLevel(_Model):
     )
 
 
-class Buffer(_Model):
+class Buffer(Model):
     """How a GEMM reads one buffer: the order of its dims and what each is padded to."""
 
     layout: str = Field(description="axes, outermost first: `m k`, `k m`, `m k/16`, `scalar`", max_length=40)
@@ -194,7 +188,7 @@ def is_size(value: object) -> bool:
     return type(value) is int or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 
-class Record(_Model):
+class Record(Model):
     """Codes and scales of a run of elements in one buffer, one after another."""
 
     size: Size = Field(description="elements of a record, along the contracted axis")
@@ -203,14 +197,14 @@ class Record(_Model):
     )
 
 
-class Quantize(_Model):
+class Quantize(Model):
     """What one orientation quantizes differently from the rest of the recipe."""
 
     element: Element | None = Field(default=None, description="in place of the recipe's `element`")
     scale: Scale | None = Field(default=None, description="in place of the recipe's `scale`")
 
 
-class Transform(_Model):
+class Transform(Model):
     """What values are multiplied by before scales are found: a Hadamard matrix, in groups along the contracted axis."""
 
     hadamard: Size = Field(description="steps of the contracted axis that are transformed together, a power of two")
@@ -219,7 +213,7 @@ class Transform(_Model):
     )
 
 
-class Orientation(_Model):
+class Orientation(Model):
     """One of the two ways in which a GEMM reads the weight."""
 
     quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation's own")
@@ -232,14 +226,14 @@ class Orientation(_Model):
     record: Record | None = Field(default=None, description="one more buffer, with codes and scales in records")
 
 
-class Orientations(_Model):
+class Orientations(Model):
     """Rowwise serves the forward pass, columnwise the backward pass."""
 
     rowwise: Orientation
     columnwise: Orientation | None = None
 
 
-class GemmScale(_Model):
+class GemmScale(Model):
     """How a padded scale buffer becomes the bytes that a GEMM wants; sizes of the names stand inline in YAML."""
 
     swizzle: str = Field(description="einops-style pattern over (free axis, contraction axis)", max_length=200)
@@ -255,7 +249,7 @@ class GemmScale(_Model):
         return {key: value for key, value in data.items() if key not in sizes} | {"sizes": sizes}
 
 
-class Gemm(_Model):
+class Gemm(Model):
     """What only a GEMM needs; planes never hold it."""
 
     scale: GemmScale | None = Field(default=None, description="the order in which a GEMM reads padded scales")
@@ -270,7 +264,7 @@ class Gemm(_Model):
     )
 
 
-class Spec(_Model):
+class Spec(Model):
     """One recipe: where every bit of a quantized weight lies."""
 
     layoutc: Literal[1] = Field(description="version of the spec language")
@@ -293,9 +287,3 @@ class Spec(_Model):
     files: dict[str, FileBinding] = Field(
         default={}, description="how other checkpoint formats hold the recipe, by name"
     )
-
-
-def quantized_as(spec: Spec, orientation: Orientation) -> tuple[Element, Scale]:
-    """The element and scale of one orientation: its own, or the recipe's."""
-    own = orientation.quantize
-    return own.element or spec.element, own.scale or spec.scale

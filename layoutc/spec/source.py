@@ -67,9 +67,10 @@ class Source:
         return Label(self._narrowed(span, path, within) if within else span, text)
 
     def find(
-        self, code: str, message: str, primary: Label, *secondary: Label, why: str = "", help: str = ""
+        self, code: str, message: str, at: Label | Path, *besides: Label | Path, why: str = "", help: str = ""
     ) -> Diagnostic:
-        """A diagnostic in this file. Secondary labels on the primary one's span are left out."""
+        """A diagnostic in this file. A path stands for the value there. Labels on the first one's span are left out."""
+        primary, *secondary = (one if isinstance(one, Label) else self.value(one) for one in (at, *besides))
         others = tuple(label for label in secondary if label.span != primary.span)
         return Diagnostic(code, message, self.path, primary, others, why or None, help or None, source=self.text)
 
@@ -157,12 +158,10 @@ class _Reader:
                 if char.isprintable():
                     continue
                 label = Label(Span(number, column, number, column + 1), f"U+{ord(char):04X}")
+                found = "a character that is not text", "delete it"
                 if char == "\t":
-                    self._add(
-                        "LC107", "a tab; YAML is indented with spaces", label, help="replace each tab with spaces"
-                    )
-                else:
-                    self._add("LC107", "a character that is not text", label, help="delete it")
+                    found = "a tab; YAML is indented with spaces", "replace each tab with spaces"
+                self._add("LC107", found[0], label, help=found[1])
                 raise _Stop
 
     def _parsed(self) -> Iterator[Event]:
@@ -187,12 +186,8 @@ class _Reader:
             length = len(self.text.split("\n")[context.line - 1].rstrip())
             problem = Span(context.line, context.column, context.line, length + 1)
         elif context and context != problem:
-            others = (
-                Label(
-                    context,
-                    "opened here" if "flow" in str(error.context) or "quoted" in str(error.context) else "begun here",
-                ),
-            )
+            opened = "flow" in str(error.context) or "quoted" in str(error.context)
+            others = (Label(context, "opened here" if opened else "begun here"),)
         self._add("LC101", "this is not valid YAML", Label(problem or Span(1, 1, 1, 2), label), *others, help=help)
 
     def _mark(self, mark: Any) -> Span | None:
@@ -222,18 +217,14 @@ class _Reader:
         """The data of the node that starts with `event`; records spans for everything below `path`."""
         span = self._span(event)
         if len(path) > MAX_DEPTH:
-            label = Label(Span(span.line, span.column, span.line, span.column + 1), f"{len(path)} levels deep")
+            label = Label(_first(span), f"{len(path)} levels deep")
             self._add("LC110", f"nested deeper than {MAX_DEPTH} levels", label, help="a spec needs five")
             raise _Stop
+        flat = isinstance(event, AliasEvent | ScalarEvent) or event.flow_style  # type: ignore[attr-defined]
+        self.values[path] = span if flat else key or _first(span)
         if isinstance(event, AliasEvent):
-            self.values[path] = span
             self._refuse_reference(path, span)
             return ""
-        if isinstance(event, ScalarEvent):
-            self.values[path] = span
-        else:
-            block = key or Span(span.line, span.column, span.line, span.column + 1)
-            self.values[path] = span if event.flow_style else block  # type: ignore[attr-defined]
         if event.anchor is not None:  # type: ignore[attr-defined]
             self._refuse_reference(path, span)
         if event.tag is not None:  # type: ignore[attr-defined]
@@ -265,14 +256,9 @@ class _Reader:
             inner: Path = (*path, name if name is not None else f"?{where.line}:{where.column}")
             if name is not None and name in data:
                 label, first = Label(where, "second value"), Label(self.keys[inner], "first value")
-                self._add(
-                    "LC102",
-                    f"{quoted(name)} is given twice in the same mapping",
-                    label,
-                    first,
-                    why="plain YAML keeps the last one silently; layoutc refuses to choose",
-                    help="delete one of the two",
-                )
+                message = f"{quoted(name)} is given twice in the same mapping"
+                why = "plain YAML keeps the last one silently; layoutc refuses to choose"
+                self._add("LC102", message, label, first, why=why, help="delete one of the two")
                 self._node(next(self.events), (*inner, "?"), where)
             else:
                 self.keys[inner] = where
@@ -289,12 +275,7 @@ class _Reader:
         """A key as text; None, with a finding, if it is not one."""
         span = self._span(event)
         if not isinstance(event, ScalarEvent):
-            self._add(
-                "LC109",
-                "a key must be a word",
-                Label(Span(span.line, span.column, span.line, span.column + 1)),
-                help="write `key: value`",
-            )
+            self._add("LC109", "a key must be a word", Label(_first(span)), help="write `key: value`")
             self._node(event, (f"?{span.line}:{span.column}",), span)
             return None
         if event.anchor is not None or event.tag is not None:
@@ -304,12 +285,8 @@ class _Reader:
             return str(event.value)
         value, trap = plain_value(event.value)
         if trap:
-            self._add(
-                "LC103",
-                f"YAML reads {quoted(event.value)} as {trap[0]}",
-                Label(span, trap[1]),
-                help="quote it, or use another word",
-            )
+            message = f"YAML reads {quoted(event.value)} as {trap[0]}"
+            self._add("LC103", message, Label(span, trap[1]), help="quote it, or use another word")
         elif not isinstance(value, str) or not value:
             self._add("LC109", f"the key {quoted(event.value)} is not a word", Label(span), help="write `key: value`")
             return None
@@ -345,13 +322,9 @@ class _Reader:
 
     def _refuse_reference(self, path: Path, span: Span) -> None:
         self.bad.add(path)
-        self._add(
-            "LC104",
-            "anchors, aliases and merge keys are not part of the spec language",
-            Label(self._word(span)),
-            why="a value that is written elsewhere has two positions, and a reader must look for it",
-            help="write the value out where it is used",
-        )
+        message = "anchors, aliases and merge keys are not part of the spec language"
+        why = "a value that is written elsewhere has two positions, and a reader must look for it"
+        self._add("LC104", message, Label(self._word(span)), why=why, help="write the value out where it is used")
 
     def _refuse_merge(self, path: Path, span: Span) -> None:
         """Reports a merge key and the alias after it once; keys that it would have merged are not reported as
@@ -372,6 +345,11 @@ class _Reader:
         if start.flow_style:  # type: ignore[attr-defined]
             first, last = self._span(start), self._span(end)
             self.values[path] = Span(first.line, first.column, last.end_line, last.end_column)
+
+
+def _first(span: Span) -> Span:
+    """The first column of a span."""
+    return Span(span.line, span.column, span.line, span.column + 1)
 
 
 _BEGIN = "begin with `layoutc: 1`; `layoutc schema` prints every key"

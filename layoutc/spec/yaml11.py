@@ -50,13 +50,10 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
     if _ZERO_LED.fullmatch(text):
         digits = text.lstrip("+-").replace("_", "")
         decimal = digits.lstrip("0") or "0"
+        what, label = "text", "is not a number"
         if set(digits) <= set("01234567") and len(digits) < 20:
-            return text, (
-                f"an octal number, {int(digits, 8)}",
-                f"is {int(digits, 8)}",
-                f"write `{decimal}` without the leading zero",
-            )
-        return text, ("text", "is not a number", f"write `{decimal}` without the leading zero")
+            what, label = f"an octal number, {int(digits, 8)}", f"is {int(digits, 8)}"
+        return text, (what, label, f"write `{decimal}` without the leading zero")
     if _BINARY.fullmatch(text) and len(text) < 64:
         number = int(text.replace("_", ""), 2)
         return text, (f"a binary number, {number}", f"is {number}", f"write `{number}` or `0x{number:x}`")
@@ -67,11 +64,8 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
         for part in text.lstrip("+-").split(".")[0].split(":"):
             total = total * 60 + int(part)
         pair = text.lstrip("+-").replace(":", ", ")
-        return text, (
-            f"a base-60 integer, {total}",
-            f"is {total}",
-            f"write `[{pair}]` for a list, or quote it to keep the text",
-        )
+        help = f"write `[{pair}]` for a list, or quote it to keep the text"
+        return text, (f"a base-60 integer, {total}", f"is {total}", help)
     if match := _EXPONENT.fullmatch(text):
         whole, _, fraction = match[2].partition(".")
         spelled = f"{match[1]}{whole or '0'}.{fraction or '0'}e{match[3] or '+'}{match[4]}"
@@ -83,37 +77,24 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
 
 def syntax_advice(problem: str) -> tuple[str, str, bool]:
     """The words for a parser's complaint: label, help, and whether to point at its context instead."""
-    table: tuple[tuple[str, str, str, bool], ...] = (
+    ends = problem.replace("got '<stream end>'", "the file ends")
+    lines, indent = (
+        "write `key: value` lines of equal indentation",
+        "indent the keys of one mapping by the same number of spaces",
+    )
+    close = "close the bracket before the line ends, or write the list one item per line with `- `"
+    blocks = r"expected <block end>, but found"
+    table = (
         (
             r"mapping values are not allowed",
             "a second `: `",
             "quote the value, or start a new line for the new key",
             False,
         ),
-        (
-            r"expected <block end>, but found '(-|<block (sequence|mapping) start>)'",
-            "indented unlike the lines above it",
-            "indent the keys of one mapping by the same number of spaces",
-            False,
-        ),
-        (
-            r"expected <block end>, but found",
-            "does not fit what the lines above began",
-            "write `key: value` lines of equal indentation",
-            False,
-        ),
-        (
-            r"expected ',' or '\]'",
-            problem.replace("got '<stream end>'", "the file ends"),
-            "close the bracket before the line ends, or write the list one item per line with `- `",
-            False,
-        ),
-        (
-            r"expected ',' or '\}'",
-            problem.replace("got '<stream end>'", "the file ends"),
-            "close the brace, or separate the items with commas",
-            False,
-        ),
+        (rf"{blocks} '(-|<block (sequence|mapping) start>)'", "indented unlike the lines above it", indent, False),
+        (blocks, "does not fit what the lines above began", lines, False),
+        (r"expected ',' or '\]'", ends, close, False),
+        (r"expected ',' or '\}'", ends, "close the brace, or separate the items with commas", False),
         (r"unexpected end of stream", "the file ends inside quotes", "close the quotes", False),
         (r"could not find expected ':'", "expected `: ` after this key", "write `key: value`", True),
         (r"cannot start any token", "can't start a value", "quote the value", False),

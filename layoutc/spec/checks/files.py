@@ -10,10 +10,11 @@ from typing import Any
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
 from layoutc.spec import formats
 from layoutc.spec.bindings import FileBinding, FileTensor
+from layoutc.spec.checks.parts import sides
 from layoutc.spec.formats import Format
 from layoutc.spec.notation import NotationError, parse_file_layout, parse_form
 from layoutc.spec.rules import RULES
-from layoutc.spec.schema import Spec, quantized_as
+from layoutc.spec.schema import Spec
 from layoutc.spec.source import Path, Source
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -36,9 +37,11 @@ def files_are_named(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = "lower-case letters, digits and underscores, a letter first: `compressed_tensors`"
             yield source.find("LC360", f"`{name}` can't name files", source.key(("files", name)), help=help)
         if not (summary := spec.files[name].summary).isprintable() or {*summary} & {'"', "\\"}:
-            label = source.value(("files", name, "summary"))
-            help = "write one plain line; single quotes are fine"
-            yield source.find("LC360", "the summary can't be part of generated code", label, help=help)
+            message, help = (
+                "the summary can't be part of generated code",
+                "write one plain line; single quotes are fine",
+            )
+            yield source.find("LC360", message, ("files", name, "summary"), help=help)
 
 
 def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -46,10 +49,8 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     planes = _planes(spec)
     if spec.files and spec.scale.history is not None:
         why = "other checkpoint formats have no history of amaxes, so a weight would not be whole"
-        label = source.key(("files",))
-        yield source.find(
-            "LC361", "a recipe with a history has no files of others", label, why=why, help="delete `files`"
-        )
+        message, label = "a recipe with a history has no files of others", source.key(("files",))
+        yield source.find("LC361", message, label, why=why, help="delete `files`")
         return
     rule, columnwise = RULES.get(spec.scale.rule), spec.orientations.columnwise
     own_codes = columnwise is not None and columnwise.block != spec.orientations.rowwise.block
@@ -80,32 +81,28 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         for kind, pattern, where in _named(name, binding):
             if (wrong := _fields(pattern, ("name", "module"))) is not None:
                 help = 'for instance `"{name}_scale"`, or `"{module}.weight_scale"`'
-                yield source.find("LC362", f"the name of a tensor {wrong}", source.value(where), help=help)
+                yield source.find("LC362", f"the name of a tensor {wrong}", where, help=help)
             full = pattern.replace("{name}", "{module}.weight")
             if full in seen:
                 message = f"{kind} and {seen[full]} would be the same tensor"
                 help = f'name it otherwise, for instance `"{pattern}_{where[-2 if where[-1] == "name" else -1]}"`'
-                yield source.find("LC362", message, source.value(where), help=help)
+                yield source.find("LC362", message, where, help=help)
             seen.setdefault(full, kind)
         for i, pattern in enumerate(binding.ignore):
             if (wrong := _fields(pattern, ("name", "module"))) is not None:
                 help = 'for instance `"{module}.input_scale"`'
-                label = source.value(("files", name, "ignore", i))
-                yield source.find("LC362", f"the name of a tensor {wrong}", label, help=help)
+                yield source.find("LC362", f"the name of a tensor {wrong}", ("files", name, "ignore", i), help=help)
         for whole, parts in binding.parts.items():
             if (wrong := _fields(whole, ("module",))) is not None:
-                help = 'for instance `"{module}.qkv_proj.weight"`'
-                yield source.find(
-                    "LC362", f"the name of a parameter {wrong}", source.key(("files", name, "parts", whole)), help=help
-                )
+                help, label = 'for instance `"{module}.qkv_proj.weight"`', source.key(("files", name, "parts", whole))
+                yield source.find("LC362", f"the name of a parameter {wrong}", label, help=help)
             for i, part in enumerate(parts):
                 wrong = _fields(part.replace("{expert}", ""), ("module",))
                 if wrong is None and part.count("{expert}") != parts[0].count("{expert}"):
                     wrong = "must have `{expert}` in it if those of the other parts do"
                 if wrong is not None:
-                    help = 'for instance `"{module}.{expert}.up_proj.weight"`'
-                    label = source.value(("files", name, "parts", whole, i))
-                    yield source.find("LC362", f"the name of a part {wrong}", label, help=help)
+                    help, at = 'for instance `"{module}.{expert}.up_proj.weight"`', ("files", name, "parts", whole, i)
+                    yield source.find("LC362", f"the name of a part {wrong}", at, help=help)
 
 
 def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -137,9 +134,9 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             yield source.find("LC363", f"layout: {error}", label, why=why, help=help)
             continue
         if kind in planes and _crosses_bytes(planes[kind]) and tensor.layout is not None:
-            label, bits = source.value((*where, "layout")), planes[kind].bits
+            bits, at = planes[kind].bits, (*where, "layout")
             why = f"codes of {bits} bits lie across bytes, and move as the plane's bytes do"
-            yield source.find("LC363", f"a layout of {bits}-bit codes", label, why=why, help="delete `layout`")
+            yield source.find("LC363", f"a layout of {bits}-bit codes", at, why=why, help="delete `layout`")
             continue
         last, bits = layout.order[-1], planes[kind].bits if kind in planes else 8
         size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
@@ -161,22 +158,23 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if kind in STATED or kind not in planes:
             dtypes, message = STATED.get(kind, ((), ""))
             if dtypes and tensor.dtype not in dtypes:
-                yield source.find("LC364", message, source.value((*where, "dtype")), help=f"write `dtype: {dtypes[0]}`")
+                yield source.find("LC364", message, (*where, "dtype"), help=f"write `dtype: {dtypes[0]}`")
             continue
         fmt = planes[kind]
         if tensor.codes is not None:
             if tensor.dtype != "U8":
-                label = source.value((*where, "dtype"))
-                yield source.find("LC364", "codes are bytes, U8", label, help="write `dtype: U8`")
+                yield source.find("LC364", "codes are bytes, U8", (*where, "dtype"), help="write `dtype: U8`")
             continue
         if not _holds(tensor.dtype, fmt):
             label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
             help = f"write `dtype: {_usual(fmt)}`"
             yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
         elif _crosses_bytes(fmt) and tensor.dtype != "U8" and tensor.pack not in (None, spec.element.pack):
-            label, message = source.value((*where, "pack")), f"{fmt.bits}-bit codes in {tensor.dtype} packed otherwise"
-            why = "their bytes move as they are, into words"
-            yield source.find("LC364", message, label, why=why, help="delete `pack`, or write `dtype: U8`")
+            message, why = (
+                f"{fmt.bits}-bit codes in {tensor.dtype} packed otherwise",
+                "their bytes move as they are, into words",
+            )
+            yield source.find("LC364", message, (*where, "pack"), why=why, help="delete `pack`, or write `dtype: U8`")
 
 
 def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -195,9 +193,11 @@ def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 yield source.find("LC361", message, source.key((*where, key)), help=f"delete `{key}`")
         unknown = [key for key in tensor.any if key not in (tensor.value or {})] if kind == "text" else []
         for key in unknown:
-            message, keys = f"`{key}` is no key of the text", listed(sorted(tensor.value or {}))
-            label = source.value((*where, "any", tensor.any.index(key)))
-            yield source.find("LC361", message, label, help=f"delete it, or write one of {keys}")
+            at, help = (
+                (*where, "any", tensor.any.index(key)),
+                f"delete it, or write one of {listed(sorted(tensor.value or {}))}",
+            )
+            yield source.find("LC361", f"`{key}` is no key of the text", at, help=help)
 
 
 def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -206,16 +206,15 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     for where, kind, tensor in _tensors(spec):
         if tensor.form is None:
             continue
-        label = source.value((*where, "form"))
         try:
             parse_form(tensor.form)
         except NotationError as error:
             help = "write a number over x, or x over a number: `2688 / x`, `x / 2688`"
-            yield source.find("LC365", f"form: {error}", label, help=help)
+            yield source.find("LC365", f"form: {error}", (*where, "form"), help=help)
             continue
         if kind in planes and not planes[kind].is_f32:
             why = "a quotient of values of fewer bits is not a value of the same format"
-            yield source.find("LC365", f"the {kind} is not fp32", label, why=why, help="delete `form`")
+            yield source.find("LC365", f"the {kind} is not fp32", (*where, "form"), why=why, help="delete `form`")
 
 
 def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -235,20 +234,20 @@ def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if tensor.layout is not None and not _keeps_order(tensor):
             help = f"write `layout: {'m k -> (m k)' if '(' in tensor.layout else 'm k -> m k'}`"
             message = "blocks of codes are counted by rows, but the layout has another order"
-            yield source.find("LC368", message, source.value((*where, "layout")), help=help)
+            yield source.find("LC368", message, (*where, "layout"), help=help)
         if codes.values is not None and not _is_looked_up(_known(spec).get(codes.values)):
-            label, why = source.value((*where, "codes", "values")), "codes of new values are looked up among such"
+            why, help = "codes of new values are looked up among such", "delete `values`: files are then read only"
             message = f"`{codes.values}` is no codebook of 256 values that ascend from -1 to 1"
-            yield source.find("LC368", message, label, why=why, help="delete `values`: files are then read only")
+            yield source.find("LC368", message, (*where, "codes", "values"), why=why, help=help)
         tensors = spec.files[where[1]].tensors  # type: ignore[index]
         if "text" not in tensors or codes.offset not in (tensors["text"].value or {}):
             help = f"add `text: {{..., value: {{{codes.offset}: 0}}, any: [{codes.offset}]}}` to `tensors`"
             message = f"no text has `{codes.offset}`, which is added to the values"
-            yield source.find("LC368", message, source.value((*where, "codes", "offset")), help=help)
+            yield source.find("LC368", message, (*where, "codes", "offset"), help=help)
         elif codes.offset not in tensors["text"].any:
             help = f"add `{codes.offset}` to `any` of `text`"
             message = f"`{codes.offset}` is another number in each file, but the text states one"
-            yield source.find("LC368", message, source.value((*where, "codes", "offset")), help=help)
+            yield source.find("LC368", message, (*where, "codes", "offset"), help=help)
 
 
 def _is_looked_up(fmt: Format | None) -> bool:
@@ -272,21 +271,19 @@ def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """What tells files apart is part of the config that is written."""
     for name, binding in spec.files.items():
         if binding.record is None and not binding.recognize:
-            label, help = (
-                source.key(("files", name)),
-                "add `config: {quant_method: mine}` and `recognize: [quant_method]`",
+            help = "add `config: {quant_method: mine}` and `recognize: [quant_method]`"
+            yield source.find(
+                "LC366", f"nothing tells files `{name}` from others", source.key(("files", name)), help=help
             )
-            yield source.find("LC366", f"nothing tells files `{name}` from others", label, help=help)
         for i, path in enumerate(binding.recognize):
             if not _follow(binding.config, path.split(".")):
-                label = source.value(("files", name, "recognize", i))
+                message, at = f"`{path}` is not in the config of `{name}`", ("files", name, "recognize", i)
                 help = f"write one of its keys: {listed(sorted(binding.config))}" if binding.config else "add it there"
-                yield source.find("LC366", f"`{path}` is not in the config of `{name}`", label, help=help)
+                yield source.find("LC366", message, at, help=help)
         if binding.plain is not None and binding.plain in binding.config:
-            label = source.value(("files", name, "plain"))
             why = "its value is the list of modules that are not quantized, which exports write"
-            help = f"delete `{binding.plain}` in `config`"
-            yield source.find("LC366", f"`{binding.plain}` is in the config too", label, why=why, help=help)
+            message, help = f"`{binding.plain}` is in the config too", f"delete `{binding.plain}` in `config`"
+            yield source.find("LC366", message, ("files", name, "plain"), why=why, help=help)
 
 
 CHECKS = (
@@ -322,8 +319,8 @@ def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor]]:
 def _planes(spec: Spec) -> dict[str, Format]:
     """The format of each plane of the rowwise orientation; those that are not known are left out."""
     known = _known(spec)
-    element, scale = quantized_as(spec, spec.orientations.rowwise)
-    names = {"data": element.format, "scale": scale.format, "zero": scale.zero}
+    rowwise = next(sides(spec))
+    names = {"data": rowwise.element.format, "scale": rowwise.scale.format, "zero": rowwise.scale.zero}
     planes = {kind: known[name] for kind, name in names.items() if name in known}
     has_amax = spec.tensor is not None or spec.scale.history is not None
     return planes | ({"amax": known["f32"]} if has_amax else {})

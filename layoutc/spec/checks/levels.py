@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
 from layoutc.spec.checks.formats import holds_scales, least_of, level_format, sound_format
-from layoutc.spec.checks.parts import AXES, axis_span, orientations, terms_of
+from layoutc.spec.checks.parts import AXES, axis_span, sides, terms_of
 from layoutc.spec.checks.rules import beyond_fp32, hides_nan, misfit
 from layoutc.spec.formats import BUILTIN
 from layoutc.spec.rules import RULES, Rule, names
-from layoutc.spec.schema import Spec, Super, quantized_as
+from layoutc.spec.schema import Spec, Super
 from layoutc.spec.source import Path, Source
 
 _SUPER: Path = ("scale", "super")
@@ -30,7 +30,7 @@ def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         message = f"scales under scales are codes of up to 8 bits, and {fmt.name} has {fmt.bits}"
         narrow = listed(name for name, one in BUILTIN.items() if level_format(one) and not one.integer)
         help = f"delete `super`, or write `format: int8`, {narrow}, or one of your own under `formats`"
-        yield source.find("LC347", message, source.value(("scale", "format")), used, help=help)
+        yield source.find("LC347", message, ("scale", "format"), used, help=help)
     if fmt is not None and spec.scale.round != "nearest":
         label = source.value(("scale", "round"), "is another way")
         message = "scales under scales are rounded to nearest"
@@ -44,11 +44,11 @@ def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     elif shared is not None and not holds_scales(shared):
         message = f"{shared.name} can't be the format of a super-block's scale: it needs 8 bits or more, and a NaN"
         why = "a NaN in the weight survives in the scale of its super-block"
-        yield source.find("LC347", message, source.value(where), why=why, help=f"one of: {listed(scales)}")
+        yield source.find("LC347", message, where, why=why, help=f"one of: {listed(scales)}")
     elif shared is not None and shared.is_wide and level.round != "nearest":
         label = source.value((*_SUPER, "round"), "is another way")
         message = f"{shared.name} scales are rounded to nearest, ties to even"
-        yield source.find("LC326", message, label, source.value(where), help="delete `round`")
+        yield source.find("LC326", message, label, where, help="delete `round`")
 
 
 def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -76,12 +76,11 @@ def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> It
     """The rule's requirements, of scales as elements."""
     shared = sound_format(spec, level.format)
     zero = sound_format(spec, spec.scale.zero) if spec.scale.zero else None
-    stored = [(spec.scale.format, ("scale", "format"))] + (
-        [(spec.scale.zero, ("scale", "zero"))] if zero is not None and not zero.is_wide and spec.scale.zero else []
-    )
-    label, used = source.value((*_SUPER, "format")), source.value((*_SUPER, "rule"))
-    for name, path in stored:
-        fmt = sound_format(spec, name)
+    scale, used = sound_format(spec, spec.scale.format), source.value((*_SUPER, "rule"))
+    for fmt, path in (
+        (scale, ("scale", "format")),
+        (None if zero is None or zero.is_wide else zero, ("scale", "zero")),
+    ):
         if fmt is None or shared is None or not level_format(fmt) or not holds_scales(shared):
             continue
         reads = frozenset().union(*(names(step.expression) for step in rule.active_steps(level.parameters)))
@@ -91,7 +90,7 @@ def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> It
             yield source.find("LC347", message, used, where, help="add `of-max: true` to `super`")
         elif problem := misfit(rule, shared, fmt, level.parameters):
             message, why, help = problem
-            yield source.find("LC327", message, label, used, why=why, help=help)
+            yield source.find("LC327", message, (*_SUPER, "format"), used, why=why, help=help)
         elif constant := beyond_fp32(rule, fmt, shared, level.parameters):
             message = f"a constant of {rule.name} is beyond fp32"
             where = source.value(path, f"computes with {constant.replace('_', ' ')}")
@@ -100,19 +99,15 @@ def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> It
         switch = next((key for key in rule.parameters if not hides_nan(rule, level.parameters | {key: True})), None)
         message = f"{rule.name} would hide a NaN of a block's scale"
         yield source.find("LC328", message, used, help=f"add `{switch}: true` to `super`" if switch else "another rule")
-    fmt = sound_format(spec, spec.scale.format)
-    if level.offset and fmt is not None and level_format(fmt) and least_of(fmt) >= 0:
-        message = f"scales less their mean may be below 0, and {fmt.name} begins at {least_of(fmt):g}"
-        where = source.value(("scale", "format"))
-        at = source.value((*_SUPER, "offset"))
+    if level.offset and scale is not None and level_format(scale) and least_of(scale) >= 0:
+        message = f"scales less their mean may be below 0, and {scale.name} begins at {least_of(scale):g}"
         help = "delete `offset`, or write a format with a sign, such as `format: int8`"
-        yield source.find("LC347", message, at, where, help=help)
+        yield source.find("LC347", message, (*_SUPER, "offset"), ("scale", "format"), help=help)
     outer = RULES.get(spec.scale.rule)
     if zero is not None and outer is not None and outer.zero_is == "value" and not zero.is_wide and least_of(zero) >= 0:
         other = next(name for name, one in RULES.items() if one.zero_is == "minimum")
         message = f"the values of element 0 that {outer.name} stores are below 0, and {zero.name} begins at 0"
-        where = source.value(("scale", "zero"))
-        yield source.find("LC347", message, where, source.value(("scale", "rule")), help=f"write `rule: {other}`")
+        yield source.find("LC347", message, ("scale", "zero"), ("scale", "rule"), help=f"write `rule: {other}`")
 
 
 def _reads_more(rule: Rule) -> str:
@@ -124,22 +119,18 @@ def _reads_more(rule: Rule) -> str:
 
 def _keeps_scales(rule: Rule) -> bool:
     """True if elements follow from a scale as it is stored, so that it may be stored in any way."""
-    defaults = {key: one.default for key, one in rule.parameters.items()}
-    return not _reads_more(rule) and "from_scale" in rule.element_step(defaults).expression
+    return not _reads_more(rule) and "from_scale" in rule.element_step(rule.defaults).expression
 
 
 def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A super-block is whole blocks, of so many rows; it leaves no scale of a shard to depend on other shards."""
-    for name, orientation in orientations(spec):
-        _, scale = quantized_as(spec, orientation)
-        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
-        if scale.super is None:
+    for side in sides(spec):
+        if side.scale.super is None:
             continue
-        where: Path = (*own, "scale", "super", "block")
         for axis in AXES:
-            covers, size = getattr(scale.super.block, axis), getattr(orientation.block, axis)
-            label = source.value((*where, axis))
-            block = source.value(("orientations", name, "block", axis), f"blocks of {size}")
+            covers, size = getattr(side.scale.super.block, axis), getattr(side.orientation.block, axis)
+            label = source.value((*side.scale_at, "super", "block", axis))
+            block = source.value((*side.where, "block", axis), f"blocks of {size}")
             if axis == "m" and "all" in (covers, size):
                 what = "a super-block" if covers == "all" else "a block"
                 message = f"{what} over all rows would have scales that depend on rows of other shards"
@@ -153,51 +144,46 @@ def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]
 
 def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A buffer of super-blocks' scales is stated where there are some, with the axes that are cut into super-blocks."""
-    for name, orientation in orientations(spec):
-        _, scale = quantized_as(spec, orientation)
-        buffer, where = orientation.super, ("orientations", name, "super")
+    for side in sides(spec):
+        buffer, level, path = side.orientation.super, side.scale.super, (*side.where, "super", "layout")
         if buffer is None:
             continue
-        if scale.super is None:
-            message = f"{name} lays out scales of scales, and has none"
-            yield source.find("LC336", message, source.key(where), help="delete this `super`")
+        if level is None:
+            message = f"{side.name} lays out scales of scales, and has none"
+            yield source.find("LC336", message, source.key(path[:-1]), help="delete this `super`")
             continue
         terms = terms_of(buffer)
-        sizes = {axis: getattr(scale.super.block, axis) for axis in AXES}
-        order = [term.axis for term in terms_of(orientation.data) or ()]
+        sizes = {axis: getattr(level.block, axis) for axis in AXES}
+        order = [term.axis for term in terms_of(side.orientation.data) or ()]
         words = [axis if sizes[axis] == 1 else f"{axis}/{sizes[axis]}" for axis in order if sizes[axis] != "all"]
         help = f"write `layout: {' '.join(words)}`"
         for axis in AXES if terms is not None else ():
             divisor = next((term.divisor for term in terms or () if term.axis == axis), None)
-            size, path = sizes[axis], (*where, "layout")
+            size, label = sizes[axis], source.value(path, within=axis_span(buffer, axis))
             if size == "all" and divisor is not None:
                 message = f"the layout names {axis}, along which all scales share a scale"
-                yield source.find("LC312", message, source.value(path, within=axis_span(buffer, axis)), help=help)
+                yield source.find("LC312", message, label, help=help)
             elif size != "all" and divisor is None:
                 message = f"the layout leaves out {axis}, which is cut into super-blocks"
                 yield source.find("LC312", message, source.value(path, f"no {axis} here"), help=help)
             elif size != "all" and divisor is not None and size % divisor:
                 message = f"a super-block of {size} along {axis} can't be stored once for every {divisor}"
-                label = source.value(path, within=axis_span(buffer, axis))
                 yield source.find("LC313", message, label, help=help)
 
 
 def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Histories, and other checkpoint formats, have scales as they are."""
-    for name, orientation in orientations(spec):
-        _, scale = quantized_as(spec, orientation)
-        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
-        if scale.super is None:
+    for side in sides(spec):
+        if side.scale.super is None:
             continue
-        label = source.key((*own, "scale", "super"), "scales these scales")
+        label = source.key((*side.scale_at, "super"), "scales these scales")
         if spec.scale.history is not None:
-            at = source.key(("scale", "history"))
             message = "a history keeps the amax of one scale, which has no other above it"
+            at = source.key(("scale", "history"))
             yield source.find("LC325", message, at, label, help="delete `history`, or `super`")
-        if name == "rowwise" and any(binding.record is None for binding in spec.files.values()):
-            at = source.key(("files",))
+        if side.name == "rowwise" and any(binding.record is None for binding in spec.files.values()):
             message = "other checkpoint formats are bound to planes of data, scales and zero points alone"
-            yield source.find("LC347", message, at, label, help="delete `files`")
+            yield source.find("LC347", message, source.key(("files",)), label, help="delete `files`")
 
 
 def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -207,14 +193,12 @@ def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagn
     used, message = source.value(("tensor", "per"), "for each row"), "an amax of each matrix can't be stored by rows"
     rule = RULES.get(spec.scale.rule)
     if rule is not None and rule.needs_tensor_amax and not rule.tensor:
-        label, levels = source.value(("scale", "rule")), listed(n for n, one in RULES.items() if one.tensor)
+        levels = listed(n for n, one in RULES.items() if one.tensor)
         why = f"{rule.name} stores the amax itself, which orientations with codes of their own share"
-        yield source.find("LC339", message, label, used, why=why, help=f"write one of the rules {levels}")
+        yield source.find("LC339", message, ("scale", "rule"), used, why=why, help=f"write one of the rules {levels}")
     if spec.orientations.rowwise.block.m != 1:
-        label = source.value(("orientations", "rowwise", "block", "m"))
-        yield source.find(
-            "LC339", message, label, used, why="rows of a block may be of two matrices", help="write `m: 1`"
-        )
+        why, at = "rows of a block may be of two matrices", ("orientations", "rowwise", "block", "m")
+        yield source.find("LC339", message, at, used, why=why, help="write `m: 1`")
     if spec.orientations.columnwise is not None:
         label, why = source.key(("orientations", "columnwise")), "a column runs over all matrices"
         yield source.find("LC339", message, label, used, why=why, help="delete `columnwise`")

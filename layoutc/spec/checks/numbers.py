@@ -20,12 +20,14 @@ from layoutc.spec.checks.formats import (
     scale_format_holds_scales,
     sound_format,
 )
+from layoutc.spec.checks.parts import sides
 from layoutc.spec.checks.rules import (
     bound_fits_scale,
     candidates_differ,
     candidates_need_blocks,
     constants_fit_fp32,
     formats_exist,
+    hides_nan,
     misfit,
     zeros_stay_zeros,
 )
@@ -63,19 +65,14 @@ def _parameters_fit(stated: Scale | Super, at: Path, source: Source) -> Iterator
         parameter = rule.parameters.get(key)
         if parameter is None:
             owners = [name for name, other in RULES.items() if key in other.parameters]
-            own = listed(rule.parameters)
-            yield source.find(
-                "LC321",
-                f"`{key}` is a parameter of {' and '.join(owners)}, not of {rule.name}",
-                source.key(where),
-                source.value((*at, "rule"), f"parameters: {own}" if own else "takes no parameters"),
-                help=f"delete it, or write `rule: {owners[0]}`",
-            )
+            own = f"parameters: {listed(rule.parameters)}" if rule.parameters else "takes no parameters"
+            message = f"`{key}` is a parameter of {' and '.join(owners)}, not of {rule.name}"
+            used, help = source.value((*at, "rule"), own), f"delete it, or write `rule: {owners[0]}`"
+            yield source.find("LC321", message, source.key(where), used, help=help)
         elif problem := _parameter_problem(parameter, value):
             label = source.value(where, did_you_mean(str(value), parameter.choices))
-            yield source.find(
-                "LC322", f"{quoted(value)} is not a valid `{'.'.join(map(str, where))}`", label, help=problem
-            )
+            message = f"{quoted(value)} is not a valid `{'.'.join(map(str, where))}`"
+            yield source.find("LC322", message, label, help=problem)
 
 
 def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -88,91 +85,73 @@ def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         rule, path = needing[0]
         help = "add `tensor: {amax: f32}` at the top level"
         message = f"{rule.name} reads the whole tensor's amax, which is not kept"
-        yield source.find("LC323", message, source.value(path), help=help)
+        yield source.find("LC323", message, path, help=help)
     elif not needing and spec.tensor is not None:
         other = next((name for name, one in RULES.items() if one.needs_tensor_amax), "")
         rule, path = used[0]
-        yield source.find(
-            "LC324",
+        label, reads = source.key(("tensor",)), source.value(path, "reads the amax of a block only")
+        message, help = (
             f"`tensor` is given, but {rule.name} does not use it",
-            source.key(("tensor",)),
-            source.value(path, "reads the amax of a block only"),
-            help=f"delete `tensor`, or write `rule: {other}`",
+            f"delete `tensor`, or write `rule: {other}`",
         )
+        yield source.find("LC324", message, label, reads, help=help)
 
 
 def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A weight stores one level in place of its amax, so all orientations make the same one of it."""
     if not any(rule.tensor for rule, _ in _rules(spec)):
         return
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is None:
-            continue
-        own = next((part for part in ("element", "scale") if getattr(orientation.quantize, part) is not None), None)
-        where: Path | None = ("orientations", name, "quantize", own) if own else None
-        if where is None and orientation.transform is not None:
-            where = ("orientations", name, "transform")
-        if where is not None:
-            yield source.find(
-                "LC337",
-                f"{name} would need a second level of its own",
-                source.key(where),
-                why="the weight stores one number in place of its amax, which all orientations decode by",
-                help="delete it, or write `rule: two-level`, which stores the amax",
-            )
+    for side in sides(spec):
+        own = [path for path in (side.element_at, side.scale_at) if len(path) > 1]
+        own += [(*side.where, "transform")] if side.orientation.transform is not None else []
+        if own:
+            message = f"{side.name} would need a second level of its own"
+            why = "the weight stores one number in place of its amax, which all orientations decode by"
+            help = "delete it, or write `rule: two-level`, which stores the amax"
+            yield source.find("LC337", message, source.key(own[0]), why=why, help=help)
 
 
 def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A history keeps one amax for each step, so there must be one scale."""
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        own = orientation.quantize.scale if orientation is not None else None
-        if own is not None and (own.history or spec.scale.history):
-            where: Path = ("orientations", name, "quantize", "scale")
+    for side in sides(spec):
+        if side.orientation.quantize.scale is not None and (side.scale.history or spec.scale.history):
             message = "a history needs one scale for the whole tensor, not another for one orientation"
-            label = source.key(where, f"{name} has a scale of its own")
+            label = source.key(side.scale_at, f"{side.name} has a scale of its own")
             yield source.find("LC325", message, label, help="delete `history`, or this `scale`")
     if spec.scale.history is None:
         return
     label = source.key(("scale", "history"), "keeps one amax for each step")
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is not None and (orientation.block.m, orientation.block.k) != ("all", "all"):
-            block_place: Path = ("orientations", name, "block")
-            message = f"a history needs one scale for the whole tensor, but {name} has many"
-            block = source.value(block_place, f"blocks of {orientation.block.m} x {orientation.block.k}")
+    for side in sides(spec):
+        block = side.orientation.block
+        if (block.m, block.k) != ("all", "all"):
+            message = f"a history needs one scale for the whole tensor, but {side.name} has many"
+            stated = source.value((*side.where, "block"), f"blocks of {block.m} x {block.k}")
             help = "delete `history`, or write `block: {m: all, k: all}`"
-            yield source.find("LC325", message, label, block, help=help)
+            yield source.find("LC325", message, label, stated, help=help)
     if spec.tensor is not None:
-        tensor = source.key(("tensor",), "takes the amax of this step")
-        yield source.find(
-            "LC325", "a history does not go with a tensor level", label, tensor, help="delete one of the two"
+        tensor, message = (
+            source.key(("tensor",), "takes the amax of this step"),
+            "a history does not go with a tensor level",
         )
+        yield source.find("LC325", message, label, tensor, help="delete one of the two")
 
 
 def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The stored scale can hold what the rule computes, so that decoding undoes encoding."""
-    rule, fmt, element = (
-        RULES.get(spec.scale.rule),
-        sound_format(spec, spec.scale.format),
-        sound_format(spec, spec.element.format),
-    )
+    rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
+    element = sound_format(spec, spec.element.format)
     is_scale = fmt is not None and (holds_scales(fmt) or (spec.scale.super is not None and not fmt.is_wide))
     if rule is None or fmt is None or element is None or not is_scale or no_element(element, spec.use):
         return
     label = source.value(("scale", "format"))
-    if fmt.is_wide and not fmt.is_f32 and spec.scale.round != "nearest":
-        rounding = source.value(("scale", "round"), "is another way")
-        message = f"{fmt.name} scales are rounded to nearest, ties to even"
-        yield source.find("LC326", message, rounding, label, help="delete `round`")
-    if fmt.is_f32 and spec.scale.round != "nearest":
-        rounding = source.value(("scale", "round"), "has nothing to round")
-        yield source.find("LC326", "an f32 scale is stored as it is computed", rounding, label, help="delete `round`")
-    used = source.value(("scale", "rule"), "computes this scale")
-    problem = misfit(rule, fmt, element, spec.scale.parameters)
-    if problem:
+    if fmt.is_wide and spec.scale.round != "nearest":
+        rounding, message = "is another way", f"{fmt.name} scales are rounded to nearest, ties to even"
+        if fmt.is_f32:
+            rounding, message = "has nothing to round", "an f32 scale is stored as it is computed"
+        yield source.find("LC326", message, source.value(("scale", "round"), rounding), label, help="delete `round`")
+    if problem := misfit(rule, fmt, element, spec.scale.parameters):
         message, why, help = problem
+        used = source.value(("scale", "rule"), "computes this scale")
         yield source.find("LC327", message, label, used, why=why, help=help)
 
 
@@ -186,9 +165,10 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if not rule.makes_zero:
         if zero is not None:
             making = "` or `rule: ".join(name for name, one in RULES.items() if one.makes_zero)
-            message = f"{rule.name} makes no zero points"
-            label = source.key(("scale", "zero"))
-            yield source.find("LC340", message, label, used, help=f"delete `zero`, or write `rule: {making}`")
+            help = f"delete `zero`, or write `rule: {making}`"
+            yield source.find(
+                "LC340", f"{rule.name} makes no zero points", source.key(("scale", "zero")), used, help=help
+            )
         if element is not None and element.integer and element.lowest == 0:
             making = next(name for name, one in RULES.items() if one.makes_zero)
             integer = next(name for name, fmt in BUILTIN.items() if fmt.integer and fmt.bits == 8)
@@ -203,14 +183,8 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         message = f"{rule.name} makes zero points, which have no format"
         yield source.find("LC340", message, used, help=f"add `zero: {bytes_}`")
     elif (fmt := sound_format(spec, zero)) is None or not (fmt.integer or fmt.bits == 16):
-        label = source.value(("scale", "zero"))
-        yield source.find(
-            "LC340",
-            f"{quoted(zero)} can't hold zero points",
-            label,
-            used,
-            help=f"write `zero: {bytes_}`, another integer of up to 8 bits, f16 or bf16",
-        )
+        help = f"write `zero: {bytes_}`, another integer of up to 8 bits, f16 or bf16"
+        yield source.find("LC340", f"{quoted(zero)} can't hold zero points", ("scale", "zero"), used, help=help)
     if element is not None and not element.integer:
         label = source.value(("element", "format"), "is not an integer")
         yield source.find("LC340", f"{rule.name} shifts integers", label, used, help=f"one of: {listed(integers)}")
@@ -218,13 +192,9 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Zero points need a block's smallest value; if the block covers all rows, other shards have parts of it."""
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is None or orientation.block.m != "all":
-            continue
-        rule = RULES.get((orientation.quantize.scale or spec.scale).rule)
-        if rule is not None and rule.makes_zero:
-            label = source.value(("orientations", name, "block", "m"), "a block covers rows of all shards")
+    for side in sides(spec):
+        if side.orientation.block.m == "all" and side.rule is not None and side.rule.makes_zero:
+            label = source.value((*side.where, "block", "m"), "a block covers rows of all shards")
             message = "zero points need the range of a block, and shards share only its amax"
             yield source.find("LC340", message, label, help="write a number of rows")
 
@@ -234,41 +204,31 @@ def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if rule is None or element is None or no_element(element, spec.use) or element.nan:
         return
-    parameters = spec.scale.parameters
-    if _replaces_nan(rule, parameters):
-        keeping = [f"rule {name}" for name, one in RULES.items() if not _replaces_nan(one, _defaults(one))]
-        switch = next((k for k in rule.parameters if not _replaces_nan(rule, {**_defaults(rule), k: True})), None)
-        yield source.find(
-            "LC328",
-            f"{element.name} has no NaN, and {rule.name} would hide one",
-            source.value(("element", "format"), "can't hold a NaN"),
-            source.value(("scale", "rule"), "replaces a NaN amax"),
-            help=(f"add `{switch}: true`, or " if switch else "") + f"use {listed(keeping)}",
-        )
+    if hides_nan(rule, spec.scale.parameters):
+        keeping = [f"rule {name}" for name, one in RULES.items() if not hides_nan(one, one.defaults)]
+        switch = next((key for key in rule.parameters if not hides_nan(rule, rule.defaults | {key: True})), None)
+        message = f"{element.name} has no NaN, and {rule.name} would hide one"
+        label, used = (("element", "format"), "can't hold a NaN"), (("scale", "rule"), "replaces a NaN amax")
+        help = (f"add `{switch}: true`, or " if switch else "") + f"use {listed(keeping)}"
+        yield source.find("LC328", message, source.value(*label), source.value(*used), help=help)
 
 
 def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Scales that depend on rows of other shards all follow from one shared amax, of one shape."""
     wanted = dict[int | str, Path]()
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is not None and orientation.block.m == "all":
-            wanted[orientation.block.k] = ("orientations", name, "block")
+    for side in sides(spec):
+        if side.orientation.block.m == "all":
+            wanted[side.orientation.block.k] = (*side.where, "block")
     if spec.tensor is not None and any(rule.needs_tensor_amax for rule, _ in _rules(spec)):
         wanted["all"] = ("tensor",)
     if len(wanted) > 1:
-        first, second = list(wanted.items())[:2]
-        yield source.find(
-            "LC329",
-            "shards would have to share two amaxes of different shapes",
-            source.value(
-                second[1], "needs one for the whole weight" if second[0] == "all" else f"one for {second[0]} columns"
-            ),
-            source.value(
-                first[1], "needs one for the whole weight" if first[0] == "all" else f"one for {first[0]} columns"
-            ),
-            help="give both the same columns, or blocks of a finite number of rows",
+        first, second = (
+            source.value(where, "needs one for the whole weight" if columns == "all" else f"one for {columns} columns")
+            for columns, where in list(wanted.items())[:2]
         )
+        message = "shards would have to share two amaxes of different shapes"
+        help = "give both the same columns, or blocks of a finite number of rows"
+        yield source.find("LC329", message, second, first, help=help)
 
 
 # Run once for each spec.
@@ -305,18 +265,12 @@ def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
     In the latter, the orientation's own `element` and `scale` replace the recipe's, with their own spans in the text.
     """
     yield spec, source
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is None:
-            continue
-        own = {
-            part: value for part in ("element", "scale") if (value := getattr(orientation.quantize, part)) is not None
-        }
-        if own:
-            prefix: Path = ("orientations", name, "quantize")
-            data = source.data | {part: source.data["orientations"][name]["quantize"][part] for part in own}
-            places = (_moved(spans, prefix, own) for spans in (source.keys, source.values))
-            keys, values = places
+    for side in sides(spec):
+        quantize = side.orientation.quantize
+        if own := {part: one for part in ("element", "scale") if (one := getattr(quantize, part)) is not None}:
+            prefix: Path = (*side.where, "quantize")
+            data = source.data | {part: source.data["orientations"][side.name]["quantize"][part] for part in own}
+            keys, values = (_moved(spans, prefix, own) for spans in (source.keys, source.values))
             yield spec.model_copy(update=own), replace(source, data=data, keys=keys, values=values)
 
 
@@ -333,23 +287,8 @@ def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> d
 
 def _rules(spec: Spec) -> list[tuple[Rule, Path]]:
     """Every rule that the spec uses, with the path where it is named."""
-    used: list[tuple[str, Path]] = []
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        if orientation is not None:
-            own = orientation.quantize.scale
-            path: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
-            used.append(((own or spec.scale).rule, path))
-    return [(RULES[rule], path) for rule, path in dict.fromkeys(used) if rule in RULES]
-
-
-def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
-    return {key: parameter.default for key, parameter in rule.parameters.items()}
-
-
-def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -> bool:
-    steps = rule.active_steps({**_defaults(rule), **parameters})
-    return any("isnan" in step.expression for step in steps if step not in rule.tensor)
+    used = dict.fromkeys((side.scale.rule, (*side.scale_at, "rule")) for side in sides(spec))
+    return [(RULES[rule], path) for rule, path in used if rule in RULES]
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:

@@ -4,32 +4,120 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import lcm
 
-from layoutc.spec.checks import formats as format_checks
+from layoutc.spec.checks.formats import element_bits, sound_format
 from layoutc.spec.notation import Axis, NotationError, Swizzle, Term, parse_buffer_swizzle, parse_layout
-from layoutc.spec.schema import Block, Buffer, Orientation, Spec, quantized_as
+from layoutc.spec.rules import RULES, Rule
+from layoutc.spec.schema import Block, Buffer, Element, Orientation, Scale, Spec
 from layoutc.spec.source import Path
 
 AXES: tuple[Axis, ...] = ("m", "k")
 
 
-def orientations(spec: Spec) -> Iterator[tuple[str, Orientation]]:
-    """The orientations that a spec states, by name, rowwise first."""
-    yield "rowwise", spec.orientations.rowwise
-    if spec.orientations.columnwise is not None:
-        yield "columnwise", spec.orientations.columnwise
+@dataclass(frozen=True)
+class Side:
+    """An orientation that a spec states, with its own element and scale, or the recipe's, and where these stand."""
+
+    name: str
+    orientation: Orientation
+    element: Element
+    scale: Scale
+    element_at: Path
+    scale_at: Path
+
+    @property
+    def where(self) -> Path:
+        """Where the orientation stands."""
+        return ("orientations", self.name)
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of its scale; None if it is unknown, which another check reports."""
+        return RULES.get(self.scale.rule)
+
+    @property
+    def along(self) -> Axis:
+        """The axis that its products contract."""
+        return "k" if self.name == "rowwise" else "m"
 
 
-def buffers(spec: Spec) -> Iterator[tuple[Path, Buffer]]:
-    """The buffers that a spec states, with their places."""
-    for name, orientation in orientations(spec):
-        yield ("orientations", name, "data"), orientation.data
-        yield ("orientations", name, "scale"), orientation.scale
-        if orientation.zero is not None:
-            yield ("orientations", name, "zero"), orientation.zero
-        if orientation.super is not None:
-            yield ("orientations", name, "super"), orientation.super
+def sides(spec: Spec) -> Iterator[Side]:
+    """The orientations that a spec states, rowwise first."""
+    for name in ("rowwise", "columnwise"):
+        orientation: Orientation | None = getattr(spec.orientations, name)
+        if orientation is not None:
+            at: Path = ("orientations", name, "quantize")
+            own = orientation.quantize
+            element_at: Path = (*at, "element") if own.element else ("element",)
+            scale_at: Path = (*at, "scale") if own.scale else ("scale",)
+            parts = own.element or spec.element, own.scale or spec.scale
+            yield Side(name, orientation, *parts, element_at, scale_at)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A buffer of a side, of data, scale, zero or super. Its parts are None if another check refuses them."""
+
+    spec: Spec
+    side: Side
+    kind: str
+    buffer: Buffer
+
+    @property
+    def where(self) -> Path:
+        """Where the buffer stands."""
+        return (*self.side.where, self.kind)
+
+    @property
+    def terms(self) -> tuple[Term, ...] | None:
+        """The terms of its layout."""
+        return terms_of(self.buffer)
+
+    @property
+    def bits(self) -> int | None:
+        """The bits of a value."""
+        scale = self.side.scale
+        if self.kind == "data":
+            return element_bits(self.spec, self.side.element.format)
+        shared = scale.super.format if scale.super else None
+        name = {"zero": scale.zero, "scale": scale.format, "super": shared}[self.kind]
+        fmt = sound_format(self.spec, name) if name else None
+        return None if fmt is None else fmt.bits
+
+    @property
+    def swizzle(self) -> Swizzle | None:
+        """Its own; None also if there is none."""
+        try:
+            named = self.terms if self.buffer.swizzle else None
+            return parse_buffer_swizzle(self.buffer.swizzle or "", self.buffer.sizes, len(named)) if named else None
+        except NotationError:
+            return None
+
+    @property
+    def multiples(self) -> tuple[int, ...] | None:
+        """For each dim of one that is swizzled, in words or packs narrow values, what its size must be a multiple of.
+
+        None for other buffers. Raises ValueError if no sizes fill bytes or words.
+        """
+        bits, named, swizzle, buffer = self.bits, self.terms, self.swizzle, self.buffer
+        if bits is None or not named or (buffer.swizzle and swizzle is None):
+            return None
+        packed = bits < 8 and (self.kind == "zero" or (self.kind == "scale" and self.side.scale.super is not None))
+        if not (buffer.swizzle or buffer.words or packed) or (buffer.words and bits > 8):
+            return None
+        run = run_of(bits, buffer.words)
+        return swizzle.multiples(run) if swizzle else (*[1] * (len(named) - 1), run)
+
+
+def buffers(spec: Spec) -> Iterator[Laid]:
+    """The buffers that a spec states."""
+    for side in sides(spec):
+        for kind in ("data", "scale", "zero", "super"):
+            buffer: Buffer | None = getattr(side.orientation, kind)
+            if buffer is not None:
+                yield Laid(spec, side, kind, buffer)
 
 
 def terms_of(buffer: Buffer) -> tuple[Term, ...] | None:
@@ -52,48 +140,10 @@ def axis_span(buffer: Buffer, axis: str) -> tuple[int, int]:
     return match.span() if match else (0, len(buffer.layout))
 
 
-def buffer_bits(spec: Spec, where: Path) -> int | None:
-    """The bits of a value of the buffer at `where`; None if its format is refused."""
-    element, scale = quantized_as(spec, getattr(spec.orientations, str(where[1])))
-    if where[2] == "data":
-        return format_checks.element_bits(spec, element.format)
-    names = {"zero": scale.zero, "scale": scale.format, "super": scale.super.format if scale.super else None}
-    name = names[str(where[2])]
-    fmt = format_checks.sound_format(spec, name) if name else None
-    return None if fmt is None else fmt.bits
-
-
 def run_of(bits: int, words: int | None) -> int:
     """How many codes fill whole bytes, or whole words."""
     unit = words or 8
     return lcm(bits, unit) // bits if bits < unit else 1
-
-
-def buffer_swizzle(buffer: Buffer) -> Swizzle | None:
-    """A buffer's swizzle; None if there is none, or if it can't be read, which a check reports."""
-    named = terms_of(buffer)
-    if not buffer.swizzle or not named:
-        return None
-    try:
-        return parse_buffer_swizzle(buffer.swizzle, buffer.sizes, len(named))
-    except NotationError:
-        return None
-
-
-def buffer_multiples(spec: Spec, where: Path, buffer: Buffer) -> tuple[int, ...] | None:
-    """For each dim of a buffer that is swizzled, in words or packs narrow values, what its size must be a multiple of.
-
-    None for other buffers, and for those that other checks refuse. Raises ValueError if no sizes fill bytes or words.
-    """
-    bits, named, swizzle = buffer_bits(spec, where), terms_of(buffer), buffer_swizzle(buffer)
-    if bits is None or not named or (buffer.swizzle and swizzle is None):
-        return None
-    _, scale = quantized_as(spec, getattr(spec.orientations, str(where[1])))
-    packed = bits < 8 and (where[2] == "zero" or (where[2] == "scale" and scale.super is not None))
-    if not (buffer.swizzle or buffer.words or packed) or (buffer.words and bits > 8):
-        return None
-    run = run_of(bits, buffer.words)
-    return swizzle.multiples(run) if swizzle else (*[1] * (len(named) - 1), run)
 
 
 def sure_multiple(spec: Spec, term: Term, pad: int) -> int:
@@ -110,17 +160,16 @@ def stated_shape(spec: Spec) -> str:
     def raise_to(axis: str, size: int) -> None:
         multiples[axis] = lcm(getattr(spec.shape, axis), multiples.get(axis, 1), size)
 
-    for where, buffer in buffers(spec):
-        bits, named = buffer_bits(spec, where), terms_of(buffer)
+    for laid in buffers(spec):
+        bits, named, buffer = laid.bits, laid.terms, laid.buffer
         if bits is None or not named:
             continue
-        packed = bits < 8 and where[2] == "data"
-        if packed:
+        if bits < 8 and laid.kind == "data":
             raise_to("k", run_of(bits, None))
-        if packed and not buffer.swizzle and not buffer.words:
-            raise_to(named[-1].axis, run_of(bits, None))
+            if not buffer.swizzle and not buffer.words:
+                raise_to(named[-1].axis, run_of(bits, None))
         try:
-            needed = buffer_multiples(spec, where, buffer)
+            needed = laid.multiples
         except ValueError:
             continue
         pads = buffer.pad if len(buffer.pad) == len(named) else (1,) * len(named)

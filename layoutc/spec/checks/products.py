@@ -23,13 +23,10 @@ def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnost
         return
     for key in ("gradient", "dequantize"):
         if key in gemm.model_fields_set:
-            yield source.find(
-                "LC333",
-                f"`gemm.{key}` without `gemm.activation`",
-                source.key(("gemm", key)),
-                why="without a recipe for activations there are no products in low precision, so this decides nothing",
-                help=f"write `activation: {spec.name}` beside it, or delete it",
-            )
+            message, label = f"`gemm.{key}` without `gemm.activation`", source.key(("gemm", key))
+            why = "without a recipe for activations there are no products in low precision, so this decides nothing"
+            help = f"write `activation: {spec.name}` beside it, or delete it"
+            yield source.find("LC333", message, label, why=why, help=help)
 
 
 def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -38,12 +35,12 @@ def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     where = ("gemm", "dequantize")
     if len(set(stated)) < len(stated):
         help = f"write `dequantize: [{', '.join(dict.fromkeys(stated))}]`"
-        yield source.find("LC333", "a product is named twice", source.value(where), help=help)
+        yield source.find("LC333", "a product is named twice", where, help=help)
     elif len(stated) == 3:
         assert spec.gemm is not None
         keys = "`activation`, `gradient` and `dequantize`" if spec.gemm.scale else "`gemm`"
         help = f"delete {keys}: weights are dequantized then"
-        yield source.find("LC333", "no product is left in low precision", source.value(where), help=help)
+        yield source.find("LC333", "no product is left in low precision", where, help=help)
 
 
 CHECKS = (gemm_says_something, products_have_an_activation, products_are_named_once)

@@ -67,20 +67,8 @@ _NO_KEY: dict[tuple[type[BaseModel] | None, str], str] = {
 }
 _DERIVED = {
     *("align", "alignment", "buffers", "bytes", "bytes_per_element", "checkpoint", "dispatch", "dtype", "gather"),
-    *(
-        "kernel",
-        "kernels",
-        "layout_id",
-        "plan",
-        "shard",
-        "shard_dim",
-        "shard_rows",
-        "shards",
-        "stride",
-        "tile",
-        "tiles",
-    ),
-    *("world", "world_size"),
+    *("kernel", "kernels", "layout_id", "plan", "shard", "shard_dim", "shard_rows", "shards", "stride", "tile"),
+    *("tiles", "world", "world_size"),
 }
 
 
@@ -136,10 +124,8 @@ def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[st
         return alias
     if key in _DERIVED or (model, key) in _NO_KEY:
         return None
-    only = (
-        fitting[0] if model is not None and [*model.model_fields] == missing == fitting and len(fitting) == 1 else None
-    )
-    return nearest(key, fitting) or only
+    alone = model is not None and [*model.model_fields] == missing == fitting and len(fitting) == 1
+    return nearest(key, fitting) or (fitting[0] if alone else None)
 
 
 def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
@@ -204,13 +190,9 @@ def _unknown_key(
 ) -> Diagnostic:
     key = str(path[-1])
     if key in _DERIVED and meant is None:
-        return source.find(
-            "LC207",
-            f"a spec can't state {quoted(key)}",
-            source.key(path),
-            why="it follows from the layout, so stating it again could only contradict that",
-            help="delete it; `layoutc show` prints what is derived",
-        )
+        why = "it follows from the layout, so stating it again could only contradict that"
+        help = "delete it; `layoutc show` prints what is derived"
+        return source.find("LC207", f"a spec can't state {quoted(key)}", source.key(path), why=why, help=help)
     elsewhere = None if meant else _home(aliases()["keys"].get(key.casefold(), key))
     text = f"did you mean `{meant}`?" if meant else f"belongs {elsewhere}" if elsewhere else ""
     help = f"known keys here: {listed(allowed)}"
@@ -229,10 +211,8 @@ def _home(key: str) -> str | None:
     for path, model in todo:
         if path and key in model.model_fields and key not in COLLECTED:
             return f"in `{'.'.join(map(str, path))}`"
-        inner = (
-            (name, _inner_model(field.annotation)) for name, field in model.model_fields.items() if name != "formats"
-        )
-        todo += [((*path, name), inner_model) for name, inner_model in inner if inner_model]
+        fields = ((name, field.annotation) for name, field in model.model_fields.items() if name != "formats")
+        todo += [((*path, name), inner) for name, annotation in fields if (inner := _inner_model(annotation))]
     return "in `scale`" if any(key in rule.parameters for rule in RULES.values()) else None
 
 
@@ -294,11 +274,8 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
         allowed = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", literal["ctx"]["expected"])]
     # If a word or a number is allowed, a word is misspelt; anything else is of the wrong kind.
     if allowed and not isinstance(value, (dict, tuple)) and (isinstance(value, str) or not expected):
-        help = (
-            f"write {expected[0]}, or {' or '.join(f'`{word}`' for word in allowed)}"
-            if expected
-            else f"one of: {listed(allowed)}"
-        )
+        words = " or ".join(f"`{word}`" for word in allowed)
+        help = f"write {expected[0]}, or {words}" if expected else f"one of: {listed(allowed)}"
         label = source.value(path, did_you_mean(str(value), allowed))
         if (alias := aliases()["words"].get(str(value).casefold())) in allowed:
             label, help = source.value(path), f"write `{alias}`"
@@ -316,16 +293,11 @@ def _out_of_range(path: Path, name: str, types: dict[str, ErrorDetails], source:
     ):
         if kind in types:
             limit = types[kind]["ctx"][key]
-            every = len(path) > 1 and path[-2] == "block" and kind == "greater_than_equal"
+            help = f"write {limit} or {right}"
+            if len(path) > 1 and path[-2] == "block" and kind == "greater_than_equal":
+                help = f"write `all` for one block along {path[-1]}, or a number from {limit}"
             label = source.value(path, f"is {wrong} than {limit}")
-            return source.find(
-                "LC205",
-                f"`{name}` must be {words} {limit}",
-                label,
-                help=f"write `all` for one block along {path[-1]}, or a number from {limit}"
-                if every
-                else f"write {limit} or {right}",
-            )
+            return source.find("LC205", f"`{name}` must be {words} {limit}", label, help=help)
     for kind, key, words, things in (
         ("string_too_long", "max_length", "at most", "characters"),
         ("string_too_short", "min_length", "at least", "character"),
@@ -334,7 +306,7 @@ def _out_of_range(path: Path, name: str, types: dict[str, ErrorDetails], source:
         if kind in types:
             message = f"`{name}` must have {words} {types[kind]['ctx'][key]} {things}"
             help = "write something there" if kind == "string_too_short" else f"shorten it to {types[kind]['ctx'][key]}"
-            return source.find("LC205", message, source.value(path), help=help)
+            return source.find("LC205", message, path, help=help)
     return None
 
 

@@ -4,16 +4,16 @@ type of a container that is stated."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, product
 from math import gcd
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
 from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.spec.checks.formats import element_bits, sound_format
-from layoutc.spec.checks.parts import orientations
+from layoutc.spec.checks.parts import AXES, Side, sides
 from layoutc.spec.notation import NotationError
 from layoutc.spec.records import Field, Part, parse_fields
-from layoutc.spec.schema import Block, Orientation, Spec, quantized_as
+from layoutc.spec.schema import Block, Spec
 from layoutc.spec.source import Path, Source
 
 _WIDEST = 32  # bits of a bundle's word
@@ -32,12 +32,9 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
             yield source.find("LC367", "the rowwise orientation has no records", label, help=help)
         if spec.tensor is not None:
-            label, used = (
-                source.key(where),
-                source.key(("tensor",), "the weight's amax, which is in no record"),
-            )
+            used = source.key(("tensor",), "the weight's amax, which is in no record")
             help = "delete `record`, and name tensors: `tensors: {data: ..., scale: ..., amax: ...}`"
-            yield source.find("LC367", "records do not hold a whole weight", label, used, help=help)
+            yield source.find("LC367", "records do not hold a whole weight", source.key(where), used, help=help)
         for key in ("tensors", "ignore", "parts", "fused", "config", "recognize", "plain"):
             if getattr(binding, key):
                 label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
@@ -45,29 +42,26 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         kind = (binding.record.container, binding.record.number)
         if kind in types:
             message = f"`{name}` and `{types[kind]}` are the same type of {kind[0]}"
-            yield source.find("LC367", message, source.value((*where, "number")), help=f"delete `{name}`")
+            yield source.find("LC367", message, (*where, "number"), help=f"delete `{name}`")
         types.setdefault(kind, name)
 
 
 def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A record is a run of whole blocks and super-blocks along the contracted axis, of one step of the other axis."""
-    for name, orientation in orientations(spec):
-        if orientation.record is None:
+    for side in sides(spec):
+        if side.orientation.record is None:
             continue
-        _, scale = quantized_as(spec, orientation)
-        along, other = ("k", "m") if name == "rowwise" else ("m", "k")
-        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
-        blocks: list[tuple[Block, Path, str]] = [(orientation.block, ("orientations", name, "block"), "block")]
-        if scale.super is not None:
-            blocks.append((scale.super.block, (*own, "scale", "super", "block"), "super-block"))
-        whole = True
-        size, where = orientation.record.size, ("orientations", name, "record", "size")
-        used = source.value(where, f"records of {size} elements along {along}")
+        along, other = side.along, "m" if side.along == "k" else "k"
+        blocks: list[tuple[Block, Path, str]] = [(side.orientation.block, (*side.where, "block"), "block")]
+        if side.scale.super is not None:
+            blocks.append((side.scale.super.block, (*side.scale_at, "super", "block"), "super-block"))
+        whole, size = True, side.orientation.record.size
+        used = source.value((*side.where, "record", "size"), f"records of {size} elements along {along}")
         for block, path, what in blocks:
             across, covers = getattr(block, other), getattr(block, along)
             if across != 1:
                 message = f"a {what} of {across} along {other} has no record of its own"
-                yield source.find("LC349", message, source.value((*path, other)), used, help=f"write `{other}: 1`")
+                yield source.find("LC349", message, (*path, other), used, help=f"write `{other}: 1`")
             if covers == "all" or size % covers:
                 whole = False
                 message = f"a record of {size} does not hold whole {what}s"
@@ -77,7 +71,7 @@ def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if whole and getattr(spec.shape, along) % size:
             multiple = getattr(spec.shape, along)
             message = f"{along} comes in multiples of {multiple}, and records hold {size}"
-            stated = {axis: getattr(spec.shape, axis) for axis in ("m", "k")} | {along: _up(multiple, size)}
+            stated = {axis: getattr(spec.shape, axis) for axis in AXES} | {along: -(-multiple // size) * size}
             shape = ", ".join(f"{axis}: {count}" for axis, count in stated.items() if count > 1)
             help = f"write `shape: {{{shape}}}` at the top level"
             yield source.find("LC349", message, used, help=help)
@@ -85,14 +79,14 @@ def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The fields of a record can be read, fill bytes, and hold each bit of each value once."""
-    for name, orientation in orientations(spec):
-        values = _values(spec, name, orientation)
-        if orientation.record is None or values is None:
+    for side in sides(spec):
+        values, record = _values(spec, side), side.orientation.record
+        if record is None or values is None:
             continue
         stored: dict[tuple[Part, int, int], int] = {}
         sound = True
-        for number, text in enumerate(orientation.record.fields):
-            where: Path = ("orientations", name, "record", "fields", number)
+        for number, text in enumerate(record.fields):
+            where: Path = (*side.where, "record", "fields", number)
             try:
                 bundle = parse_fields(text)
             except NotationError as error:
@@ -103,41 +97,34 @@ def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 continue
             if (problem := _bundle_problem(bundle, values)) is not None:
                 message, help = problem
-                yield source.find("LC349", f"record: {message}", source.value(where), help=help)
+                yield source.find("LC349", f"record: {message}", where, help=help)
                 sound = False
                 continue
             for field in bundle:
                 start, stop, low, high = field.of(*values[field.part])
-                for entry in range(start, stop):
-                    for bit in range(low, high):
-                        twice = stored.setdefault((field.part, entry, bit), number) != number
-                        if twice and sound:
-                            message = f"record: bit {bit} of {field.part} {entry} is stored twice"
-                            first = source.value((*where[:-1], stored[field.part, entry, bit]), "here as well")
-                            help = "let each bit of each value stand in one field"
-                            yield source.find("LC349", message, source.value(where), first, help=help)
-                            sound = False
-        missing = [
-            (part, entry, bit)
-            for part, (count, bits) in values.items()
-            for entry in range(count)
-            for bit in range(bits)
-            if (part, entry, bit) not in stored
-        ]
+                for entry, bit in product(range(start, stop), range(low, high)):
+                    twice = stored.setdefault((field.part, entry, bit), number) != number
+                    if twice and sound:
+                        message = f"record: bit {bit} of {field.part} {entry} is stored twice"
+                        first = source.value((*where[:-1], stored[field.part, entry, bit]), "here as well")
+                        help = "let each bit of each value stand in one field"
+                        yield source.find("LC349", message, where, first, help=help)
+                        sound = False
+        every = ((part, entry, bit) for part, sizes in values.items() for entry, bit in product(*map(range, sizes)))
+        missing = [one for one in every if one not in stored]
         if sound and missing:
             part, entry, bit = missing[0]
-            label = source.key(("orientations", name, "record", "fields"))
+            label = source.key((*side.where, "record", "fields"))
             message = f"record: bit {bit} of {part} {entry} is stored nowhere"
             yield source.find("LC349", message, label, help=f"add `{_rest(missing, part)}` to `fields`")
 
 
 def records_are_of_types(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A container has a type of the stated name and number, and its records are as large as the recipe's."""
-    rowwise = spec.orientations.rowwise
-    values = _values(spec, "rowwise", rowwise)
-    if rowwise.record is None or values is None or spec.tensor is not None:
+    record, values = spec.orientations.rowwise.record, _values(spec, next(sides(spec)))
+    if record is None or values is None or spec.tensor is not None:
         return
-    size, nbytes = rowwise.record.size, sum(count * bits for count, bits in values.values()) // 8
+    size, nbytes = record.size, sum(count * bits for count, bits in values.values()) // 8
     fit = {number: one.name for number, one in TYPES.items() if one[1:] == (size, nbytes) and one.name not in PLAIN}
     for name, binding in spec.files.items():
         if (stated := binding.record) is None or fit.get(stated.number) == stated.type:
@@ -196,14 +183,12 @@ def _rest(missing: list[tuple[Part, int, int]], part: Part) -> str:
     return f"{part} {first}:{stop} bits {bits[0]}:{bits[-1] + 1}"
 
 
-def _values(spec: Spec, name: str, orientation: Orientation) -> Values | None:
+def _values(spec: Spec, side: Side) -> Values | None:
     """How many values of each part a record has, and their bits; None if another check refuses them."""
-    record = orientation.record
+    record, scale = side.orientation.record, side.scale
     if record is None:
         return None
-    element, scale = quantized_as(spec, orientation)
-    along = "k" if name == "rowwise" else "m"
-    size, own = getattr(orientation.block, along), element_bits(spec, element.format)
+    size, own = getattr(side.orientation.block, side.along), element_bits(spec, side.element.format)
     fmt = sound_format(spec, scale.format)
     if size == "all" or record.size % size or own is None or fmt is None:
         return None
@@ -212,7 +197,7 @@ def _values(spec: Spec, name: str, orientation: Orientation) -> Values | None:
     if zero is not None:
         values["zero"] = (record.size // size, zero.bits)
     if scale.super is not None:
-        covers, shared = getattr(scale.super.block, along), sound_format(spec, scale.super.format)
+        covers, shared = getattr(scale.super.block, side.along), sound_format(spec, scale.super.format)
         if covers == "all" or record.size % covers or shared is None:
             return None
         values["super"] = (record.size // covers, shared.bits)
@@ -221,10 +206,6 @@ def _values(spec: Spec, name: str, orientation: Orientation) -> Values | None:
         if zero is not None and not zero.is_wide:
             values["super_zero"] = (record.size // covers, shared.bits)
     return values
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 CHECKS = (containers_hold_records, records_hold_blocks, record_fields_are_whole, records_are_of_types)

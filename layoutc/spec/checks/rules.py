@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
 from layoutc.spec import rules
 from layoutc.spec.checks.formats import holds_scales, level_format, no_element, sound_format
+from layoutc.spec.checks.parts import AXES, sides
 from layoutc.spec.formats import BUILTIN, F32_MAX, Format, aliases
 from layoutc.spec.rule_constants import CONSTANTS, constant
 from layoutc.spec.rules import RULES, Rule
@@ -31,12 +32,10 @@ def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         elif part == "scale":
             label = f"a scale is {' or '.join(name for name, one in BUILTIN.items() if one.is_wide)}, or fills a byte"
             of = f", as {spec.scale.rule} takes it" if spec.scale.rule in RULES else ""
-            help = (
-                f"write `format: {'` or `'.join(fitting)}`{of}" if fitting else "define one of 8 bits under `formats`"
-            )
-        yield source.find(
-            "LC304", f"{quoted(name)} is not a known format", source.value((part, "format"), label), help=help
-        )
+            some = f"write `format: {'` or `'.join(fitting)}`{of}"
+            help = some if fitting else "define one of 8 bits under `formats`"
+        at, message = source.value((part, "format"), label), f"{quoted(name)} is not a known format"
+        yield source.find("LC304", message, at, help=help)
 
 
 def _can_be(spec: Spec, part: str, name: str) -> bool:
@@ -56,12 +55,9 @@ def _can_be(spec: Spec, part: str, name: str) -> bool:
 
 def suggested_scale(scale: Format | None, element: Format | None) -> str:
     """A rule for a scale format as it is typed after `rule: `, with the parameters that it needs."""
-    scale, element = (
-        scale or next(fmt for fmt in BUILTIN.values() if fmt.is_f32),
-        element or next(iter(BUILTIN.values())),
-    )
+    scale, element = scale or BUILTIN["f32"], element or next(iter(BUILTIN.values()))
     for rule in RULES.values():
-        parameters = {key: parameter.default for key, parameter in rule.parameters.items()}
+        parameters = rule.defaults
         if rule.makes_zero or no_element(element, "state") or misfit(rule, scale, element, parameters) is not None:
             continue
         hides = not element.nan and hides_nan(rule, parameters)
@@ -77,21 +73,12 @@ def hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
 
 def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The error of a candidate is a sum over the block, and no shard has all of a block without a size."""
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        rule = RULES.get((orientation.quantize.scale or spec.scale).rule) if orientation is not None else None
-        if rule is None or not rule.candidates:
-            continue
-        for axis in ("m", "k"):
-            if getattr(orientation.block, axis) == "all":
-                label = source.value(("orientations", name, "block", axis), "a block without a size")
-                used = source.value(
-                    ("scale", "rule")
-                    if orientation.quantize.scale is None
-                    else ("orientations", name, "quantize", "scale", "rule"),
-                    "tries several scales for each block",
-                )
-                message = f"{rule.name} adds up the errors of a block, and this one runs over all of {axis}"
+    for side in sides(spec):
+        for axis in AXES if side.rule is not None and side.rule.candidates else ():
+            if getattr(side.orientation.block, axis) == "all":
+                label = source.value((*side.where, "block", axis), "a block without a size")
+                used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
+                message = f"{side.scale.rule} adds up the errors of a block, and this one runs over all of {axis}"
                 yield source.find("LC341", message, label, used, help="write a number, for instance 16")
 
 
@@ -131,7 +118,7 @@ def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     rule = RULES.get(spec.scale.rule)
     if rule is None or element is None or scale is None or not element.values or 0 in element.values:
         return
-    parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
+    parameters = spec.scale.parameters
     holds_zero = 0 in scale.values if scale.values else scale.has_zero
     if holds_zero and rule.scales_zeros_by_zero(parameters):
         return
@@ -148,38 +135,33 @@ def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     elif not spec.scale.super:
         help += ", or write `scale: {format: f32, rule: scale-first}`"
     message = f"zeros would be read back as {value:g} times a scale: {element.name} has no 0"
-    yield source.find("LC307", message, source.value(("element", "format")), source.value(used, what), help=help)
+    yield source.find("LC307", message, ("element", "format"), source.value(used, what), help=help)
 
 
 def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Every constant that the rule uses is an fp32 number, and none is rounded to zero."""
-    rule, element, scale = (
-        RULES.get(spec.scale.rule),
-        sound_format(spec, spec.element.format),
-        sound_format(spec, spec.scale.format),
-    )
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    scale = sound_format(spec, spec.scale.format)
     is_scale = scale is not None and (holds_scales(scale) or spec.scale.super is not None)
     if rule is None or element is None or scale is None or no_element(element, spec.use) or not is_scale:
         return
-    parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
-    if (name := beyond_fp32(rule, element, scale, parameters)) is None:
+    if (name := beyond_fp32(rule, element, scale, spec.scale.parameters)) is None:
         return
     label = source.value(("element", "format"), f"its largest number is {element.max:g}")
     used = source.value(("scale", "rule"), f"computes with {name.replace('_', ' ')}")
     help = "give the element's format a bias nearer to the middle"
-    usual = {key: parameter.default for key, parameter in rule.parameters.items() if key == "bound"}
-    if usual and beyond_fp32(rule, element, scale, parameters | usual) is None:
+    usual = rule.defaults.get("bound")
+    if usual is not None and beyond_fp32(rule, element, scale, spec.scale.parameters | {"bound": usual}) is None:
         label = source.value(("scale", "bound"), f"times {element.max:g}, the largest element")
-        help = f"delete `bound`, which is then {usual['bound']:g}"
+        help = f"delete `bound`, which is then {usual:g}"
     yield source.find("LC343", f"a constant of {rule.name} is beyond fp32", label, used, help=help)
 
 
 def _rounding_first(fmt: Format, element: Format) -> str:
     """A rule that rounds the scale before it scales elements by it, so that any scale will do."""
     plain = (rule for rule in RULES.values() if not (rule.makes_zero or rule.candidates or rule.needs_tensor_amax))
-    defaults = ((rule, {key: one.default for key, one in rule.parameters.items()}) for rule in plain)
-    reading = ((rule, given) for rule, given in defaults if "from_scale" in _reads(rule.element_step(given).expression))
-    return next(rule.name for rule, given in reading if misfit(rule, fmt, element, given) is None)
+    reading = (rule for rule in plain if "from_scale" in _reads(rule.element_step(rule.defaults).expression))
+    return next(rule.name for rule in reading if misfit(rule, fmt, element, rule.defaults) is None)
 
 
 def beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Parameters) -> str | None:
@@ -200,9 +182,7 @@ def beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Pa
     return None
 
 
-def misfit(
-    rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
-) -> tuple[str, str, str] | None:
+def misfit(rule: Rule, fmt: Format, element: Format, parameters: rules.Parameters) -> tuple[str, str, str] | None:
     """(headline, why, help) if the scale's format can't hold what the rule computes; else None."""
     read = _reads(rule.element_step(parameters).expression)
     self_consistent = "from_scale" in read or parameters.get("unrounded") is True
@@ -211,29 +191,21 @@ def misfit(
     wide = fmt.mantissa == 0 and not fmt.has_zero and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
     if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
         holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
-        return (
-            f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
-            "elements would be encoded with one multiplier and decoded with another",
-            "write `format: f32`"
-            + (f", or add `{rounding}: true`" if wide and rounding else "")
-            + ("" if fmt.mantissa == 0 else f", or `rule: {_rounding_first(fmt, element)}`"),
-        )
+        message = f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}"
+        help = "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else "")
+        help += f", or `rule: {_rounding_first(fmt, element)}`" if fmt.mantissa else ""
+        return message, "elements would be encoded with one multiplier and decoded with another", help
     guarded = {"minimum", "where"} & read
     if self_consistent and not guarded and fmt.has_zero:
-        return (
-            f"{rule.name} needs a scale format without a zero",
-            f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
-            "write `format: e8m0`, or another rule",
-        )
+        why = f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero"
+        return f"{rule.name} needs a scale format without a zero", why, "write `format: e8m0`, or another rule"
     uses_range = any("scale_max" in rules.names(step.expression) for step in (*rule.tensor, *rule.steps))
     if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
         scales = ((name, one) for name, one in BUILTIN.items() if holds_scales(one) and one.mantissa)
         narrower = next((name for name, one in scales if one.max * element.max <= 2.0**120), None)
-        return (
-            f"{rule.name} needs {'a scale' if narrower else 'an element'} format of a narrower range",
-            f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
-            f"write `format: {narrower}`" if narrower else "give the element's format a larger bias",
-        )
+        message = f"{rule.name} needs {'a scale' if narrower else 'an element'} format of a narrower range"
+        why = f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32"
+        return message, why, f"write `format: {narrower}`" if narrower else "give the element's format a larger bias"
     return None
 
 

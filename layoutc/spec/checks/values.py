@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
-from layoutc.spec.rules import RULES
-from layoutc.spec.schema import Orientation, Spec, quantized_as
+from layoutc.spec.checks.parts import AXES, sides
+from layoutc.spec.schema import Spec
 from layoutc.spec.source import Path, Source
 
 _ROWS: Path = ("orientations", "rowwise")
+_SIZES = (2, 4, 8, 16, 32)  # of Hadamard matrices
 # What a recipe of state, or of gradients on the wire, can't state, and why.
 _REFUSED: tuple[tuple[Path, str], ...] = (
     (("gemm",), "no product reads it"),
@@ -30,93 +31,74 @@ _REFUSED: tuple[tuple[Path, str], ...] = (
 def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A rule that tries several scales compares errors of rounding, which random bits would decide."""
     found: set[Path] = set()
-    for name, orientation in _orientations(spec):
-        element, scale = quantized_as(spec, orientation)
-        rule = RULES.get(scale.rule)
-        if element.round != "stochastic" or rule is None or not rule.candidates:
+    for side in sides(spec):
+        if side.element.round != "stochastic" or side.rule is None or not side.rule.candidates:
             continue
-        prefix: Path = ("orientations", name, "quantize")
-        where: Path = (*prefix, "element") if orientation.quantize.element else ("element",)
-        used: Path = (*prefix, "scale", "rule") if orientation.quantize.scale else ("scale", "rule")
-        if (*where, *used) in found:
-            continue
-        found.add((*where, *used))
-        yield source.find(
-            "LC344",
-            f"{rule.name} takes the scale of the least error, and random bits would decide it",
-            source.value((*where, "round")),
-            source.value(used, "tries several scales for each block"),
-            help="delete `round`, or write another rule",
-        )
+        if (where := (*side.element_at, *side.scale_at)) not in found:
+            found.add(where)
+            message = f"{side.scale.rule} takes the scale of the least error, and random bits would decide it"
+            used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
+            help = "delete `round`, or write another rule"
+            yield source.find("LC344", message, (*side.element_at, "round"), used, help=help)
 
 
 def transforms_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A Hadamard matrix has a power of two for a size, and a sign for each of its rows."""
-    for name, orientation in _orientations(spec):
-        transform, where = orientation.transform, ("orientations", name, "transform")
+    for side in sides(spec):
+        transform, where = side.orientation.transform, (*side.where, "transform")
         if transform is None:
             continue
         size = transform.hadamard
-        if not _is_size(size):
+        if size not in _SIZES:
             near = min(_SIZES, key=lambda one: abs(one - size))
             message = f"there is no Hadamard matrix of {size} here: sizes are {listed(map(str, _SIZES))}"
-            label = source.value((*where, "hadamard"))
-            yield source.find("LC345", message, label, help=f"write `hadamard: {near}`")
+            yield source.find("LC345", message, (*where, "hadamard"), help=f"write `hadamard: {near}`")
         elif transform.signs >> size:
             message = f"`signs` has a bit for each of {size} steps, and this has {transform.signs.bit_length()}"
             used = source.value((*where, "hadamard"), f"{size} steps")
             most = f"0x{(1 << size) - 1:X}"
-            yield source.find("LC345", message, source.value((*where, "signs")), used, help=f"at most {most}")
+            yield source.find("LC345", message, (*where, "signs"), used, help=f"at most {most}")
 
 
 def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """What is transformed together lies in one block, and whole in the matrix, so that no cut goes through it."""
-    for name, orientation in _orientations(spec):
-        transform = orientation.transform
-        if transform is None or not _is_size(transform.hadamard):
+    for side in sides(spec):
+        transform = side.orientation.transform
+        if transform is None or transform.hadamard not in _SIZES:
             continue
-        size, axis = transform.hadamard, "k" if name == "rowwise" else "m"
-        label = source.key(("orientations", name, "transform"), f"mixes {size} steps along {axis}")
-        for one in ("m", "k"):
-            block, place = getattr(orientation.block, one), ("orientations", name, "block", one)
+        size, axis = transform.hadamard, side.along
+        label = source.key((*side.where, "transform"), f"mixes {size} steps along {axis}")
+        for each in AXES:
+            block, place = getattr(side.orientation.block, each), (*side.where, "block", each)
             if block == "all":
-                message = f"a block of transformed values can't run over all of {one}"
+                message = f"a block of transformed values can't run over all of {each}"
                 why = "the amax of such a block is found in a pass of its own, over values as they come"
-                yield source.find("LC346", message, source.value(place), label, why=why, help="write a number")
-            elif one == axis and block % size:
-                message = f"the blocks of {name} cut what its transform mixes"
+                yield source.find("LC346", message, place, label, why=why, help="write a number")
+            elif each == axis and block % size:
+                message = f"the blocks of {side.name} cut what its transform mixes"
                 used = source.value(place, f"blocks of {block} along {axis}")
                 help = f"write `{axis}: {-(-block // size) * size}`"
-                help += f", or `hadamard: {block}`" if _is_size(block) else ""
+                help += f", or `hadamard: {block}`" if block in _SIZES else ""
                 yield source.find("LC346", message, used, label, help=help)
         multiple = getattr(spec.shape, axis)
         if multiple % size:
             stated = axis in spec.shape.model_fields_set
             at = source.value(("shape", axis)) if stated else label
-            message = f"the transform of {name} mixes {size} steps along {axis}, and a matrix may have fewer"
-            also = () if at is label else (label,)
+            message = f"the transform of {side.name} mixes {size} steps along {axis}, and a matrix may have fewer"
             one = f"{axis}: {-(-multiple // size) * size}"
             given = "shape" in spec.model_fields_set
             help = f"write `{one}`" if stated else f"add `{one}` to `shape`" if given else f"add `shape: {{{one}}}`"
-            yield source.find("LC346", message, at, *also, help=help)
+            yield source.find("LC346", message, at, label, help=help)
 
 
 def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A rule that tries several scales measures errors of values as they come."""
-    for name, orientation in _orientations(spec):
-        _, scale = quantized_as(spec, orientation)
-        rule = RULES.get(scale.rule)
-        if orientation.transform is None or rule is None or not rule.candidates:
-            continue
-        own = orientation.quantize.scale is not None
-        used: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
-        yield source.find(
-            "LC346",
-            f"{rule.name} measures errors of values as they come, and {name} transforms them",
-            source.key(("orientations", name, "transform")),
-            source.value(used, "tries several scales for each block"),
-            help="delete `transform`, or write another rule",
-        )
+    for side in sides(spec):
+        if side.orientation.transform is not None and side.rule is not None and side.rule.candidates:
+            message = f"{side.scale.rule} measures errors of values as they come, and {side.name} transforms them"
+            used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
+            label, help = source.key((*side.where, "transform")), "delete `transform`, or write another rule"
+            yield source.find("LC346", message, label, used, help=help)
 
 
 def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -133,12 +115,11 @@ def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC338", message, source.key(where), use, why=why, help=f"delete `{where[-1]}`")
     if is_state and spec.element.round != "nearest":
         message = "elements of state are rounded to nearest"
-        yield source.find("LC338", message, source.value(("element", "round")), use, help="delete `round`")
+        yield source.find("LC338", message, ("element", "round"), use, help="delete `round`")
     if spec.orientations.rowwise.block.m != 1 or spec.orientations.rowwise.block.k == "all":
         message = f"blocks of {what} lie in one row, and have a size"
         why = "ranks hold whole rows, so that no cut between them splits a block, and a launch holds whole blocks"
-        label = source.value((*_ROWS, "block"))
-        yield source.find("LC338", message, label, use, why=why, help="write `block: {m: 1, k: 256}`")
+        yield source.find("LC338", message, (*_ROWS, "block"), use, why=why, help="write `block: {m: 1, k: 256}`")
 
 
 def roots_are_of_state(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -146,20 +127,7 @@ def roots_are_of_state(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if spec.element.root and spec.use != "state":
         message = "the square root of a weight keeps no sign"
         help = "delete `root`, or add `use: state` for second moments"
-        yield source.find("LC338", message, source.value(("element", "root")), help=help)
-
-
-_SIZES = (2, 4, 8, 16, 32)
-
-
-def _is_size(size: int) -> bool:
-    return size in _SIZES
-
-
-def _orientations(spec: Spec) -> Iterator[tuple[str, Orientation]]:
-    yield "rowwise", spec.orientations.rowwise
-    if spec.orientations.columnwise is not None:
-        yield "columnwise", spec.orientations.columnwise
+        yield source.find("LC338", message, ("element", "root"), help=help)
 
 
 CHECKS = (

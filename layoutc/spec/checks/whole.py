@@ -11,25 +11,22 @@ import re
 from collections.abc import Callable, Iterator
 from math import lcm
 from pathlib import PurePath
-from typing import Literal
 
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span
 from layoutc.spec.checks import files as file_checks
-from layoutc.spec.checks import formats as format_checks
 from layoutc.spec.checks import levels as level_checks
 from layoutc.spec.checks import numbers as number_checks
 from layoutc.spec.checks import products as product_checks
 from layoutc.spec.checks import records as record_checks
 from layoutc.spec.checks import swizzles as swizzle_checks
 from layoutc.spec.checks import values as value_checks
-from layoutc.spec.checks.parts import AXES, axis_span, buffers, orientations, size_of, stated_shape, terms_of
+from layoutc.spec.checks.parts import AXES, axis_span, buffers, size_of, stated_shape, terms_of
 from layoutc.spec.notation import Axis, NotationError, parse_layout
-from layoutc.spec.schema import Buffer, Orientation, Spec, quantized_as
-from layoutc.spec.source import Path, Source
+from layoutc.spec.schema import Buffer, Orientation, Spec
+from layoutc.spec.source import Source
 
 _WHAT = {"scale": "scale", "zero": "zero point"}
 Check = Callable[[Spec, Source], Iterator[Diagnostic]]
-Kind = Literal["data", "scale"]
 
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
@@ -48,33 +45,24 @@ def name_is_usable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     where, stem = ("name",), PurePath(source.path).stem
     if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
         help = "lower-case letters, digits and underscores, a letter first: `mxfp8_v2`"
-        yield source.find("LC302", f"`{spec.name}` can't name a Python package", source.value(where), help=help)
+        yield source.find("LC302", f"`{spec.name}` can't name a Python package", where, help=help)
     elif keyword.iskeyword(spec.name) or spec.name == "layoutc":
-        whose = "the compiler's own" if spec.name == "layoutc" else "a Python keyword"
-        label = source.value(where, f"is {whose}")
-        yield source.find(
-            "LC302", f"`{spec.name}` can't name a recipe", label, help=f"for instance `{spec.name}_weights`"
-        )
+        label = source.value(where, "is the compiler's own" if spec.name == "layoutc" else "is a Python keyword")
+        help = f"for instance `{spec.name}_weights`"
+        yield source.find("LC302", f"`{spec.name}` can't name a recipe", label, help=help)
     elif stem != spec.name and stem not in ("-", "<stdin>"):
-        yield source.find(
-            "LC301",
-            f"recipe `{spec.name}` lives in a file named `{PurePath(source.path).name}`",
-            source.value(where, f"expected `{stem}`"),
-            why=f"the generated package is named after the recipe: generated/{spec.name}/",
-            help=f"rename the file to {spec.name}.yaml, or the recipe to `{stem}`",
-        )
+        message = f"recipe `{spec.name}` lives in a file named `{PurePath(source.path).name}`"
+        why = f"the generated package is named after the recipe: generated/{spec.name}/"
+        help = f"rename the file to {spec.name}.yaml, or the recipe to `{stem}`"
+        yield source.find("LC301", message, source.value(where, f"expected `{stem}`"), why=why, help=help)
 
 
 def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The summary is printed into docstrings and headers."""
     if not spec.summary.isprintable() or not spec.summary.strip() or any(char in spec.summary for char in '"\\'):
-        yield source.find(
-            "LC303",
-            "the summary can't be part of generated code",
-            source.value(("summary",)),
-            why="it is printed into docstrings: one line, without double quotes and backslashes",
-            help="write one plain line; single quotes are fine",
-        )
+        message, help = "the summary can't be part of generated code", "write one plain line; single quotes are fine"
+        why = "it is printed into docstrings: one line, without double quotes and backslashes"
+        yield source.find("LC303", message, ("summary",), why=why, help=help)
 
 
 def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -92,11 +80,12 @@ def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each layout string parses."""
-    for where, buffer in buffers(spec):
+    for laid in buffers(spec):
+        buffer = laid.buffer
         try:
             parse_layout(buffer.layout)
         except NotationError as error:
-            label = source.value((*where, "layout"), within=(error.start, error.end))
+            label = source.value((*laid.where, "layout"), within=(error.start, error.end))
             help = "axes, outermost first: `m k`, `k m`, `m k/32`, or `scalar`"
             spaced = " ".join(re.findall(r"[mk](?:/\d+)?", buffer.layout))
             if re.fullmatch(r"(?:[mk](?:/\d+)?[\s,x*]*)+", buffer.layout) and terms_of(Buffer(layout=spaced)):
@@ -106,10 +95,9 @@ def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Data holds one code for each element: both axes, nothing divided."""
-    for name, orientation in orientations(spec):
-        where: Path = ("orientations", name, "data", "layout")
-        terms = terms_of(orientation.data)
-        if terms is None:
+    for laid in buffers(spec):
+        where, terms = (*laid.where, "layout"), laid.terms
+        if laid.kind != "data" or terms is None:
             continue
         missing = [axis for axis in AXES if axis not in {term.axis for term in terms}]
         if missing:
@@ -117,7 +105,7 @@ def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC311", "a data layout names both axes", label, help="write `m k` or `k m`")
         for term in terms:
             if term.divisor != 1:
-                within = axis_span(orientation.data, term.axis)
+                within = axis_span(laid.buffer, term.axis)
                 label = source.value(where, f"one code for {term.divisor} elements", within=within)
                 help = "write `m k` or `k m`; a divisor belongs in the scale's layout"
                 yield source.find("LC311", "a data layout has one code for each element", label, help=help)
@@ -126,59 +114,59 @@ def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A buffer of scales or zero points has a dim for each axis that is cut into blocks, and none for an axis that is
     not."""
-    for path, buffer in buffers(spec):
-        orientation: Orientation = getattr(spec.orientations, str(path[1]))
-        terms, what = terms_of(buffer), _WHAT.get(str(path[2]))
+    for laid in buffers(spec):
+        terms, what, path = laid.terms, _WHAT.get(laid.kind), (*laid.where, "layout")
         if terms is None or what is None:
             continue
         named = {term.axis for term in terms}
+        help = f"write `layout: {_scale_layout(laid.side.orientation)}`"
         for axis in AXES:
-            size = size_of(orientation.block, axis)
-            block = source.value((*path[:2], "block", axis), f"blocks of {size}" if size else "one block along " + axis)
-            help = f"write `layout: {_scale_layout(orientation)}`"
+            size = size_of(laid.side.orientation.block, axis)
+            blocks = f"blocks of {size}" if size else f"one block along {axis}"
+            block = source.value((*laid.side.where, "block", axis), blocks)
             if size and axis not in named:
                 message = f"the {what}'s layout leaves out {axis}, which is cut into blocks"
-                yield source.find(
-                    "LC312", message, source.value((*path, "layout"), f"no {axis} here"), block, help=help
-                )
+                yield source.find("LC312", message, source.value(path, f"no {axis} here"), block, help=help)
             elif not size and axis in named:
                 message = f"the {what}'s layout names {axis}, along which all elements share a {what}"
-                label = source.value((*path, "layout"), within=axis_span(buffer, axis))
-                yield source.find("LC312", message, label, block, help=help)
+                yield source.find(
+                    "LC312", message, source.value(path, within=axis_span(laid.buffer, axis)), block, help=help
+                )
 
 
 def scale_granularity_divides_block(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """`k/16` stores a scale once for 16 columns, which must tile a block."""
-    for path, buffer in buffers(spec):
-        orientation: Orientation = getattr(spec.orientations, str(path[1]))
-        what = _WHAT.get(str(path[2]))
-        for term in (terms_of(buffer) or ()) if what else ():
-            size = size_of(orientation.block, term.axis)
+    for laid in buffers(spec):
+        what = _WHAT.get(laid.kind)
+        for term in (laid.terms or ()) if what else ():
+            size = size_of(laid.side.orientation.block, term.axis)
             if size is None or size % term.divisor == 0:
                 continue
-            within = axis_span(buffer, term.axis)
-            yield source.find(
-                "LC313",
-                f"a block of {size} along {term.axis} can't be stored once for every {term.divisor}",
-                source.value((*path, "layout"), f"stored once for {term.divisor}", within=within),
-                source.value((*path[:2], "block", term.axis), f"a {what} covers {size}"),
-                why=f"the stored granularity must divide the block, so that each stored {what} belongs to one block",
-                help=f"write `{term.axis}/{size}`, or a smaller divisor of {size}; a smaller one repeats the {what}",
-            )
+            within, once = axis_span(laid.buffer, term.axis), f"stored once for {term.divisor}"
+            label = source.value((*laid.where, "layout"), once, within=within)
+            block = source.value((*laid.side.where, "block", term.axis), f"a {what} covers {size}")
+            message = f"a block of {size} along {term.axis} can't be stored once for every {term.divisor}"
+            why = f"the stored granularity must divide the block, so that each stored {what} belongs to one block"
+            help = f"write `{term.axis}/{size}`, or a smaller divisor of {size}; a smaller one repeats the {what}"
+            yield source.find("LC313", message, label, block, why=why, help=help)
 
 
 def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """One padding multiple for each dim of the buffer."""
-    for where, buffer in buffers(spec):
-        terms = terms_of(buffer)
-        if terms is None or not buffer.pad or len(buffer.pad) == len(terms):
+    kinds = (
+        ("a single scale", "a scalar takes no `pad`", "delete `pad`"),
+        ("1 dim", "`pad` needs 1 multiple", "write `pad: [1]` or more"),
+        ("2 dims", "`pad` needs 2 multiples, one for each dim", "write `pad: [1, 1]` or more"),
+    )
+    for laid in buffers(spec):
+        terms, pad = laid.terms, laid.buffer.pad
+        if terms is None or not pad or len(pad) == len(terms):
             continue
-        label = source.value((*where, "pad"), f"{len(buffer.pad)} given")
-        layout = source.value((*where, "layout"), ("a single scale", "1 dim", "2 dims")[len(terms)])
-        message = ("a scalar takes no `pad`", "`pad` needs 1 multiple", "`pad` needs 2 multiples, one for each dim")[
-            len(terms)
-        ]
-        help = f"write `pad: [{', '.join(['1'] * len(terms))}]` or more" if terms else "delete `pad`"
+        what, message, help = kinds[len(terms)]
+        label, layout = (
+            source.value((*laid.where, "pad"), f"{len(pad)} given"),
+            source.value((*laid.where, "layout"), what),
+        )
         yield source.find("LC314", message, label, layout, help=help)
 
 
@@ -187,24 +175,19 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     seen = set()
     stored: dict[int, Label] = {}
     help = f"write {stated_shape(spec)} at the top level"
-    for name, orientation in orientations(spec):
-        element, _ = quantized_as(spec, orientation)
-        own = orientation.quantize.element is not None
-        path: Path = ("orientations", name, "quantize", "element") if own else ("element",)
-        bits = format_checks.element_bits(spec, element.format)
-        terms = terms_of(orientation.data)
-        if bits is None or bits == 8 or not terms:
+    for laid in buffers(spec):
+        bits, terms, buffer, where = laid.bits, laid.terms, laid.buffer, laid.where
+        if laid.kind != "data" or bits is None or bits == 8 or not terms:
             continue
         group, axis = lcm(bits, 8) // bits, terms[-1].axis
-        stored[bits] = source.value((*path, "format"), "stored in planes that are packed along k")
-        if orientation.data.swizzle or orientation.data.words:
+        stored[bits] = source.value((*laid.side.element_at, "format"), "stored in planes that are packed along k")
+        if buffer.swizzle or buffer.words:
             continue  # which other checks know
         seen.add((axis, bits))
-        where: Path = ("orientations", name, "data")
         text = f"packed along {axis}, its innermost axis"
-        packed = source.value((*where, "layout"), text, within=axis_span(orientation.data, axis))
-        yield from _half_byte(spec, source, axis, (bits, group), packed, help)
-        pad = orientation.data.pad
+        packed = source.value((*where, "layout"), text, within=axis_span(buffer, axis))
+        yield from _half_byte(spec, source, axis, bits, packed, help)
+        pad = buffer.pad
         if len(pad) == len(terms) and pad[-1] % group:
             label = source.value((*where, "pad", len(terms) - 1), f"{pad[-1]} codes of {bits} bits")
             message = f"padding {axis} to {pad[-1]} cuts a byte of {bits}-bit codes"
@@ -212,15 +195,12 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC316", message, label, packed, help=multiple)
     for bits, label in stored.items():
         if ("k", bits) not in seen:
-            yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label, help)
+            yield from _half_byte(spec, source, "k", bits, label, help)
 
 
-def _half_byte(
-    spec: Spec, source: Source, axis: Axis, code: tuple[int, int], packed: Label, help: str
-) -> Iterator[Diagnostic]:
+def _half_byte(spec: Spec, source: Source, axis: Axis, bits: int, packed: Label, help: str) -> Iterator[Diagnostic]:
     """The weight's size along an axis is a multiple of the codes that fill whole bytes."""
-    bits, group = code
-    multiple: int = getattr(spec.shape, axis)
+    group, multiple = lcm(bits, 8) // bits, int(getattr(spec.shape, axis))
     if multiple % group == 0:
         return
     size = f"{axis} may be any multiple of {multiple}" if multiple > 1 else f"{axis} may be any size"
