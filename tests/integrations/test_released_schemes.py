@@ -1025,6 +1025,7 @@ def test_experts_of_their_own_scales_that_files_have_stacked(tmp_path: Path) -> 
     tensors["mlp.experts.down_proj_scale"] = torch.stack([apart[f"{name}.weight_scale"] for name in names])
     levels = torch.cat([apart[f"{name}.weight_global_scale"].reshape(1) for name in names])
     tensors["mlp.experts.down_proj_scale_2"] = 1 / levels * torch.arange(1, 5)
+    tensors["mlp.experts.down_proj"][2], tensors["mlp.experts.down_proj_scale_2"][2] = 0x80, 0  # -0 and 0, uncalibrated
     tensors["mlp.experts.gate_up_proj"] = model.gate_up_proj.detach()
     (tmp_path / "in").mkdir()
     save_file(tensors, tmp_path / "in" / "model.safetensors")
@@ -1048,6 +1049,15 @@ def test_experts_of_their_own_scales_that_files_have_stacked(tmp_path: Path) -> 
     assert torch.equal(tensors_in(tmp_path / "plain")["mlp.experts.down_proj"], expected)
     convert_safetensors(tmp_path / "in", tmp_path / "same", files="nvfp4_modelopt_experts/modelopt")
     assert same_files(tmp_path / "in", tmp_path / "same")
+    tensors["mlp.experts.down_proj_scale_2"][1] = 0
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    for read in (
+        lambda: load_safetensors(held, tmp_path / "in"),
+        lambda: load_safetensors(of_experts(Stacks(384)), tmp_path / "in", convert=True),
+        lambda: convert_safetensors(tmp_path / "in", tmp_path / "no", dtype=torch.bfloat16),
+    ):
+        with pytest.raises(LayoutError, match=r"experts.down_proj_scale_2\[1\] in the files is 0, which is no scale"):
+            read()
 
 
 def tunes_stacks(path: str, out: str) -> dict[str, Tensor]:

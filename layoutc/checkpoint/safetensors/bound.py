@@ -127,21 +127,26 @@ class Found(NamedTuple):
             meaning.added(fetch)
         whole = next((name for name in self.planes if name == "amax" or name.endswith("_level")), None)
         for number, (stored, _) in enumerate(self.planes[whole].parts if whole else ()):
-            scale = fetch(stored, ()).float()
-            if not bool(scale.isfinite().all()) or (not bool(scale.all()) and not self._is_zero(fetch, number, whole)):
+            scale = fetch(stored, ()).float().flatten()
+            wrong = ~scale.isfinite()
+            if not wrong.any() and not scale.all():
+                wrong = (scale == 0) & ~self._are_zero(fetch, number, len(scale), whole)
+            if wrong.any():
+                at = "" if len(scale) == 1 else f"[{wrong.nonzero()[0].item()}]"
                 raise LayoutError(
-                    f"{stored.name} in the files is {scale.flatten()[0].item():g}, which is no scale of these codes: "
+                    f"{stored.name}{at} in the files is {scale[wrong][0].item():g}, which is no scale of these codes: "
                     "the weight was not calibrated, or the file is damaged"
                 )
 
-    def _is_zero(self, fetch: Read, number: int, whole: str | None) -> bool:
-        """True if all codes stand for 0 that a scale of the plane `whole` is for, of this part, whatever it is."""
+    def _are_zero(self, fetch: Read, number: int, matrices: int, whole: str | None) -> Tensor:
+        """Of each matrix of a part: whether all of its codes stand for 0, whatever the scales are in the plane `whole`.
+        A scale in the plane "amax" is that of all parts."""
         planes = {name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in self.planes.items()}
         ones = planes | {name: torch.ones_like(planes[name]) for name in (whole,) if name is not None}
         each = len(planes["rowwise_data"]) // len(self.planes["rowwise_data"].parts)
         rows = slice(number * each, (number + 1) * each) if whole != "amax" else slice(None)
-        values = (self.values(one, torch.float32).flatten(0, -2)[rows] for one in (planes, ones))
-        return all(bool((one == 0).all()) for one in values)
+        values = [self.values(one, torch.float32).flatten(0, -2)[rows] for one in (planes, ones)]
+        return (torch.stack(values) == 0).view(2, matrices, -1).all(-1).all(0)
 
     def values(self, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """What all of its planes stand for."""
