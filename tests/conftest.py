@@ -24,6 +24,7 @@ os.environ.setdefault(
     str(60 * max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // (os.cpu_count() or 1))),
 )
 import torch
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder
 import tiers
@@ -32,6 +33,9 @@ from interpreter import quicken
 from layoutc.conformance import ranks
 
 sys.dont_write_bytecode = False
+# Nothing fails because a machine is busy.
+settings.register_profile("layoutc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("layoutc")
 gc.disable()  # until tests are collected: what is imported lives on, and each collection would look at all of it
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 # Where tests that pass are noted, which runs after that leave out: those that lack no package then run once.

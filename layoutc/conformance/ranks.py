@@ -16,7 +16,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +55,16 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     gc.set_threshold(*COLLECTED_AFTER)
     while True:
         try:
-            job, arguments = pipe.recv()
-        except (EOFError, OSError):
+            sent = pipe.recv_bytes()
+        except (EOFError, OSError):  # nobody asks any more
             os._exit(0)
         try:
-            answer = (True, job(*arguments))
+            job, arguments = ForkingPickler.loads(sent)  # imports the job's module, which may fail here alone
+            answer = ForkingPickler.dumps((True, job(*arguments)))
         except BaseException as error:
-            answer = (False, getattr(error, "told", None) or traceback.format_exc(limit=-8))
-        pipe.send(answer)
+            said = getattr(error, "told", None) or traceback.format_exc(limit=-8)
+            answer = ForkingPickler.dumps((False, said))
+        pipe.send_bytes(answer)
 
 
 def process_context(preloaded: Sequence[str]) -> Any:
@@ -100,7 +104,8 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((job, arguments))
+            with suppress(BrokenPipeError):  # the rank has ended since the last job; what it sent says how
+                pipe.send((job, arguments))
         return self._answers(seconds)
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ PROGRAM = HELPERS / "killed_saves.py"
 def test_a_killed_save_loses_nothing(tmp_path: Path) -> None:
     """Saves into folders of their own, and saves that replace the one before: one program, which imports torch once."""
     command = [sys.executable, str(PROGRAM), str(tmp_path), "apart:20", "overwrite:14"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(told) == 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
+from calls import calls_of
 from click.testing import CliRunner, Result
 from places import ROOT
 
@@ -173,10 +173,9 @@ def test_without_recipes_bf16_alone() -> None:
     assert run("bf16", "--world", "8", "--json").stdout == result.stdout
 
 
-def test_the_largest_model_on_the_most_ranks_takes_less_than_two_seconds() -> None:
-    began = time.process_time()
-    assert run("nvfp4", "--model", "llama-405b", "--world", "16384").exit_code == 0
-    assert time.process_time() - began < 2
+def test_the_largest_model_on_the_most_ranks_is_quick() -> None:
+    result, calls = calls_of(lambda: run("nvfp4", "--model", "llama-405b", "--world", "16384"))
+    assert (result.exit_code, calls < 1_000_000) == (0, True), calls
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_an_svg_needs_no_other_package(tmp_path: Path) -> None:
         "import sys; sys.modules['resvg_py'] = None; from layoutc.cli.app import main;"
         f"main(['show', 'nvfp4', '--specs', {str(SPECS)!r}, '--svg', {str(path)!r}])"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
     assert path.read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -119,12 +119,12 @@ def answer(make: Callable[[], str], path: str = "/", host: str | None = None) ->
         thread.start()
         place, port = server.server_address[:2]
         assert place == "127.0.0.1"
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=900)
         connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
         got = connection.getresponse()
         text = got.read().decode()
         connection.close()
-        thread.join(timeout=20)
+        thread.join(timeout=900)
         return got.status, got.headers["Content-Type"], text
 
 
@@ -161,7 +161,7 @@ def test_the_command_serves_and_reads_the_spec_again(tmp_path: Path) -> None:
         assert found is not None
 
         def page() -> tuple[int, str]:
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=900)
             connection.request("GET", "/")
             got = connection.getresponse()
             return got.status, got.read().decode()
@@ -174,7 +174,7 @@ def test_the_command_serves_and_reads_the_spec_again(tmp_path: Path) -> None:
         assert page()[0] == 500
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=900)
 
 
 def test_a_port_in_use_is_refused() -> None:

@@ -161,7 +161,7 @@ def test_written_files_are_links_in_terminals_that_have_them(tmp_path: Path, ter
             stderr=theirs if terminal else subprocess.PIPE,
             stdout=subprocess.PIPE,
             check=True,
-            timeout=60,
+            timeout=900,
         )
         shown = (os.read(ours, 4096) if terminal else done.stderr).decode()
     finally:

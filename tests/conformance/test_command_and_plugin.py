@@ -87,7 +87,7 @@ def pytest_run(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", *plugin, *map(str, args)]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "0"}
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env=environment
+        command, cwd=folder, capture_output=True, text=True, timeout=900, check=False, env=environment
     )
 
 

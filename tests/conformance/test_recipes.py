@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +123,15 @@ def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too(
             ranks.run(fails_on_one_rank)
         with pytest.raises(RankError, match=r"(?s)rank 1: the process ended: SIGABRT.*ends_on_one_rank"):
             ranks.run(ends_on_one_rank)
+        with pytest.raises(RankError, match=r"(?s)rank 0: .*FileNotFoundError: no such module.*rank 1: "):
+            ranks.run(int, NotRead())
+        with pytest.raises(RankError, match=r"rank 0: (?s:.*)lambda"):
+            ranks.run(gives_no_plain_python)
+        assert ranks.run(int, "7") == [7, 7]
+        os.kill(ranks._processes[1].pid, signal.SIGKILL)
+        ranks._processes[1].join()
+        with pytest.raises(RankError, match="rank 1: the process ended: SIGKILL"):
+            ranks.run(int, "7")
         assert ranks.run(int, "7") == [7, 7]
 
 
@@ -137,6 +148,21 @@ def test_what_processes_are_copied_with_asks_cuda_nothing_and_starts_no_thread()
     )
     done = subprocess.run([sys.executable, "-c", program, *PRELOADED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class NotRead:
+    """Reading it fails as an import does whose file is gone."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fails_to_import, ()
+
+
+def fails_to_import() -> None:
+    raise FileNotFoundError("no such module")
+
+
+def gives_no_plain_python() -> Callable[[], None]:
+    return lambda: None
 
 
 def ends_on_one_rank() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.torch_private import local_tensor
+from layoutc.runtime.torch_private import gloo_threads, local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -24,13 +23,13 @@ def look_at_what_comes() -> None:
 def live_bytes(expected: int | None = None) -> int:
     """Bytes of all storages that some tensor in this process holds; wrappers have none of their own.
 
-    expected: where there are more, the least of a few looks, since gloo's threads let go of what a collective filled a
-    moment after it is done. Objects that gc.freeze() has put aside are left out.
+    expected: where there are more, the least once gloo's threads have nothing to do, since they let go of what a
+    collective filled after it is done. Objects that gc.freeze() has put aside are left out.
     """
     found = _bytes_now()
-    for pause in (0.02, 0.1, 0.5):
+    for _ in range(3):
         if expected is not None and found > expected:
-            time.sleep(pause)
+            gloo_threads.let_go()
             found = min(found, _bytes_now())
     return found
 

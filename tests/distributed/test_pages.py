@@ -214,7 +214,7 @@ def test_torchrun_starts_the_program_of_the_first_page(tmp_path: Path) -> None:
     arguments = [line for line in lines(page) if line[0] == "torchrun"][-1][1:]
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(LOSS, done.stdout), done.stdout
@@ -245,7 +245,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     """Without a warning."""
     pytest.importorskip("material", reason="needs mkdocs-material: pip install 'layoutc[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "docs" / "mkdocs.yml")]
-    done = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for page in PAGES[1:]:
         made = tmp_path / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")

@@ -294,7 +294,7 @@ def axe() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", folder, "axe-core@4"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
         if done.returncode:
             pytest.skip(f"npm could not install axe-core; set LAYOUTC_AXE to its axe.min.js: {done.stderr[-200:]}")
         return (Path(folder) / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")

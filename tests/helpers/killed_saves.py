@@ -55,8 +55,8 @@ def save_forever(folder: Path, first: int, overwrite: bool, pipe: int) -> None:
         os.write(pipe, f"{step}\n".encode())
 
 
-def killed_run(folder: Path, first: int, overwrite: bool, after: float) -> list[int]:
-    """Steps that a child reported as saved before it was killed."""
+def killed_run(folder: Path, first: int, overwrite: bool, count: int, after: float) -> list[int]:
+    """Steps that a child reported as saved before it was killed: some seconds after so many were."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -66,11 +66,12 @@ def killed_run(folder: Path, first: int, overwrite: bool, after: float) -> list[
         finally:
             os._exit(3)
     os.close(write)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
     with os.fdopen(read) as told:
-        return [int(line) for line in told.read().split()]
+        lines = [told.readline() for _ in range(count)]
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return [int(line) for line in (*lines, *told.read().split())]
 
 
 def look(folder: Path, first: int, saved: list[int], overwrite: bool) -> dict[str, int]:
@@ -117,7 +118,7 @@ def kill(folder: Path, times: int, overwrite: bool) -> None:
     (run := folder / "run").mkdir()
     first = 1
     for _ in range(times):
-        saved = killed_run(run, first, overwrite, dice.uniform(0, 6 * one))
+        saved = killed_run(run, first, overwrite, dice.randrange(4), dice.uniform(0, 2 * one))
         told = look(run, first, saved, overwrite)
         first += len(saved) + 1
         found = {

@@ -89,7 +89,7 @@ def test_a_table_of_what_torch_tests(tmp_path: Path) -> None:
         "fp8_block quantized,fp8_square4 cast",
         "--exact",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     rows = {
         line.split()[0].partition(".")[2]: line.split()[1:] for line in done.stdout.splitlines() if "  Test" in line
     }

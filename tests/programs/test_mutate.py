@@ -200,7 +200,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program on the toy, as a user runs it."""
     command = [sys.executable, str(ROOT / "tests" / "programs" / "mutate.py"), "--root", str(folder), *arguments]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.fixture

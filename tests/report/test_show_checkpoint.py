@@ -162,6 +162,6 @@ def test_without_torch_it_says_so(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None\n"
         f"from layoutc.cli.app import main; main(['show', '--checkpoint', {str(tmp_path)!r}])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 2
     assert "`layoutc show --checkpoint` needs torch" in result.stderr
