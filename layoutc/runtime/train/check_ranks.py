@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import product_mode
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import cards, meshes, registry, shards
 from layoutc.runtime.torch_private import current_card, local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -184,43 +183,36 @@ def _ranks(param: DTensor) -> str:
 # ----------------------------------------------------------------------------------------------------- what is compared
 def _compare(claims: dict[int, Claim]) -> None:
     """Raises LayoutError if claims differ, or if fewer ranks than required make one."""
-    mine = torch.tensor([[number, _value(claim), claim.ranks] for number, claim in claims.items()], dtype=torch.int64)
-    everywhere = torch.cat([piece.view(torch.int64).view(-1, 3) for piece in _exchanged(mine.view(-1, 3))])
+    values = {number: _number(claim.subject, json.dumps(dict(claim.facts))) for number, claim in claims.items()}
+    mine = torch.tensor([[number, values[number], claim.ranks] for number, claim in claims.items()], dtype=torch.int64)
+    everywhere = torch.cat(_of_all_ranks(mine.view(-1, 3)))
     numbers, order = everywhere[:, 0].sort()
-    values, wanted = everywhere[order, 1], everywhere[order, 2]
+    found, wanted = everywhere[order, 1], everywhere[order, 2]
     _, runs, counts = torch.unique_consecutive(numbers, return_inverse=True, return_counts=True)
     follows = numbers[1:] == numbers[:-1]
-    differs = follows & ((values[1:] != values[:-1]) | (wanted[1:] != wanted[:-1]))
+    differs = follows & ((found[1:] != found[:-1]) | (wanted[1:] != wanted[:-1]))
     bad = {*numbers[1:][differs].tolist(), *numbers[counts[runs] != wanted].tolist()} if len(numbers) else set()
     if bad:
         raise LayoutError(_message([number for number in claims if number in bad], claims))
 
 
-def _exchanged(mine: Tensor) -> list[Tensor]:
-    """Gathers the bytes of every rank's tensor, whose lengths may differ: uint8, on the host."""
-    group: Any = dist.group.WORLD
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    sent = mine.contiguous().flatten().view(torch.uint8).to(device)
-    size = torch.tensor([sent.numel()], dtype=torch.int64, device=device).view(torch.uint8)
-    sizes = gather_bytes(size, group).view(torch.int64).tolist()
-    if not any(sizes):  # a model without shards, as DDP has it
-        return [mine.new_empty(0, dtype=torch.uint8) for _ in sizes]
-    padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
-    everywhere = gather_bytes(padded, group).cpu().view(len(sizes), max(sizes))
-    return [row[:length] for row, length in zip(everywhere, sizes, strict=True)]
+def _of_all_ranks(mine: Any) -> list[Any]:
+    """What each rank has. Collective."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     """The error message, which is the same on all ranks. Collective."""
-    claimed = json.dumps([[number, claims[number].subject, dict(claims[number].facts)] for number in bad]).encode()
-    by_claim: dict[int, dict[int, tuple[str, dict[str, str]]]] = defaultdict(dict)
-    for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(claimed), dtype=torch.uint8))):
-        for number, subject, facts in json.loads(bytes(piece.tolist())):
-            by_claim[number][rank] = subject, facts
+    by_claim: dict[int, dict[int, Claim]] = defaultdict(dict)
+    for rank, claimed in enumerate(_of_all_ranks({number: claims[number] for number in bad})):
+        for number, claim in claimed.items():
+            by_claim[number][rank] = claim
     lines: dict[str, None] = {}
-    for facts_by_rank in by_claim.values():
-        subject = next(iter(facts_by_rank.values()))[0]
-        lines |= dict.fromkeys(_lines(subject, {rank: facts for rank, (_, facts) in facts_by_rank.items()}))
+    for by_rank in by_claim.values():
+        subject = next(iter(by_rank.values())).subject
+        lines |= dict.fromkeys(_lines(subject, {rank: claim.facts for rank, claim in by_rank.items()}))
     shown = [*lines][:SHOWN]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n  ".join(
@@ -250,15 +242,7 @@ def _ranks_text(ranks: list[int]) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- hashes
 def _number(*words: str) -> int:
-    return _int64("\n".join(words).encode())
-
-
-def _value(claim: Claim) -> int:
-    return _int64(json.dumps([claim.subject, dict(claim.facts)]).encode())
-
-
-def _int64(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -223,29 +223,16 @@ class MasterWeights(FollowsParameters):
             self._refresh_masters()
         return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        """A copy on the copied parameters, as torch.optim makes it."""
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        for name, value in self.__getstate__().items():
-            other.__dict__[name] = copy.deepcopy(value, memo)
-        other._loaded = True  # the copied weights have new marks, but were made of the copied masters
-        other._step_copies()
-        return other
-
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
+        """All attributes, unlike Optimizer's own method. A copy, or a restored optimizer, starts from its masters: its
+        weights have new marks, but are made of these."""
         self._forget_entries()
         state = {name: value for name, value in self.__dict__.items() if name not in self._KEPT}
         return state | {"_loaded": True, "_places": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._step_copies()
-
-    def _step_copies(self) -> None:
-        """Of a copy or a restored optimizer: shards of masters were copied apart from them."""
-        self._step_masters()
+        self._step_masters()  # shards of these were copied apart from them
         self._forget_entries()
         for name in self._KEPT:
             del self.__dict__[name]
@@ -273,9 +260,8 @@ class MasterWeights(FollowsParameters):
         if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64, dtype)):
             return param
         if isinstance(local, QuantizedTensor):
-            meshes.amax_groups(
-                local.LAYOUT, param, local.weight_name or "a weight"
-            )  # raises now, not after the first step
+            # Raises now, not after the first step.
+            meshes.amax_groups(local.LAYOUT, param, local.weight_name or "a weight")
             local.store.writes.trains = True
         with torch.no_grad():
             # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
