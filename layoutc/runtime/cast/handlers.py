@@ -16,7 +16,7 @@ from layoutc.runtime import callers
 from layoutc.runtime.cast.copied_views import CopiedView
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
-from layoutc.runtime.dispatch import einsum
+from layoutc.runtime.dispatch import cuts_and_joins, einsum, table
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
@@ -258,56 +258,24 @@ _REDUCTIONS = (
     *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),
     *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),
 )
+_AS = {  # by what the same operator does with a quantized weight
+    dispatch.view: _view,
+    cuts_and_joins.new_zeros: _new,
+    cuts_and_joins.new_empty: _new,
+    cuts_and_joins.empty_like: _empty_like,
+    dispatch.clone: _copied,
+    dispatch.to_copy: _copied,
+    dispatch.pin_memory: _copied,
+    dispatch.like_plain: dispatch.like_plain,
+    dispatch.linear: _product,
+    dispatch.product: _product,
+}
 HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{func: _view for func in table.HANDLERS if getattr(func, "is_view", False)},
+    **{func: _AS[handler] for func, handler in table.HANDLERS.items() if handler in _AS},
     aten.alias.default: _alias,
     aten.detach.default: _detach,
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten._unsafe_view.default,
-            aten._reshape_alias.default,
-            aten.unsqueeze.default,
-            aten.squeeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.as_strided.default,
-            aten.expand.default,
-            aten.slice.Tensor,
-            aten.select.int,
-            aten.unbind.int,
-            aten.split_with_sizes.default,
-        ),
-        _view,
-    ),
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
-    aten.split.Tensor: _view,
-    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
-    aten.empty_like.default: _empty_like,
-    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten._pin_memory.default), _copied),
-    **dict.fromkeys(
-        (
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.rand_like.default,
-            aten.randn_like.default,
-        ),
-        dispatch.like_plain,
-    ),
-    **dict.fromkeys(
-        (
-            aten.linear.default,
-            aten.matmul.default,
-            aten.mm.default,
-            aten.bmm.default,
-            aten.mv.default,
-            aten.addmm.default,
-            aten.baddbmm.default,
-            aten.addmv.default,
-            aten._grouped_mm.default,
-        ),
-        _product,
-    ),
     **dict.fromkeys(_LOW_PRECISION, _in_low_precision),
     **dict.fromkeys(einsum.HANDLERS, _values),
     None: other,
