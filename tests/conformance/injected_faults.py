@@ -234,14 +234,14 @@ def quantize(x, *, seed=None, **options):
         "mxfp8",
         "tensor.py",
         SEND,
-        SENT + '        return (sent[0].flip(0) if note.which == "forward" else sent[0], *sent[1:]), note\n',
+        SENT + '        return (sent[0].flip(0) if note.route.which == "forward" else sent[0], *sent[1:]), note\n',
         ("gather",),
     ),
     "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
         SEND,
-        SENT + '        return (sent[0].flip(0) if note.which == "backward" else sent[0], *sent[1:]), note\n',
+        SENT + '        return (sent[0].flip(0) if note.route.which == "backward" else sent[0], *sent[1:]), note\n',
         ("gather",),
     ),
     "short shards are not filled up": (

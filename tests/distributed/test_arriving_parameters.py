@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layoutc.runtime.fsdp2.runs import Part, PlainInWords, PlainParameter, plain, runs_of
+from layoutc.runtime.fsdp2.runs import Part, PlainParameter, plain, runs_of
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.copies import MOVING
 
@@ -42,6 +42,11 @@ def arriving(param: Any, dtype: torch.dtype, numel: int, start: int = START) -> 
     return plain(param, dtype, start, numel)[1]
 
 
+def in_words(part: Part) -> bool:
+    piece: Any = part[0]
+    return bool(piece.in_words)
+
+
 def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
     runs = runs_of([arriving(param, dtype, numel)])
     assert runs is not None
@@ -54,14 +59,15 @@ def arrive(param: Any, dtype: torch.dtype, numel: int, rows: Tensor) -> None:
 def test_a_parameter_arrives_as_words_where_these_fit(numel: int, dtype: torch.dtype) -> None:
     param = parameter(numel, dtype)
     piece, *_ = arriving(param, dtype, numel)
-    assert type(piece) is (PlainInWords if numel * dtype.itemsize % 8 == 0 else PlainParameter)
+    assert isinstance(piece, PlainParameter)
+    assert piece.in_words == (numel * dtype.itemsize % 8 == 0)
     rows, expected = received(numel, dtype)
     arrive(param, dtype, numel, rows)
     assert torch.equal(param.all_gather_outputs[0], expected)
 
 
 def test_one_that_begins_between_words_arrives_as_it_is() -> None:
-    assert type(arriving(parameter(8), torch.bfloat16, 8, 4)[0]) is PlainParameter
+    assert not in_words(arriving(parameter(8), torch.bfloat16, 8, 4))
 
 
 def test_it_is_written_where_fsdp2_keeps_it_then() -> None:
@@ -90,7 +96,8 @@ def test_one_that_is_not_cast_is_sent_as_words() -> None:
     around = torch.zeros(numel * 2 + 1)
     runs = runs_of([sending(param, torch.float32, numel)])
     assert runs is not None
-    assert type(runs[0].places[0].piece) is PlainInWords
+    assert isinstance(piece := runs[0].places[0].piece, PlainParameter)
+    assert piece.in_words
     others = [torch.zeros(numel, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     for shard in (param._sharded_param_data, *others, around[2:][:numel], around[1:][:numel]):
         param._sharded_param_data = shard
@@ -139,5 +146,5 @@ def test_many_arrive_by_kernels_wherever_they_lie(monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_that_is_cast_is_sent_as_it_is() -> None:
-    assert type(sending(parameter(8), torch.bfloat16, 8)[0]) is PlainParameter
-    assert type(arriving(parameter(8), torch.bfloat16, 8)[0]) is PlainInWords
+    assert not in_words(sending(parameter(8), torch.bfloat16, 8))
+    assert in_words(arriving(parameter(8), torch.bfloat16, 8))

@@ -119,11 +119,11 @@ def without_amax(weight: Any) -> dict[str, Tensor]:
 by_hooks = mock.patch.object(SteadyGroup, "_is_at_rest", mock.Mock(return_value=False))
 
 
-def group_of(model: Any) -> gather_group.GatherGroup:
-    """The group that the first layer's weight is in."""
+def members_of(model: Any) -> list[Any]:
+    """Those of the group that the first layer's weight is in."""
     sharding = registry.find(local(model[0]))
     assert sharding is not None
-    return gather_group.group_of(sharding)
+    return list(gather_group.members_of(sharding))
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -346,7 +346,7 @@ def out_of_turn(recipe: str) -> None:
     """Hooks that are called by hand, in another order."""
     model = in_one_group(recipe)
     assert_gathers(model, recipe)
-    mesh, group = model[0].weight.device_mesh, group_of(model)
+    mesh = model[0].weight.device_mesh
     shared = [local(layer) for layer in model]
     alone = [[raw(one).tolist() for one in gather_group.send_alone(one, mesh)[0]] for one in shared]
     for order in ((2, 0, 1, 3), (0, 2, 1, 3), (0, 0, 1, 1), (3, 2, 1, 0)):
@@ -354,7 +354,9 @@ def out_of_turn(recipe: str) -> None:
             sent, _ = shared[at].fsdp_pre_all_gather(mesh)
             assert [raw(one).tolist() for one in sent] == alone[at], order
     assert_gathers(model, recipe)
-    assert not group.parts
+    sharding = registry.find(shared[0])
+    assert sharding is not None
+    assert not gather_group._parts[sharding.group()]
 
 
 @pytest.mark.sample(1)
@@ -438,7 +440,7 @@ def first_one_leaves(recipe: str) -> None:
     for layer, value in zip(list(model)[1:], values, strict=True):
         assert_same_tensors(without_amax(layer.weight), recipe_module(recipe).quantize(value).planes())
     model.reshard()
-    assert [one() for one in gather_group.group_of(sharding).members] == [local(layer) for layer in list(model)[1:]]
+    assert list(gather_group.members_of(sharding)) == [local(layer) for layer in list(model)[1:]]
 
 
 def test_a_group_goes_on_without_its_first_weight(two: Ranks) -> None:
@@ -451,7 +453,7 @@ def copies_have_no_group(recipe: str) -> None:
     assert_gathers(model, recipe)
     one = local(model[1])
     others = [copy.deepcopy(one), one.detach(), one.data, one.view(-1), torch.empty_like(one), one.clone()]
-    members = [member() for member in group_of(model).members]
+    members = members_of(model)
     assert members[1] is one
     assert not any(other is member for other in others for member in members)
     others[0].mul_(2)

@@ -19,6 +19,7 @@ import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.sharding import gathered, registry
+from layoutc.runtime.torch_private import fsdp2
 
 WIDTH = 128
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -83,7 +84,7 @@ def left_by(model: Any) -> dict[str, bool]:
     found = {}
     for param, _ in registry.parameters():
         if id(param.sharded_param) in names and (decision := gathered.decision_of(param)) is not None:
-            assert decision.values == (not hasattr(gathered.gathered_of(param), "QUANTIZED"))
+            assert decision.values == (not hasattr(fsdp2.gathered_of(param), "QUANTIZED"))
             found[names[id(param.sharded_param)]] = decision.values
     return found
 

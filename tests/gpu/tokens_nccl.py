@@ -23,11 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.fsdp2.tokens import bytes_of_token
+from layoutc.runtime import installed
 from layoutc.runtime.operands.routes import FromExperts, ToExperts, routes_of
 from layoutc.runtime.products.experts import gated_experts
 
 SIZES = {"qwen3_moe": (2048, 768, 64, 8), "mixtral": (4096, 14336, 8, 2)}  # columns, inner, experts, a token's
+
+
+def bytes_of_token(recipe: str, columns: int) -> int:
+    """How many bytes a token of so many columns travels as."""
+    tokens: Any = installed.find(recipe).quantize(torch.zeros(128, columns), orientations=("rowwise",))
+    return sum(plane.nbytes for plane in tokens.planes().values()) // 128
 
 
 def layer(x: Tensor, chosen: Tensor, by: Tensor, up: Tensor, down: Tensor, recipe: str | None) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
@@ -338,23 +338,3 @@ def test_the_gathered_weight_takes_the_dtype_of_the_policy(recipe: str) -> None:
     inputs, metadata = send(shards, "forward", (256, 96))
     tensor, _ = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.bfloat16)
     assert tensor.dtype == tensor.dequantize().dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", ["scales", "words", "large", "unlike", "one", "strided"])
-def test_planes_of_several_weights_are_copied_together(kind: str) -> None:
-    """By themselves in memory, aligned, and as they were, of whichever sizes."""
-    shapes = {"scales": [(1,)] * 5, "words": [(1, 3)] * 3, "large": [(1, 9)] * 3, "unlike": [(1,), (2,)], "one": [(1,)]}
-    weights = [{"amax": torch.rand(shape)} for shape in shapes.get(kind, [(2,)] * 3)]
-    if kind == "strided":
-        weights = [{"amax": torch.rand(2, 2)[:, 0], "other": torch.rand(2)} for _ in range(3)]
-    expected = [{name: plane.clone() for name, plane in one.items()} for one in weights]
-    found = wire.copies_of_all(weights)
-    for plane in (plane for one in weights for plane in one.values()):
-        plane.zero_()
-    assert [list(one) for one in found] == [list(one) for one in expected]
-    for one, same in zip(found, expected, strict=True):
-        for name, plane in one.items():
-            assert torch.equal(plane, same[name])
-            assert plane.shape == same[name].shape
-            assert plane.data_ptr() % 16 == 0
-            plane.zero_()  # of its own: the others stay

@@ -4,16 +4,15 @@ FSDP2 calls the pre-all-gather hooks of a group's parameters one after another. 
 of the group, and agrees on all their amaxes; the others take their part. Gathers in few steps quantize where the rank
 sends from (`into_row`).
 
-A part is taken only by the weight whose turn it is, and only if its values are still those that were quantized. A
-weight that was written in between, or that nobody expected, is quantized by itself.
+A part is taken once, and only if the weight's values are still those that were quantized. A weight that was written in
+between, or that nobody expected, is quantized by itself.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.registry import Sharding
 from layoutc.runtime.torch_private import traced
+from layoutc.runtime.torch_private.fsdp2 import shard_of
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -42,57 +42,35 @@ class Part(NamedTuple):
     writes: int  # through views and aliases, whose version counters are their own
 
     def is_of(self, shard: Cast) -> bool:
-        """True if nobody has written the values or replaced them."""
-        planes = shard.store
-        same = planes is self.planes and _version(planes["values"]) == self.version
-        return same and shard._agreed.writes == self.writes
+        """True if nobody has written the values or replaced them, and the same pass gathers."""
+        serves = shard.LAYOUT.serves[hooks.passing(shard)]
+        return (self.planes is shard.store) and self[1:] == _stamp(shard) and self.quantized.orientations == serves
 
 
-@dataclass
-class GatherGroup:
-    """The parts of the weights of one FSDPParamGroup that are cast on gather, while hooks take them."""
-
-    members: list[weakref.ref[Any]] = field(default_factory=list)  # shards, in the order of their hooks
-    parts: list[Part | None] = field(default_factory=list)
-    turn: int = 0  # whose part is taken next
-
-    def part_of(self, shard: Cast, sharding: Sharding) -> QuantizedTensor | None:
-        """A weight's part; None if it must be quantized by itself.
-
-        The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
-        """
-        index = next((at for at, one in enumerate(self.members) if one() is shard), 0) if self.parts else 0
-        if index == 0:
-            members = members_of(sharding)
-            self.members, self.parts, self.turn = list(map(weakref.ref, members)), [], 0
-            # Values in other than ordinary memory are so on all ranks or on none.
-            if members[0] is not shard or not all(map(_is_ordinary, members)):
-                return None
-            made = quantized(members)
-            self.parts = [Part(one, *_stamp(tensor)) for one, tensor in zip(made, members, strict=True)]
-        if self.turn != index:
-            self.parts = []
-            return None
-        part, self.parts[index], self.turn = self.parts[index], None, index + 1
-        if self.turn == len(self.parts):
-            self.parts = []
-        return part.quantized if part is not None and part.is_of(shard) else None
+_parts: weakref.WeakKeyDictionary[Any, dict[int, Part]] = weakref.WeakKeyDictionary()  # by FSDPParamGroup, and shard
 
 
-_groups: weakref.WeakKeyDictionary[Any, GatherGroup] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
+def _part_of(shard: Cast, sharding: Sharding) -> QuantizedTensor | None:
+    """A weight's part; None if it must be quantized by itself.
 
-
-def group_of(sharding: Sharding) -> GatherGroup:
-    """The group that a weight is gathered in."""
-    return _groups.setdefault(sharding.group(), GatherGroup())
+    The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
+    """
+    parts = _parts.setdefault(sharding.group(), {})
+    if next(members_of(sharding)) is shard:
+        parts.clear()  # of a gather that has failed
+        members = list(members_of(sharding))
+        # Values in other than ordinary memory are so on all ranks or on none.
+        if all(map(_is_ordinary, members)):
+            made = zip(members, quantized(members), strict=True)
+            parts.update((id(tensor), Part(one, *_stamp(tensor))) for tensor, one in made)
+    part = parts.pop(id(shard), None)
+    return part.quantized if part is not None and part.is_of(shard) else None
 
 
 def send(shard: Cast, mesh: Any) -> Sent:
     """What the pre-all-gather hook returns: what a quantized weight sends. Collective if scales or blocks are."""
     sharding = registry.find(shard)
-    if sharding is None or not sharding.is_of(shard) or hooks.simulated():
-        return send_alone(shard, mesh)
-    part = group_of(sharding).part_of(shard, sharding)
+    part = _part_of(shard, sharding) if sharding is not None and sharding.is_of(shard) else None
     return send_alone(shard, mesh) if part is None else _send(shard, part, mesh)
 
 
@@ -108,10 +86,11 @@ def _send(shard: Cast, quantized: Any, mesh: Any) -> Sent:
     return quantized.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
 
 
-def members_of(sharding: Sharding) -> list[Cast]:
+def members_of(sharding: Sharding) -> Iterator[Cast]:
     """The shards that are cast on gather in a parameter's group, in the order of their hooks."""
-    weights = [local for local in sharding.locals_of_group() if hasattr(local, "QUANTIZED")]
-    return [local for local in weights if not isinstance(local, QuantizedTensor)]
+    for local in map(shard_of, sharding.params_of_group()):
+        if hasattr(local, "QUANTIZED") and not isinstance(local, QuantizedTensor):
+            yield local
 
 
 def matrix(tensor: Cast) -> Tensor:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
     from layoutc.runtime.fsdp2.gather_plan import Weight
 
 
-class Kind(NamedTuple):
-    """Weights of one recipe and dtype."""
-
-    members: tuple[int, ...]
-    launches: Any  # a LaunchPlan
-
-
 class Source:
     """A weight's values, and where what follows from them is written."""
 
@@ -46,7 +39,7 @@ class Source:
         shards.check_cuts(shard)
         self.planes, self.matrix = shard.store, gather_group.matrix(shard)
         self.address = shard.store["values"].data_ptr()
-        self.orientations = shard.LAYOUT.serves[weight.gathering.which]
+        self.orientations = shard.LAYOUT.serves[weight.gathering.route.which]
         self.facts = shard.LAYOUT.written(self.matrix.shape[0], self.matrix.shape[1], self.orientations)
         self.amax: Tensor | None = None
         self.stays: dict[str, Tensor] = {}  # planes that do not travel
@@ -68,7 +61,7 @@ class Source:
     def kept(self) -> dict[str, Facts]:
         """What needs memory that stays: planes that do not travel, and under "" the amax that decides a scale."""
         layout, travels = self.weight.recipe.LAYOUT, {slot.name for slot in self.weight.slots}
-        (m, k), which = self.matrix.shape, self.weight.gathering.which
+        (m, k), which = self.matrix.shape, self.weight.gathering.route.which
         found = {name: facts for name, facts in self.facts.items() if name not in travels}
         found |= {name: layout.planes(m, k)[name] for name in layout.shared_in(which)}
         if layout.shares_amax:
@@ -79,7 +72,7 @@ class Source:
         """Takes it."""
         self.amax, self.stays = memory.pop("", None), memory
         gathering, layout = self.weight.gathering, self.weight.recipe.LAYOUT
-        shared = {name: memory[name] for name in layout.shared_in(gathering.which)}
+        shared = {name: memory[name] for name in layout.shared_in(gathering.route.which)}
         self.weight.gathering = replace(gathering, shared=shared)
 
     def holds(self) -> bool:
@@ -107,7 +100,7 @@ class IntoRow:
         self.is_able = all(one.is_able() for one in self.sources)
         if self.is_able:
             self._keep(self.sources[0].matrix.device)
-        self.launches = Plans()  # by where a row is sent from
+        self.launches = Plans()  # with their arguments, for the weights of each recipe and dtype; by where a row lies
         self.last: list[Tensor] = []  # the amaxes and planes that were copied last
 
     def _keep(self, device: torch.device) -> None:
@@ -136,16 +129,16 @@ class IntoRow:
             for name, start, _ in weight.slots:
                 own = made.entries(name).reshape(-1).view(torch.uint8)
                 sent[start : start + own.numel()].copy_(own)
-            shared = {name: planes[name] for name in made.LAYOUT.shared_in(weight.gathering.which)}
+            shared = {name: planes[name] for name in made.LAYOUT.shared_in(weight.gathering.route.which)}
             weight.gathering = replace(weight.gathering, shared=shared)
 
     def by_kernels(self, sent: Tensor) -> None:
         """The same in one launch for weights of a kind."""
         weights: list[Any] = [one.shard() for one in self.sources]
         self._take(decide_all(weights, lambda at: self.sources[at].matrix))
-        for members, launches in self._kinds_into(sent):
-            amax = self.sources[members[0]].amax
-            launches(*() if amax is None else (amax,))
+        # From the current stream, on which tables are copied.
+        for launches, amax in self.launches.of((sent.data_ptr(), stream_of(sent.device)), lambda: self._kinds(sent)):
+            launches(*amax)
 
     def _take(self, decided: Sequence[tuple[Tensor | None, dict[str, Tensor]]]) -> None:
         """Copies what was decided to where launches read it, unless it lies there since the last gather."""
@@ -163,20 +156,15 @@ class IntoRow:
         if new:
             foreach_copy_(into, new)
 
-    def _kinds_into(self, sent: Tensor) -> list[Kind]:
-        """The launches that write planes into this memory, from the current stream, on which tables are copied."""
-        return self.launches.of((sent.data_ptr(), stream_of(sent.device)), lambda: self._kinds(sent))
-
-    def _kinds(self, sent: Tensor) -> list[Kind]:
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for at, source in enumerate(self.sources):
-            alike[source.weight.recipe, source.matrix.dtype, source.orientations].append(at)
+    def _kinds(self, sent: Tensor) -> list[tuple[Any, list[Tensor]]]:
+        alike: dict[Any, list[Source]] = defaultdict(list)
+        for source in self.sources:
+            alike[source.weight.recipe, source.matrix.dtype, source.orientations].append(source)
         kinds = []
         for (recipe, _, orientations), members in alike.items():
-            ones = [self.sources[at] for at in members]
-            amaxes = [one.amax for one in ones if one.amax is not None] or None
-            xs, outs = [one.matrix for one in ones], [one.places_in(sent) for one in ones]
-            launches = recipe.batch_plan(xs, amaxes, orientations, outs)
+            amaxes = [one.amax for one in members if one.amax is not None]
+            outs = [one.places_in(sent) for one in members]
+            launches = recipe.batch_plan([one.matrix for one in members], amaxes or None, orientations, outs)
             assert launches is not None, "is_able has said that they fit into tables"
-            kinds.append(Kind(tuple(members), launches))
+            kinds.append((launches, amaxes[:1]))
         return kinds

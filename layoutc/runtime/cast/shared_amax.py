@@ -20,6 +20,7 @@ from layoutc.runtime.quantize.amax import agree_on_amax, join, reduce_max, share
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import traced, version_of
+from layoutc.runtime.torch_private.fsdp2 import shard_of
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -77,7 +78,7 @@ class Agreed:
             return self.current(tensor)
         if self.fused is not None:  # those that it is gathered with may be of its group
             sharding = registry.find(tensor)
-            near = [tensor] if sharding is None else sharding.locals_of_group()
+            near = [tensor] if sharding is None else list(map(shard_of, sharding.params_of_group()))
             joined = [one for one in near if isinstance(one, type(tensor)) and one._agreed.fused == self.fused]
             decided = decide_all(joined, lambda at: joined[at]._plain.reshape(-1, tensor.shape[-1]))
             return next(own for one, own in zip(joined, decided, strict=True) if one._agreed is self)

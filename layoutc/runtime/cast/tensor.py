@@ -23,7 +23,7 @@ from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.fsdp2 import all_gather, hooks
+from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
@@ -152,7 +152,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         """
         chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
         with torch.no_grad():
-            if registry.find(self) is not None or hooks.simulated():
+            if registry.find(self) is not None:
                 return self._quantized(self._plain, chosen)
             if (copied := self._copied_view()) is not None:
                 whole = copied.quantize(chosen).alias(dtype=self.dtype)
@@ -246,7 +246,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    @registry.PreHook
+    @registry.pre_hook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
         all_gather.decide(self)

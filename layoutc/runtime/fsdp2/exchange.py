@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch, Turns, in_rows
+from layoutc.runtime.fsdp2.gradient_rows import Turns, in_rows
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling
 from layoutc.runtime.random_bits import seed_of
-from layoutc.runtime.torch_private import local_tensor, without_torch_function
+from layoutc.runtime.torch_private import local_tensor, no_torch_function
 from layoutc.runtime.torch_private.fsdp2 import Reduced, reductions
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -75,34 +75,23 @@ class GradientBuffer(Tensor):
         made.ranks, made.kept = ranks, kept
         return made
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """FSDP2's view of the buffer as rows, and its copy into them. They are answered here, before autograd and the
-        dispatcher, since each of these would ask Python once more."""
-        with without_torch_function():
-            if func is torch.ops.fsdp.chunk_cat:
-                return cls._keep(*args, **kwargs)
-            if func is Tensor.view and args[1:] == (args[0].ranks, -1):
-                buffer = args[0]
-                rows = buffer.ranks, buffer.numel() // buffer.ranks
-                return GradientBuffer(rows, buffer.dtype, buffer.device, buffer.ranks, buffer.kept)
-            return func(*args, **(kwargs or {}))
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Views of the whole buffer; all else by values."""
+        """FSDP2's copy of gradients, which are kept; views of the whole buffer; all else by values."""
+        if func is torch.ops.fsdp.chunk_cat.default:
+            kept: _Kept = kwargs["out"].kept
+            kept.grads, kept.dim = tuple(args[0]), args[1]
+            return None
         if func is torch.ops.aten.view.default:
             buffer, shape = args
             viewed = torch.empty(buffer.shape, device="meta").view(shape)
             return GradientBuffer(viewed.shape, buffer.dtype, buffer.device, buffer.ranks, buffer.kept)
         args = [one.in_values() if isinstance(one, GradientBuffer) else one for one in args]
         return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _keep(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: GradientBuffer) -> None:
-        out.kept.grads, out.kept.dim = tuple(grads), dim
 
     def in_values(self) -> Tensor:
         """The values, in the buffer's dtype from now on."""
@@ -131,7 +120,7 @@ class Exchange:
     def joined(self, grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The buffer of a reduction, (numel,), with gradients in it."""
         if not self.takes(dtype):
-            return CopiesInOneLaunch.joined(grads, ranks, numel, dtype)
+            return in_rows(grads, ranks, numel, dtype).view(numel)
         made = GradientBuffer((numel,), dtype, grads[0].device, ranks, _Kept())
         made.kept.grads = tuple(grads)
         return made
@@ -172,7 +161,8 @@ class ExchangeOfCodes(Exchange):
         """seed: of random bits of this rank and group. name: of the module, for a warning."""
         super().__init__(ranks)
         self.codes, self.feeds_back, self.left = codes, error_feedback, ""
-        self._name, self._seed, self._seeds = name, seed, dict[torch.device, Tensor]()
+        self._name, self._seed = name, seed
+        self._seed_there: Tensor | None = None  # on the group's device
         self._rest: Tensor | None = None
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -186,7 +176,9 @@ class ExchangeOfCodes(Exchange):
             return False
         values = kept.values if kept.values is not None else kept.copied(self._ranks, kept.dtype, buffer)
         values = values.view(self._ranks, -1)
-        seed = self._seed_on(out.device)
+        if self._seed_there is None:
+            self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=out.device)
+        seed = self._seed_there
         sent = self.codes.quantize(values, seed, self._rest_like(values) if self.feeds_back else None)
         del values  # its memory is that of what is received
         received = torch.empty_like(sent)
@@ -207,11 +199,6 @@ class ExchangeOfCodes(Exchange):
                 stacklevel=2,
             )
         self.left = reason
-
-    def _seed_on(self, device: torch.device) -> Tensor:
-        if device not in self._seeds:
-            self._seeds[device] = torch.full((1,), self._seed, dtype=torch.int64, device=device)
-        return self._seeds[device]
 
     def _rest_like(self, values: Tensor) -> Tensor:
         """What codes have missed so far; zeros where other parameters had gradients in the step before."""
@@ -368,21 +355,16 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
             ranks = one.over.size()
             if ranks == 1 or not one.numel:
                 continue
-            way, keeps, reason, each = "reduce-scatter", 0, "", (one.into or max(one.dtypes, key=_size)).itemsize
+            way, keeps, reason, own = "reduce-scatter", 0, "", max(dtype.itemsize for dtype in one.dtypes)
+            nbytes = one.numel * (own if one.into is None else one.into.itemsize)
             if isinstance(one.by, ExchangeOfCodes):
-                way, reason = one.by.codes.layout.name, one.by.left
-                keeps = 4 * ranks * one.numel if one.by.feeds_back else 0
-                way = "reduce-scatter" if reason else way
+                reason, keeps = one.by.left, 4 * ranks * one.numel if one.by.feeds_back else 0
+                if not reason:
+                    way, nbytes = one.by.codes.layout.name, one.by.codes.row(one.numel).nbytes
             elif isinstance(one.by, Exchange):
-                way, each = "exchange", max(one.dtypes, key=_size).itemsize
-            coded = isinstance(one.by, ExchangeOfCodes) and not reason
-            nbytes = one.by.codes.row(one.numel).nbytes if coded else one.numel * each
+                way, nbytes = "exchange", one.numel * own
             found.append(ExplainedReduction(name, ranks, one.into, way, (ranks - 1) * nbytes, keeps, reason))
     return found
-
-
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _hosts(group: Any) -> int:

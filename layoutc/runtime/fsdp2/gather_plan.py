@@ -12,25 +12,24 @@ them. Scales of blocks that cuts split arrive more than once, and are picked.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.gathers import in_few_steps
-from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import hooks, on_gather, wire
 from layoutc.runtime.fsdp2.runs import Part, Run, in_place, plain, runs_of
 from layoutc.runtime.fsdp2.wire import Gathering, Leg
 from layoutc.runtime.kernels.plans import Plans, place_of
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.sharding import gathered, values_or_codes
-from layoutc.runtime.sharding.registry import Sharding, find
-from layoutc.runtime.torch_private import foreach_copy_, keeping_version
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.torch_private import foreach_copy_, fsdp2, keeping_version, say_left
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -80,12 +79,12 @@ class Weight:
     def holds(self) -> bool:
         """True if the shard would send what lies where it lay, to where it arrived."""
         shard, param = self.shard(), self.param
-        if shard is None or gathered.shard_of(param) is not shard or gathered.outputs_of(param) is not self.outputs:
+        if shard is None or fsdp2.shard_of(param) is not shard or fsdp2.outputs_of(param) is not self.outputs:
             return False
         if not self.sources:
             return True
         planes, writes = shard.store.planes, shard.store.writes
-        if writes.waiting or (writes.initial is not None and not gathered.trains(param)):
+        if writes.waiting or (writes.initial is not None and not fsdp2.trains(param)):
             return False  # the second: it has been frozen, and `hooks.begin` frees them
         return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in self.sources)
 
@@ -116,22 +115,16 @@ class Weight:
         return on_gather.Arrival(self.recipe, found, self.values, parts)
 
 
-class Quantizing(Protocol):
-    """What quantizes weights that are cast on gather into a row."""
-
-    def holds(self) -> bool:
-        """True if their values are where they were."""
-
-    def __call__(self, sent: Tensor) -> None:
-        """Writes the planes. Collective as the weights' hooks are."""
-
-
 class GatherPlan:
     """The gather of a group in one pass."""
 
-    def __init__(self, weights: Sequence[Weight], parts: _Parts, quantizing: Quantizing | None) -> None:
-        self.nbytes, self.weights, self.quantizing = parts.nbytes, weights, quantizing
-        self.sending, self.plain = runs_of(parts.sent), parts.arriving
+    def __init__(self, weights: Sequence[Weight], nbytes: int, sent: Iterable[Part], plain: Sequence[Part]) -> None:
+        """nbytes: of a row. sent: what is copied into it as it lies. plain: parameters that are none of ours, as they
+        arrive."""
+        self.nbytes, self.weights = nbytes, weights
+        cast = [one for one in weights if not one.sources]
+        self.quantizing = cast[0].shard().INTO_ROW(cast) if cast else None  # an `IntoRow`, of a room above
+        self.sending, self.plain = runs_of(sent), plain
         self.of_values = [one for one in weights if one.leaves_values]
         self.of_codes = [one for one in weights if not one.leaves_values]
         self.sharing = [one for one in self.of_codes if one.gathering.shared]
@@ -171,7 +164,7 @@ class GatherPlan:
         for weight, planes in zip(self.of_codes, self.planes, strict=True):
             shared = copied.get(id(weight), weight.gathering.shared)
             whole = {**planes, **shared} if shared else planes
-            hooks.deliver(weight.shard(), whole, gathered.gathered_of(weight.param))
+            hooks.deliver(weight.shard(), whole, fsdp2.gathered_of(weight.param))
 
     @torch.inference_mode(False)  # whose views have no versions
     def _views(self) -> list[Run]:
@@ -188,14 +181,13 @@ class GatherPlan:
         in memory that each gather writes, as it writes all other planes."""
         if not self.sharing or self.sharing[0].sharding.frees_after_pass:  # which is the same for all of a group
             return {}
-        shared = [one.gathering.shared for one in self.sharing]
         if not self.copies:
             with torch.inference_mode(False):
-                self.copies = dict(zip(map(id, self.sharing), wire.copies_of_all(shared), strict=True))
+                self.copies = {id(one): wire.copies(one.gathering.shared) for one in self.sharing}
             return self.copies
         targets = [plane for one in self.copies.values() for plane in one.values()]
         with keeping_version(*targets):
-            foreach_copy_(targets, [plane for one in shared for plane in one.values()])
+            foreach_copy_(targets, [plane for one in self.sharing for plane in one.gathering.shared.values()])
         return self.copies
 
     def _dequantize(self, received: Tensor) -> None:
@@ -214,75 +206,64 @@ class GatherPlan:
 
 
 # ---------------------------------------------------------------------------------------------------- computing a plan
-@dataclass
-class _Parts:
-    """The tensors of a row that are copied as they lie: this rank's; and plain parameters, as they arrive."""
-
-    sent: list[Part]
-    arriving: list[Part]
-    nbytes: int = 0
-
-
 def is_allocated(params: Sequence[Any]) -> bool:
     """True once FSDP2 has gathered all of a group's FSDPParams."""
-    return all(gathered.outputs_of(param) and gathered.gathered_of(param) is not None for param in params)
+    return all(fsdp2.outputs_of(param) and fsdp2.gathered_of(param) is not None for param in params)
 
 
-class NoPlan(NamedTuple):
-    """Why a group is gathered by FSDP2's own steps."""
+def plan_of(group: Any, world: int) -> GatherPlan | None:
+    """The plan of an FSDPParamGroup in the pass that gathers now. None, and it is said why, for one that FSDP2's own
+    steps are to gather. Raises as `hooks.gathering_of`."""
+    plan = _plan_of(group, world)
+    if isinstance(plan, GatherPlan):
+        return plan
+    param, reason = plan
+    say_left(fsdp2.name_of(param), reason)
+    return None
 
-    name: str  # of the parameter that no plan can send
-    reason: str
 
-
-def plan_of(group: Any, world: int) -> GatherPlan | NoPlan:
-    """The plan of an FSDPParamGroup in the pass that gathers now; or why FSDP2's own steps are to send what it does.
-    Raises as `hooks.gathering_of`."""
-    parts, weights = _Parts([], []), []
+def _plan_of(group: Any, world: int) -> GatherPlan | tuple[Any, str]:
+    """The same; or the parameter that no plan can send, and why."""
+    sent, arriving, nbytes = list[Part](), list[Part](), 0
+    weights: list[Weight] = []
     for param in group.fsdp_params:
-        outputs, shard = gathered.outputs_of(param), gathered.shard_of(param)
+        outputs, shard = fsdp2.outputs_of(param), fsdp2.shard_of(param)
         if not hasattr(shard, "QUANTIZED"):
-            if reason := gathered.why_not_plain(param):
-                return NoPlan(gathered.name_of(param), reason)
-            if not outputs[0].numel() or parts.nbytes % outputs[0].itemsize:
-                return NoPlan(gathered.name_of(param), "it has no elements, or starts between two of them")
-            sent, arriving = plain(param, outputs[0].dtype, parts.nbytes, outputs[0].numel() // world)
-            parts.sent.append(sent)
-            parts.arriving.append(arriving)
-            parts.nbytes += outputs[0].nbytes // world
+            if reason := fsdp2.why_not_plain(param):
+                return param, reason
+            if not outputs[0].numel() or nbytes % outputs[0].itemsize:
+                return param, "it has no elements, or starts between two of them"
+            own, whole = plain(param, outputs[0].dtype, nbytes, outputs[0].numel() // world)
+            sent.append(own)
+            arriving.append(whole)
+            nbytes += outputs[0].nbytes // world
             continue
         # Of its own: what `find` gives may be that of another model, which has the same shard.
         sharding = Sharding(weakref.ref(shard), weakref.ref(param), weakref.ref(group))
-        weight = _weight_of(param, shard, sharding, parts.nbytes)
+        weight = _weight_of(param, shard, sharding, nbytes)
         if isinstance(weight, str):
-            return NoPlan(gathered.name_of(param), weight)
+            return param, weight
         weights.append(weight)
-        parts.nbytes += sum(one.numel() for one in outputs) // world
-        parts.sent += [in_place(one, at) for one, at in _own(weight, shard)]
+        nbytes += sum(one.numel() for one in outputs) // world
+        for name, start, _ in weight.slots if weight.sources else ():
+            if (plane := shard.entries(name)).numel():
+                sent.append(in_place(plane.reshape(-1).view(torch.uint8), start))
     by_kernels = [one for one in weights if one.leaves_values or not one.sources]
-    if not in_few_steps([slot.start for one in by_kernels for slot in one.slots], parts.nbytes):
-        return NoPlan(gathered.name_of(group.fsdp_params[0]), "planes that kernels reach begin between words")
-    cast = [one for one in weights if not one.sources]
-    quantizing: Quantizing | None = cast[0].shard().INTO_ROW(cast) if cast else None
-    return GatherPlan(weights, parts, quantizing)
-
-
-def pass_of(param: Any) -> PassName:
-    """The pass that gathers an FSDPParam."""
-    sharding = find(gathered.shard_of(param))
-    return "forward" if sharding is None else hooks.pass_of(sharding, hooks.gathered_of(sharding))
+    if not in_few_steps([slot.start for one in by_kernels for slot in one.slots], nbytes):
+        return group.fsdp_params[0], "planes that kernels reach begin between words"
+    return GatherPlan(weights, nbytes, sent, arriving)
 
 
 def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight | str:
     """A weight, from where it starts in a row on; or why no plan sends it."""
-    if reason := gathered.why_elsewhere(param):
+    if reason := fsdp2.why_elsewhere(param):
         return reason
     is_cast, leaves_values = not isinstance(shard, QuantizedTensor), on_gather.is_awaited(param)
-    outputs = gathered.outputs_of(param)
-    if leaves_values and not values_or_codes.fits(param, sharding, shard):
+    outputs = fsdp2.outputs_of(param)
+    if leaves_values and not gathered.fits(param, sharding, shard):
         return "cuts go through its blocks, or ranks send planes of other than multiples of 16 bytes"
     if not leaves_values and any(map(Tensor.is_inference, outputs)):  # whose planes only inference may write
-        return gathered.FOR_INFERENCE
+        return fsdp2.FOR_INFERENCE
     state, route = hooks.gathered_of(sharding), hooks.route_of(sharding, shard)
     gathering = Gathering(route, joined=state.joined) if is_cast else hooks.gathering_of(shard, sharding, route)
     legs = route.legs.values()
@@ -299,10 +280,3 @@ def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight
     slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
     rows = prod(sharding.padded_shape[:-1])
     return Weight(param, sharding, weakref.ref(shard), gathering, slots, sources, outputs, leaves_values, rows, state)
-
-
-def _own(weight: Weight, shard: Any) -> Iterator[tuple[Tensor, int]]:
-    """What a shard sends of its planes, as bytes, and where that starts in a row."""
-    for name, start, _ in weight.slots if weight.sources else ():
-        if (own := shard.entries(name)).numel():
-            yield own.reshape(-1).view(torch.uint8), start

@@ -61,20 +61,3 @@ def in_rows(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype,
 
 def _copied(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
     return dim == 0 and rank_chunks(grads, num_chunks, out.as_subclass(Tensor))
-
-
-class CopiesInOneLaunch:
-    """A reduce-scatter of FSDP2's, with the copy of `GradientRows` before it: a base that stands before its class."""
-
-    def __init__(self, ranks: int) -> None:
-        self._turns = Turns(ranks)
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of a reduction, or its result, which gradients are views of."""
-        made: Tensor = super().allocate(size, dtype=dtype, device=device)  # type: ignore[misc]
-        return made if self._turns.is_result(made.numel()) else made.as_subclass(GradientRows)
-
-    @staticmethod
-    def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What is reduced of gradients, (numel,): FSDP2's buffer once they were copied into it."""
-        return in_rows(grads, ranks, numel, dtype).view(numel)

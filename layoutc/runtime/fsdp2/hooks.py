@@ -112,7 +112,8 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
         initial_values.free(shard.store)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
-        stays = sharding is None or keeps_codes(shard, sharding)  # then they must keep their scale
+        # Codes that may still be read when the shard is quantized anew must keep their scale.
+        stays = sharding is None or not (sharding.frees_after_pass or on_gather.is_awaited(sharding.param()))
         planes = {name: shard.store.planes[name] for name in layout.shared_in(route.which)}
         gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
@@ -153,22 +154,12 @@ def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
         )
 
 
-def keeps_codes(shard: Shard, sharding: Sharding) -> bool:
-    """True if the codes that are gathered now may still be read when the shard is quantized anew."""
-    return not sharding.frees_after_pass and not on_gather.is_awaited(sharding.param())
-
-
 def passing(shard: Shard) -> PassName:
     """The pass that gathers now."""
     if (simulated := _simulated.get()) is not None:
         return simulated[0]
     sharding = find(shard)
     return pass_of(sharding, gathered_of(sharding)) if sharding else "forward"
-
-
-def simulated() -> bool:
-    """True within `simulate`."""
-    return _simulated.get() is not None
 
 
 def pass_of(sharding: Sharding, gathered: Gathered) -> PassName:

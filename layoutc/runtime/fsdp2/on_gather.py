@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.parts import Parts
-from layoutc.runtime.sharding import gathered, values_or_codes
+from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.torch_private import reset_version, version_of
+from layoutc.runtime.torch_private.fsdp2 import free_outputs, shard_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -35,15 +35,7 @@ class Arrival(NamedTuple):
     parts: Parts | None = None  # of planes that are not whole: these are those of the first part
 
 
-@dataclass
-class Group:
-    """Those of an FSDPParamGroup that have arrived in the gather that goes on."""
-
-    awaited: list[weakref.ref[Any]] = field(default_factory=list)  # FSDPParams, in the order of their hooks
-    arrivals: list[Arrival] = field(default_factory=list)
-
-
-_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
+_arrived: weakref.WeakKeyDictionary[Any, list[Arrival]] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
 
 
 def check_unwritten(shard: Any, values: Tensor | None) -> None:
@@ -58,36 +50,32 @@ def check_unwritten(shard: Any, values: Tensor | None) -> None:
 
 def arrive(sharding: Sharding, arrival: Arrival) -> None:
     """Takes note of a weight that has arrived; with the last one of its group, all are dequantized."""
-    param, owner = sharding.param(), sharding.group()
-    group = _groups.get(owner)
-    if group is None:
-        group = _groups[owner] = Group()
-    if not group.awaited or param is group.awaited[0]():
-        group.awaited = [weakref.ref(one) for one in sharding.params_of_group() if is_awaited(one)]
-        group.arrivals = []
-    group.arrivals.append(arrival)
-    if param is not group.awaited[-1]():
+    param, awaited = sharding.param(), [one for one in sharding.params_of_group() if is_awaited(one)]
+    arrivals = _arrived.setdefault(sharding.group(), [])
+    if param is awaited[0]:
+        arrivals.clear()  # of a gather that has failed
+    arrivals.append(arrival)
+    if param is not awaited[-1]:
         return
-    awaited, arrivals = [one() for one in group.awaited], group.arrivals
-    group.awaited, group.arrivals = [], []
+    del _arrived[sharding.group()]
     if len(arrivals) != len(awaited):
         raise LayoutError(
             f"{sharding.name}: {len(arrivals)} of {len(awaited)} weights that FSDP2 gathers together have arrived. "
             'layoutc.dequantize("layer") gathers codes, which needs no order'
         )
     dequantize_all(arrivals)
-    gathered.free_outputs(awaited)
+    free_outputs(awaited)
 
 
 def is_awaited(param: Any) -> bool:
     """True for a parameter whose gather leaves values."""
     if (decision := gathered.decision_of(param)) is not None:
         return decision.values
-    shard = gathered.shard_of(param)
+    shard = shard_of(param)
     if not hasattr(shard, "QUANTIZED") or (sharding := find(shard)) is None:
         return False
-    weights = values_or_codes.weights_of(sharding)
-    return values_or_codes.are_left(weights)[weights.index(param)]
+    weights = gathered.weights_of(sharding)
+    return gathered.are_left(weights)[weights.index(param)]
 
 
 @torch.no_grad()

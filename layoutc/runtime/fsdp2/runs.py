@@ -2,72 +2,49 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.kernels.copies import MOVING, WORD, copies_in, copies_out
 from layoutc.runtime.kernels.plans import Plans, place_of
-from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.gathered import allocate
 from layoutc.runtime.torch_private import foreach_copy_, keeping_version
+from layoutc.runtime.torch_private.fsdp2 import outputs_of, plain_shard_of
 
 
-class Piece(Protocol):
-    """A tensor that each rank has a part of."""
+class PlainParameter:
+    """A parameter that FSDP2 gathers as it is; as words, where it is copied by the launch that copies planes."""
 
-    @property
-    def source(self) -> Tensor:
-        """What this rank sends, of one dim; before it is cast, for a plain parameter."""
-
-    @property
-    def output(self) -> Tensor:
-        """The parts of all ranks, of one dim: FSDP2 frees and allocates its storage."""
-
-
-class PlainParameter(NamedTuple):
-    """A parameter that FSDP2 gathers as it is."""
-
-    param: Any  # FSDPParam
-
-    @property
-    def source(self) -> Tensor:
-        """(numel,), padded to what all ranks send."""
-        return gathered.plain_shard_of(self.param)
-
-    @property
-    def output(self) -> Tensor:
-        """(ranks * numel,)."""
-        return gathered.outputs_of(self.param)[0]
-
-
-class PlainInWords:
-    """A parameter that FSDP2 gathers as it is, as words: it is copied by the launch that copies planes."""
-
-    def __init__(self, param: Any, dtype: torch.dtype, sends: bool) -> None:
-        """param: an FSDPParam. dtype: that is gathered. sends: whether it is sent as words too, and does not only
-        arrive so."""
-        self.param, self.dtype, self.sends = param, dtype, sends
+    def __init__(self, param: Any, dtype: torch.dtype, *, in_words: bool = False, sends: bool = True) -> None:
+        """param: an FSDPParam. dtype: that is gathered. sends: false for words that only arrive so."""
+        self.param, self.dtype, self.in_words, self.sends = param, dtype, in_words, sends
         self._of: Tensor | None = None  # FSDP2's output, and a view of it
         self._words: Tensor | None = None
 
     @property
     def source(self) -> Tensor:
-        """(bytes that a rank sends / 8,): of the shard as it is now, in whatever dtype and memory. Of one that is not
-        sent as words the output, which says in what kind of elements it arrives."""
+        """(numel,), padded to what all ranks send, before it is cast; as words (bytes that a rank sends / 8,): of the
+        shard as it is now, in whatever dtype and memory. Of words that only arrive the output, which says in what kind
+        of elements they do."""
         if not self.sends:
             return self.output
-        shard = gathered.plain_shard_of(self.param)
+        shard = plain_shard_of(self.param)
+        if not self.in_words:
+            return shard
         shard = shard if shard.dtype is self.dtype else shard.to(self.dtype)
         return (shard if _lies_in_words(shard) else shard.clone()).view(WORD)
 
     @property
     def output(self) -> Tensor:
-        """(bytes of all ranks / 8,)."""
-        output = gathered.outputs_of(self.param)[0]
+        """(ranks * numel,), or (bytes of all ranks / 8,): FSDP2 frees and allocates its storage."""
+        output = outputs_of(self.param)[0]
+        if not self.in_words:
+            return output
         if output is not self._of or self._words is None:
             with torch.inference_mode(False):  # whose views have no versions
                 self._of, self._words = output, output.view(WORD)
@@ -75,12 +52,13 @@ class PlainInWords:
 
 
 class PlaneInPlace(NamedTuple):
-    """A plane of a shard, or of the whole weight, as words or bytes."""
+    """A plane of a shard, or of the whole weight, as words or bytes, of one dim."""
 
     source: Tensor
     output: Tensor
 
 
+Piece = PlainParameter | PlaneInPlace  # a tensor that each rank has a part of
 Part = tuple[Piece, torch.dtype, int, int]  # of a row: the dtype that is gathered, start in bytes, elements
 
 
@@ -92,14 +70,14 @@ class Place(NamedTuple):
     numel: int
 
 
-@dataclass
 class Run:
     """Pieces that have one dtype when they are gathered, and one before."""
 
-    dtype: torch.dtype
-    places: list[Place] = field(default_factory=list)
-    _in: Plans = field(default_factory=Plans)
-    _out: Plans = field(default_factory=Plans)
+    def __init__(self, dtype: torch.dtype, places: list[Place]) -> None:
+        self.dtype, self.places = dtype, places
+        self._starts = [place.start for place in places]
+        self._plain = [at for at, place in enumerate(places) if isinstance(place.piece, PlainParameter)]
+        self._in, self._out = Plans(), Plans()
 
     def fill(self, sent: Tensor) -> None:
         """Copies this rank's parts into its row, (nbytes,) uint8."""
@@ -117,7 +95,7 @@ class Run:
         allocated."""
         outputs = [place.piece.output for place in self.places]
         for at in self._plain:
-            gathered.allocate(outputs[at])
+            allocate(outputs[at])
         ranks = outputs[0].numel() // self.places[0].numel
         moving, staying = self._apart
         lie = place_of([outputs[at] for at in staying], received.device)
@@ -131,15 +109,6 @@ class Run:
                 output.view(ranks, -1).copy_(rows.narrow(1, place.start, place.numel))
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [place.start for place in self.places]
-
-    @cached_property
-    def _plain(self) -> list[int]:
-        """The positions of plain parameters."""
-        return [at for at, place in enumerate(self.places) if not isinstance(place.piece, PlaneInPlace)]
-
-    @cached_property
     def _apart(self) -> tuple[list[int], list[int]]:
         """The positions of outputs that lie elsewhere in most gathers, and those of the others. Small ones do, as plain
         parameters are: of large ones, FSDP2 mostly gets the same memory again. A launch takes those that move to begin
@@ -150,11 +119,10 @@ class Run:
 
 def runs_of(pieces: Iterable[Part]) -> list[Run]:
     """The runs of pieces, which lie at multiples of their elements' sizes."""
-    runs: dict[tuple[torch.dtype, torch.dtype], Run] = {}
+    runs: dict[tuple[torch.dtype, torch.dtype], list[Place]] = defaultdict(list)
     for piece, dtype, start, numel in pieces:
-        run = runs.setdefault((piece.source.dtype, dtype), Run(dtype))
-        run.places.append(Place(piece, start // dtype.itemsize, numel))
-    return list(runs.values())
+        runs[piece.source.dtype, dtype].append(Place(piece, start // dtype.itemsize, numel))
+    return [Run(dtype, places) for (_, dtype), places in runs.items()]
 
 
 def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Part, Part]:
@@ -164,12 +132,12 @@ def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Part,
     start: in the row of a rank, in bytes. numel: of a rank's part.
     """
     size, nbytes = WORD.itemsize, numel * dtype.itemsize
-    as_it_is = PlainParameter(param), dtype, start, numel
-    if start % size or nbytes % size or gathered.outputs_of(param)[0].storage_offset():
+    as_it_is = PlainParameter(param, dtype), dtype, start, numel
+    if start % size or nbytes % size or outputs_of(param)[0].storage_offset():
         return as_it_is, as_it_is
-    shard = gathered.plain_shard_of(param)
+    shard = plain_shard_of(param)
     sends = shard.dtype == dtype and _lies_in_words(shard)
-    in_words = PlainInWords(param, dtype, sends), WORD, start, nbytes // size
+    in_words = PlainParameter(param, dtype, in_words=True, sends=sends), WORD, start, nbytes // size
     return in_words if sends else as_it_is, in_words
 
 

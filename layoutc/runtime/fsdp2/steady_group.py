@@ -17,20 +17,35 @@ from torch import Tensor
 from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2 import gather_plan
-from layoutc.runtime.fsdp2.gather_plan import GatherPlan, NoPlan
-from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
+from layoutc.runtime.fsdp2 import gather_plan, hooks
+from layoutc.runtime.fsdp2.gather_plan import GatherPlan
+from layoutc.runtime.fsdp2.gradient_rows import GradientRows, Turns, in_rows
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.registry import Sharding
 from layoutc.runtime.torch_private import planned_groups, reductions, say_changed, say_left
-from layoutc.runtime.torch_private.planned_groups import PlannedGroup, PlannedReduceScatter
+from layoutc.runtime.torch_private.fsdp2 import name_of, shard_of
+from layoutc.runtime.torch_private.planned_groups import DefaultReduceScatter, PlannedGroup
 from layoutc.runtime.torch_private.reductions import Reduction
 
 FORWARD: PassName = "forward"  # of whose planes values are made, in both passes
 
 
-class ReduceScatter(CopiesInOneLaunch, PlannedReduceScatter):
+class ReduceScatter(DefaultReduceScatter):
     """FSDP2's own, with a buffer that one launch copies gradients into."""
+
+    def __init__(self, ranks: int) -> None:
+        self._turns = Turns(ranks)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of a reduction, or its result, which gradients are views of."""
+        made = super().allocate(size, dtype=dtype, device=device)
+        return made if self._turns.is_result(made.numel()) else made.as_subclass(GradientRows)
+
+    @staticmethod
+    def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What is reduced of gradients, (numel,): FSDP2's buffer once they were copied into it."""
+        return in_rows(grads, ranks, numel, dtype).view(numel)
 
 
 class SteadyGroup(PlannedGroup):
@@ -46,18 +61,18 @@ class SteadyGroup(PlannedGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
-        if self._is_of_another_mode():
-            self._check_values()
-            self.by_hooks(async_op)
-        else:
-            super().unshard(async_op)
+        super().unshard(async_op)
         self._awaits_backward = self._awaits_backward or (torch.is_grad_enabled() and self.in_forward)
 
     def _plan(self) -> GatherPlan | None:
-        """The plan of the pass that gathers; None if FSDP2 is to gather: for the first time, or what no plan can."""
-        if self._plans is None:
+        """The plan of the pass that gathers; None if FSDP2 is to gather: for the first time, what no plan can, and
+        where hooks must decide anew whether gathers leave values or codes, which they do for forward."""
+        if self._mode != product_mode.current() and not self.for_backward:
+            self._check_values()
             return None
-        which = FORWARD if self._of_codes is None else gather_plan.pass_of(self._of_codes)
+        if self._plans is None or not self._is_at_rest():
+            return None
+        which = FORWARD if self._of_codes is None else hooks.passing(shard_of(self._of_codes))
         plan = self._plans.get(which)
         if plan is not None and plan.holds():
             return plan
@@ -65,50 +80,37 @@ class SteadyGroup(PlannedGroup):
             return None
         made = gather_plan.plan_of(self, self.ranks)
         self.gathers_wait()  # what it allocated for good, what runs on this stream may still use
-        if isinstance(made, NoPlan):
-            say_left(*made)
-            self._plans[which] = None
-            return None
         self._plans[which] = made
-        return made if made.holds() else None
+        return made if made is not None and made.holds() else None
 
     def post_backward(self, *unused: Any) -> None:
         """Reduces the gradients that backward has left, and frees what was gathered."""
         self._awaits_backward = False
-        grads = self._gradients()
-        if not grads or self._reduction is None:
-            super().post_backward(*unused)
-            return
-        with self.labelled("FSDP::post_backward_reduce"):
-            reductions.take(self)
-            reductions.reduce(self, self._reduction, grads)
-
-    def _gradients(self) -> list[Tensor]:
-        """Those that are reduced in few steps; none of what is left to FSDP2, which frees them as it goes."""
         if self._reduces is None:
-            names = reductions.unknown(self)
-            self._reduces = not names
+            self._reduces = not (names := reductions.unknown(self))
             if names:
                 say_changed(names, "reductions")
         grads = reductions.gradients_of(self) if self._reduces and self.is_eager() else None
         if grads and (self._reduction is None or not self._reduction.is_of(self, grads)):
             self._reduction = reductions.reduction_of(self, grads)
             self._reduces = self._reduction is not None
-        return grads if grads is not None and self._reduces else []
+        if not grads or self._reduction is None:
+            del grads  # FSDP2 frees them as it goes
+            super().post_backward(*unused)
+            return
+        with self.labelled("FSDP::post_backward_reduce"):
+            reductions.take(self)
+            reductions.reduce(self, self._reduction, grads)
 
     def forget_plans(self) -> None:
         """From now on, gathers are FSDP2's, until `carry` is called again."""
         self._of_values, self._plans = None, None
 
-    def _is_of_another_mode(self) -> bool:
-        """True if hooks must decide anew whether gathers leave values or codes, which they do for forward."""
-        return self._mode != product_mode.current() and not self.for_backward
-
     def _check_values(self) -> None:
         """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
         if self._of_values is None or self.is_sharded:
             return
-        settings = product_mode.in_effect(gathered.shard_of(self._of_values).own_products)
+        settings = product_mode.in_effect(shard_of(self._of_values).own_products)
         if settings.products != "dequantize":
             raise LayoutError(
                 f"{self.named('weights')} are still gathered, as values, which {settings} does not "
@@ -116,22 +118,37 @@ class SteadyGroup(PlannedGroup):
             )
 
 
-def carry(group: Any, weights: Sequence[Any], decisions: Sequence[gathered.Decision]) -> None:
+def carry(sharding: Sharding) -> None:
     """Has an FSDPParamGroup gather by plans, from its second gather on, and copy gradients in one launch.
 
-    weights: its FSDPParams that are not plain. decisions: what their gathers leave. A group of somebody else's class,
-    of one rank, of `replicate`, or of a torch that gathers in other steps, is left as it is.
+    sharding: of one of its weights, once it was decided what their gathers leave. A group of one rank, or of
+    `replicate`, is left as it is; so is, which is said, one of somebody else's class, of a torch that gathers in other
+    steps, or with hooks that somebody has written.
     """
-    if getattr(group.mesh_info, "shard_process_group", None) is None:
+    if sharding.process_group is None:
         return
-    if foreign := planned_groups.class_of(group):
-        say_left(gathered.name_of(group.fsdp_params[0]), f"its group is a {foreign}")
-    elif names := planned_groups.unknown(group):
-        say_changed(names, "gathers and reductions")
-    elif planned_groups.take(group, SteadyGroup, ReduceScatter):
+    weights, group = gathered.weights_of(sharding), sharding.group()
+    for one in weights:
+        if not _as_generated(recipe := shard_of(one).QUANTIZED):
+            name = f"{recipe.__module__}.{recipe.__qualname__}"
+            say_left(name_of(one), f"the hooks of {name} are not those that `layoutc build` writes")
+            return
+    if planned_groups.take(group, SteadyGroup, ReduceScatter):
+        steady: Any = group
+        decisions: list[Any] = [gathered.decision_of(one) for one in weights]
         leaves = list(zip(weights, [one.values for one in decisions], strict=True))
-        group._of_values = next((one for one, values in leaves if values), None)
-        group._of_codes = next((one for one, values in leaves if not values), None)
-        group._plans, group._mode = {}, decisions[0].mode
-        group._awaits_backward = True  # perhaps: hooks, which call this, run without gradients
-        group._reduction = group._reduces = None
+        steady._of_values = next((one for one, values in leaves if values), None)
+        steady._of_codes = next((one for one, values in leaves if not values), None)
+        steady._plans, steady._mode = {}, decisions[0].mode
+        steady._awaits_backward = True  # perhaps: hooks, which call this, run without gradients
+        steady._reduction = steady._reduces = None
+
+
+def _as_generated(recipe: Any) -> bool:
+    """Whether a class's hooks are those that layoutc generates: one call of `send`, and one of `receive`."""
+    hooks_of = {"send": recipe.fsdp_pre_all_gather, "receive": recipe.fsdp_post_all_gather}
+    for name, hook in hooks_of.items():
+        code = getattr(hook, "__code__", None)  # whose constants are a docstring, or None in its place
+        if code is None or code.co_names != ("all_gather", name) or len(code.co_consts) > 1:
+            return False
+    return True

@@ -77,11 +77,6 @@ def exchange_tokens(
     return made
 
 
-def bytes_of_token(recipe: installed.Recipe, columns: int) -> int:
-    """How many bytes a token of so many columns travels as. Raises as `exchange_tokens`."""
-    return sum(_bytes_of_row(_by_rows(recipe), columns).values())
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -31,9 +31,7 @@ class Leg(NamedTuple):
     rows: int  # rows of the whole weight's plane
     dtype: torch.dtype
     chosen: tuple[int, ...] | None  # which received rows make up the plane; None: the first ones, in order
-    joined: (
-        tuple[int, int] | None
-    )  # (rows, bytes of a row) of a plane that must be copied together; None: a view will do
+    joined: tuple[int, int] | None  # (rows, bytes of a row) of a plane that must be copied together; None: it is a view
     runs: int  # if a dim other than the first is sharded: the runs of adjacent bytes that a rank has of the whole plane
 
 
@@ -89,11 +87,6 @@ class Gathering:
     alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
 
-    @property
-    def which(self) -> PassName:
-        """The pass."""
-        return self.route.which
-
 
 def outgoing(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
     """A plane of a shard as it is sent: uint8 (rows, bytes of a row), padded with zeros to the same size on all ranks.
@@ -129,22 +122,6 @@ def copies(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: plane.clone() for name, plane in planes.items()}
 
 
-def copies_of_all(weights: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same for several weights: in two launches, if planes are alike and of 16 bytes at most, as single scales are.
-
-    Each copy is at a multiple of 16 bytes, as one of its own would be.
-    """
-    planes = [plane for weight in weights for plane in weight.values()]
-    like, *others = planes
-    size, kinds = like.numel(), {(one.shape, one.dtype) for one in planes}
-    if not others or len(kinds) > 1 or not 0 < like.nbytes <= 16:
-        return [copies(weight) for weight in weights]
-    rows = like.new_empty((len(planes), 16 // like.itemsize))[:, :size]
-    rows.copy_(torch.cat(planes).view(rows.shape))
-    copied = iter(rows.unbind() if like.dim() == 1 else [row.view(like.shape) for row in rows.unbind()])
-    return [{name: next(copied) for name in weight} for weight in weights]
-
-
 def filled(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Planes in slots of fixed sizes in bytes: those of a slot's size as they are, smaller ones padded with zeros.
 
@@ -160,11 +137,6 @@ def filled(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, 
             plane = buffer
         made.append(plane)
     return tuple(made)
-
-
-def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
-    """The gathered bytes of all planes, in the order that they were sent in."""
-    return (*outputs, *gathering.alone)
 
 
 def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:

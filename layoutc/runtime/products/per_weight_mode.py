@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from layoutc.runtime.product_mode import Mode, Settings, Where, checked
 from layoutc.runtime.products.parallel import multiply_parts_
-from layoutc.runtime.sharding import gathered, registry, values_or_codes
+from layoutc.runtime.sharding import gathered, registry
 from layoutc.runtime.sharding.registry import Sharding
 from layoutc.runtime.torch_private import local_tensor
+from layoutc.runtime.torch_private.fsdp2 import shard_of
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -103,10 +104,10 @@ def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
     found: list[Sharding] = []
     groups = {id(one.group()): one for holder in chosen.values() if (one := registry.find(holder)) is not None}
     for sharding in groups.values():
-        weights = values_or_codes.weights_of(sharding)
-        shards: list[Any] = [gathered.shard_of(one) for one in weights]
+        weights = gathered.weights_of(sharding)
+        shards: list[Any] = [shard_of(one) for one in weights]
         settings = [own if id(shard) in chosen else shard.own_products for shard in shards]
-        for param, shard, values in zip(weights, shards, values_or_codes.are_left(weights, settings), strict=True):
+        for param, shard, values in zip(weights, shards, gathered.are_left(weights, settings), strict=True):
             decision, at = gathered.decision_of(param), registry.find(shard)
             if at is not None and decision is not None and decision.values != values:
                 found.append(at)

@@ -1,39 +1,29 @@
-"""What gathers of a weight leave: codes or values, decided once; and what FSDP2 keeps of weights that it has gathered,
-which `torch_private.fsdp2` reads."""
+"""What gathers of a weight leave: codes, or values, by its own choice, or by that of all weights, where values cost
+nothing.
+
+What FSDP2 gathers together is decided together, when the first of it is gathered, by what is equal on all ranks; and
+anew in a gather for forward that finds another mode of all weights.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.gathers import fits_pack, leaves_values, values_cost_nothing
+from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.product_mode import Settings
+from layoutc.runtime.product_mode import Settings, gathers_values
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.sharding.registry import Sharding
-from layoutc.runtime.torch_private.fsdp2 import FOR_INFERENCE as FOR_INFERENCE
-from layoutc.runtime.torch_private.fsdp2 import (
-    drop_gathered,
-    drop_outputs,
-    gathered_parameter,
-    is_held,
-    is_in_a_graph,
-)
-from layoutc.runtime.torch_private.fsdp2 import dtype_of as dtype_of
-from layoutc.runtime.torch_private.fsdp2 import free_outputs as free_outputs
-from layoutc.runtime.torch_private.fsdp2 import gathered_of as gathered_of
-from layoutc.runtime.torch_private.fsdp2 import is_offloaded as is_offloaded
-from layoutc.runtime.torch_private.fsdp2 import name_of as name_of
-from layoutc.runtime.torch_private.fsdp2 import outputs_of as outputs_of
-from layoutc.runtime.torch_private.fsdp2 import plain_shard_of as plain_shard_of
-from layoutc.runtime.torch_private.fsdp2 import shard_of as shard_of
-from layoutc.runtime.torch_private.fsdp2 import trains as trains
-from layoutc.runtime.torch_private.fsdp2 import why_elsewhere as why_elsewhere
-from layoutc.runtime.torch_private.fsdp2 import why_not_plain as why_not_plain
+from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.torch_private import fsdp2
 
 RESHARD = "call reshard() on the model's FSDP modules first"
 
@@ -48,14 +38,70 @@ class Decision(NamedTuple):
 _decided: weakref.WeakKeyDictionary[Any, Decision] = weakref.WeakKeyDictionary()  # by FSDPParam, until `forget`
 
 
-def decide(param: Any, decision: Decision) -> None:
-    """From now on the gathers of an FSDPParam leave that."""
-    _decided[param] = decision
-
-
 def decision_of(param: Any) -> Decision | None:
     """None before the first gather begins."""
     return _decided.get(param)
+
+
+def weights_of(sharding: Sharding) -> list[Any]:
+    """The FSDPParams of what is quantized, or cast, of all that is gathered with a weight."""
+    return [one for one in sharding.params_of_group() if hasattr(fsdp2.shard_of(one), "QUANTIZED")]
+
+
+def decide(sharding: Sharding) -> bool:
+    """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
+    finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before.
+    True if it was open.
+
+    Raises LayoutError where backward of an earlier forward pass would still read that; see `check_given_back`.
+    """
+    decision, mode = decision_of(sharding.param()), product_mode.current()
+    if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
+        return False
+    weights = weights_of(sharding)
+    decisions = [(one, Decision(values, mode)) for one, values in zip(weights, are_left(weights), strict=True)]
+    changed = [(one, now) for one, now in decisions if decision_of(one) != now]
+    made_anew = [one for one, now in changed if (before := decision_of(one)) and before.values != now.values]
+    if made_anew:
+        check_given_back(sharding, made_anew, f"what is set for all weights changed to {mode}")
+    for one in made_anew:
+        own = find(fsdp2.shard_of(one))
+        assert own is not None
+        forget(own)
+    for one, now in changed:
+        _decided[one] = now
+    return bool(changed)
+
+
+def are_left(weights: Sequence[Any], own: Sequence[Settings | None] | None = None) -> list[bool]:
+    """For each weight of a group: true if its first gather leaves values.
+
+    weights: FSDPParams, all those of the group that are quantized or cast on gather. own: their own settings; default:
+    those that they have.
+    """
+    chosen = [fsdp2.shard_of(one).own_products for one in weights] if own is None else own
+    return leaves_values(list(map(gathers_values, chosen)), map(_costs_nothing, weights))
+
+
+def _costs_nothing(param: Any) -> bool:
+    shard: Any = fsdp2.shard_of(param)
+    dtype, sharding = fsdp2.dtype_of(param), find(shard)
+    if dtype is None or sharding is None or sharding.reshards_to_fewer_ranks:
+        return False
+    differ, stays = shard.LAYOUT.passes_differ, not sharding.frees_after_forward
+    return values_cost_nothing(True, dtype.itemsize, differ, stays) and fits(param, sharding, shard)
+
+
+def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
+    """True if a weight can be dequantized where it arrives: each rank sends whole blocks of rows, and planes of
+    multiples of 16 bytes, of a shard on the device."""
+    group, layout = sharding.process_group, shard.LAYOUT
+    if group is None or group.size() == 1 or sharding.dim or fsdp2.is_offloaded(param):
+        return False
+    (*padded, k), rows = sharding.padded_shape, prod(sharding.shape[:-1])
+    cuts = Cuts(rows, prod(padded), group.size())
+    sent = layout.sent("forward", cuts, k).items()
+    return fits_pack([(layout.stored[name].rows_per_value or 1, facts.nbytes) for name, facts in sent], cuts)
 
 
 def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> None:
@@ -65,9 +111,9 @@ def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> No
 
     sharding: of one of them. what: has changed.
     """
-    held = [made for param in params if (made := gathered_parameter(param)) is not None]
+    held = [made for param in params if (made := fsdp2.gathered_parameter(param)) is not None]
     adds_up = any(made.grad is not None for made in held)
-    in_a_graph = any(map(is_in_a_graph, held)) and getattr(sharding.group(), "_awaits_backward", True)
+    in_a_graph = any(map(fsdp2.is_in_a_graph, held)) and getattr(sharding.group(), "_awaits_backward", True)
     adds_up, in_a_graph = _anywhere([adds_up, in_a_graph], sharding)
     if adds_up:
         raise LayoutError(
@@ -98,9 +144,9 @@ def weights_of_values() -> dict[int, Tensor]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    left = [param for param, _ in registry.parameters() if hasattr(shard_of(param), "QUANTIZED")]
+    left = [param for param, _ in registry.parameters() if hasattr(fsdp2.shard_of(param), "QUANTIZED")]
     of_values = [param for param in left if (made := decision_of(param)) is not None and made.values]
-    held = [(gathered_parameter(param), param) for param in of_values]
+    held = [(fsdp2.gathered_parameter(param), param) for param in of_values]
     return {id(made): param.sharded_param for made, param in held if made is not None}
 
 
@@ -113,7 +159,7 @@ def allocate(values: Tensor) -> None:
 
 def check_resharded(sharding: Sharding, name: str) -> None:
     """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
-    if is_held(sharding):
+    if fsdp2.is_held(sharding):
         raise LayoutError(f"{name} is gathered now: {RESHARD}")
 
 
@@ -124,9 +170,9 @@ def forget(sharding: Sharding) -> None:
     """
     param: Any = sharding.param()
     _decided.pop(param, None)
-    drop_gathered(param)
+    fsdp2.drop_gathered(param)
     for other in sharding.params_of_group():
-        if hasattr(shard_of(other), "QUANTIZED"):
-            drop_outputs(other)
+        if hasattr(fsdp2.shard_of(other), "QUANTIZED"):
+            fsdp2.drop_outputs(other)
     if (forget_plans := getattr(sharding.group(), "forget_plans", None)) is not None:
         forget_plans()

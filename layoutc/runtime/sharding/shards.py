@@ -99,14 +99,7 @@ def check_cuts(shard: Shard) -> None:
         _check_parts_of(shard, sharding)
     if (dim := sharding.dim) == 0:
         return
-    own, is_last = shard.shape, dim == len(sharding.shape) - 1
-    size, multiple = (own[dim], layout.column_multiple) if is_last else (prod(own[dim:-1]), layout.block_rows)
-    if size % multiple:
-        raise LayoutError(
-            f"{parameter_name(shard)}: shape {sharding.shape} in {layout.name} is cut on dim {dim} every {size} "
-            f"{'columns' if is_last else 'rows'}, but a cut must fall at a multiple of {multiple}; shard dim 0, or use "
-            "another number of ranks"
-        )
+    _check_cut(layout, sharding.shape, dim, shard.shape[dim], str(parameter_name(shard)), "", "shard dim 0")
 
 
 def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
@@ -123,13 +116,18 @@ def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
 def check_parts(layout: Layout, shape: Sequence[int], dim: int, parts: int, name: str) -> None:
     """Raises LayoutError for a weight of a shape whose parts, of tensor parallelism, would cut blocks on a dim: each
     rank would quantize its rows or columns of such a block by themselves."""
-    each, is_last = cdiv(shape[dim], parts), dim == len(shape) - 1
-    size, multiple = (
-        (each, layout.column_multiple) if is_last else (prod((each, *shape[dim + 1 : -1])), layout.block_rows)
-    )
-    if each < shape[dim] and size % multiple:
+    if (each := cdiv(shape[dim], parts)) < shape[dim]:
+        by, instead = "by tensor parallelism ", "leave the weight out of the recipe"
+        _check_cut(layout, shape, dim, each, name, by, instead)
+
+
+def _check_cut(layout: Layout, shape: Sequence[int], dim: int, each: int, name: str, by: str, instead: str) -> None:
+    """Raises LayoutError for cuts of a dim, every `each` entries of it, that fall inside blocks."""
+    size, multiple, what = each * prod(shape[dim + 1 : -1]), layout.block_rows, "rows"
+    if dim == len(shape) - 1:
+        size, multiple, what = each, layout.column_multiple, "columns"
+    if size % multiple:
         raise LayoutError(
-            f"{name}: shape {tuple(shape)} in {layout.name} is cut by tensor parallelism on dim {dim} every {size} "
-            f"{'columns' if is_last else 'rows'}, but a cut must fall at a multiple of {multiple}; leave the weight "
-            "out of the recipe, or use another number of ranks"
+            f"{name}: shape {tuple(shape)} in {layout.name} is cut {by}on dim {dim} every {size} {what}, but a cut "
+            f"must fall at a multiple of {multiple}; {instead}, or use another number of ranks"
         )

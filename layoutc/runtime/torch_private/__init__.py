@@ -43,6 +43,15 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 #: call, as making any optimizer does, and not where it decorates.
 left_by_compilers: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
+#: How many dispatch modes are on: tracers, counters, debuggers.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+#: Whether autocast is on for CPUs or CUDA, in less time than to ask of one. Other kinds of devices may not be seen.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+#: Whether torch.profiler records.
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
 
 def passed_over_by_compilers(function: Any) -> Any:
     """A decorator for what torch calls: where torch.compile runs it as it is, after a break of its graph, it is not
@@ -177,11 +186,6 @@ def collectives_so_far(group: dist.ProcessGroup) -> int:
     return count
 
 
-def dispatch_modes() -> int:
-    """How many dispatch modes are on: tracers, counters, debuggers."""
-    return torch._C._len_torch_dispatch_stack()
-
-
 def traced(x: Tensor) -> bool:
     """True while calls are recorded: by torch.compile, torch.export, make_fx or another dispatch mode."""
     if torch.compiler.is_compiling():
@@ -218,20 +222,9 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def any_autocast() -> bool:
-    """False if autocast is on neither for CPUs nor for CUDA, which takes less time to ask than of one. Other kinds of
-    devices may not be seen."""
-    return torch._C._is_any_autocast_enabled()
-
-
 def current_card() -> int:
     """The current card, in a process that has used one, without asking for that first."""
     return torch._C._cuda_getDevice()
-
-
-def profiling() -> bool:
-    """True while torch.profiler records."""
-    return torch._C._autograd._profiler_enabled()
 
 
 def in_backward() -> bool:
@@ -293,13 +286,10 @@ def call_in_inductor(operator: str, function: str) -> None:
     """Has graphs that Inductor writes in Python from now on call a function in the place of an operator.
 
     An operator that Python computes is called through C++ and back, which takes longer than most of ours. operator:
-    such as "torch.ops.aten.add.Tensor". function: an expression for what is called with the same arguments. Does
-    nothing where Inductor has no place for it; only to be called once Inductor is imported.
+    such as "torch.ops.aten.add.Tensor". function: an expression for what is called with the same arguments. Only to
+    be called once Inductor is imported.
     """
-    try:
-        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
-    except ImportError:
-        return
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
 
     def write(node: Any, writeline: Callable[[str], None]) -> None:
         args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])

@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -170,10 +169,6 @@ class Sharding:
     def params_of_group(self) -> list[Any]:
         """The FSDPParams that are gathered with this one, in the order of their hooks."""
         return self.group().fsdp_params  # type: ignore[no-any-return, union-attr]
-
-    def locals_of_group(self) -> list[Any]:
-        """The local tensors of all parameters that are gathered with this one, in the order of their gathers."""
-        return list(map(shard_of, self.params_of_group()))
 
     @property
     def gathers_for_backward(self) -> bool:
@@ -353,11 +348,10 @@ def reductions(module: nn.Module) -> list[Reduced]:
         _check(group, ("fsdp_params", "mp_policy", "_reduce_scatter_comm"))
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
         numel = sum(param.padded_sharded_param_size.numel() for param in trained)
-        meshes: list[Any] = [param.mesh_info for param in group.fsdp_params[:1]]
         given = {param.sharded_param.dtype for param in group.fsdp_params}
         dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
-        for mesh in compress(meshes, [isinstance(mesh, mesh_class) for mesh in meshes]):
+        if group.fsdp_params and isinstance(mesh := group.fsdp_params[0].mesh_info, mesh_class):
             kept = tuple(param.sharded_param for param in trained)
             sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm, kept
-            found.append(Reduced(mesh.shard_process_group, dtypes, *sums))
+            found.append(Reduced(mesh.shard_process_group, dtypes, *sums))  # type: ignore[attr-defined]
     return found

@@ -5,20 +5,22 @@ Gradients may be copied for a reduction by somebody else, too. Everything else i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
 from layoutc.runtime import streams
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.torch_private import changed, profiling, transform, without_torch_function
+from layoutc.runtime.torch_private import changed, profiling, say_changed, say_left, transform, without_torch_function
+from layoutc.runtime.torch_private.fsdp2 import name_of
 
 _RESULT = (
     *("all_gather_output", "all_gather_event", "all_gather_work"),
@@ -32,18 +34,7 @@ _OF_GROUP = (
 )
 
 
-class Plan(Protocol):
-    """The gather of a group in one pass."""
-
-    @property
-    def nbytes(self) -> int:
-        """That a rank sends."""
-
-    def fill(self, sent: Tensor) -> None:
-        """Writes what this rank sends, (nbytes,) uint8."""
-
-    def arrive(self, received: Tensor) -> None:
-        """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
+Plan = Any  # a GatherPlan, of a room above: the bytes of a row, what fills it, and what makes parameters of all rows
 
 
 class _Begun(AllGatherResult):
@@ -90,18 +81,13 @@ class PlannedGroup(FSDPParamGroup):
 
     # --------------------------------------------------------------------------------------------------------- gathers
     def _plan(self) -> Plan | None:
-        """The plan of the gather that begins; None if FSDP2 is to gather."""
-        return None
-
-    def by_hooks(self, async_op: bool) -> None:
-        """Begins a gather, if there is something to gather, in FSDP2's own steps."""
-        super().unshard(async_op)
+        """The plan of the gather that begins, where parameters are at rest; None if FSDP2 is to gather."""
+        raise NotImplementedError
 
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
-        plan = self._plan() if self._is_at_rest() else None
-        if plan is None:
-            self.by_hooks(async_op)
+        if (plan := self._plan()) is None:
+            super().unshard(async_op)
             return
         with self.labelled("FSDP::all_gather"):
             self._all_gather_result = self._begun(plan, async_op)
@@ -173,26 +159,24 @@ class PlannedGroup(FSDPParamGroup):
         self._all_gather_result = None
 
 
-class PlannedReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, of which it allows itself to take another one's place."""
+def take(group: Any, cls: type[PlannedGroup], reduce_scatter: Callable[[int], DefaultReduceScatter]) -> bool:
+    """Makes an FSDPParamGroup one of a class, and FSDP2's own reduce-scatter one of ours for so many ranks.
 
-    def __init__(self, ranks: int) -> None:
-        """ranks: that gradients are reduced over."""
-
-
-def take(group: Any, cls: type[PlannedGroup], reduce_scatter: type[PlannedReduceScatter]) -> bool:
-    """Makes an FSDPParamGroup one of a class; False for one of one rank, which gathers nothing."""
+    False for a group of one rank, which gathers nothing; and, which is said, for one of somebody else's class, and for
+    a torch that gathers in other steps.
+    """
+    if type(group) is not FSDPParamGroup and not isinstance(group, PlannedGroup):
+        say_left(name_of(group.fsdp_params[0]), f"its group is a {type(group).__name__}")
+        return False
+    if names := unknown(group):
+        say_changed(names, "gathers and reductions")
+        return False
     if group._all_gather_process_group.size() == 1:
         return False
     group.__class__ = cls
     if type(group._reduce_scatter_comm) is DefaultReduceScatter:
         group._reduce_scatter_comm = reduce_scatter(group._reduce_scatter_process_group.size())
     return True
-
-
-def class_of(group: Any) -> str:
-    """The name of a group's class, if it is somebody else's; "" for FSDP2's own and ours."""
-    return "" if type(group) is FSDPParamGroup or isinstance(group, PlannedGroup) else type(group).__name__
 
 
 def unknown(group: Any) -> str:

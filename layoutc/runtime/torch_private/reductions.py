@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import signature
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,16 +37,6 @@ _OF_FACTORS = (
     *("reduce_scatter_group", "all_reduce_group", "reduce_dtype", "device_type", "factor"),
     "force_sum_reduction_for_comms",
 )
-
-
-class Joins(Protocol):
-    """A reduction of FSDP2's that copies gradients into what a rank sends by itself."""
-
-    def joined(self, grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What is passed as `input_tensor`: (numel,) in dtype, the chunks of each rank in a row."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> Any:
-        """As FSDP2 calls it, on the stream that sends."""
 
 
 class Reduction(NamedTuple):
@@ -141,7 +131,7 @@ def reduce(group: FSDPParamGroup, reduction: Reduction, grads: list[Tensor]) -> 
     """As FSDP2's foreach_reduce, and what its post_backward does before and after it. Empties `grads`."""
     context, handle, over = group.comm_ctx, group.device_handle, group._reduce_scatter_process_group
     current, stream = streams.current(group.device, handle), context.reduce_scatter_stream
-    comm: Joins = group._reduce_scatter_comm  # type: ignore[assignment]
+    comm: Any = group._reduce_scatter_comm  # which has `joined`: what ranks send, from gradients
     _wait_for_others(context, current)
     group._wait_for_post_backward()  # type: ignore[no-untyped-call]
     sent = comm.joined(grads, over.size(), reduction.numel * over.size(), reduction.dtype)

@@ -210,5 +210,5 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     cls.KEY, cls.QUANTIZED = operators.register(cls), cls
     flattening.add_inner(cls, cls.LAYOUT.stored)
     if (hook := vars(cls).get("fsdp_pre_all_gather")) is not None:
-        cls.fsdp_pre_all_gather = registry.PreHook(hook)  # type: ignore[attr-defined]
+        registry.pre_hook(hook)
     return cls
