@@ -18,6 +18,7 @@ import triton.language as tl
 
 from layoutc.runtime.kernels import amaxes
 from layoutc.runtime.kernels import direct as triton_direct
+from layoutc.runtime.kernels.launch_plan import LaunchPlan, launched
 
 CALLS, ROUNDS = 2000, 5
 SHAPE = (512, 4096)
@@ -69,7 +70,9 @@ def main() -> None:
     args = (x, a, b, *SHAPE, x.stride(0), x.stride(1), 128, True)
     options = {"num_warps": 1, "maxnreg": None, "enable_fp_fusion": False}
     show("empty kernel, Triton's launcher", lambda: empty_kernel[(1,)](*args, **options))
-    show("empty kernel, direct", lambda: triton_direct.run(empty_kernel, (1,), args, 1))
+    show("empty kernel, by arguments", lambda: launched(empty_kernel, 1, args, 1))
+    plan = LaunchPlan.of(empty_kernel, 1, args, 1)
+    show("empty kernel, by a plan", lambda: plan(x, a, b))
     show("matrix_amax", lambda: amaxes.matrix_amax(x, None))
     for name in ("mxfp8", "nvfp4", "fp8_current"):
         show_recipe(name, x)
@@ -87,9 +90,9 @@ def show_recipe(name: str, x: torch.Tensor) -> None:
     q = recipe.quantize(x, amax=amax)
     held = q.planes()
     # As the launcher of Triton would: every other part of the host's work is the same.
-    split, triton_direct._split = triton_direct._split, lambda _: None
+    state_of, triton_direct.state_of = triton_direct.state_of, lambda _: None
     show(f"{name} kernels.quantize, out=, Triton's", lambda: kernels.quantize(x, amax, every, out))
-    triton_direct._split = split
+    triton_direct.state_of = state_of
     show(f"{name} kernels.quantize, out=", lambda: kernels.quantize(x, amax, every, out))
     show(f"{name} kernels.quantize, new planes", lambda: kernels.quantize(x, amax, every))
     show(f"{name} kernels.dequantize", lambda: kernels.dequantize(held, m, k, every[0], torch.bfloat16))

@@ -100,10 +100,11 @@ def test_whole_words_and_single_codes_are_moved_apart() -> None:
     compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
     made = buffers.new_for_batch(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
     planes = ["rowwise_data"], ["columnwise_data"]
-    found = buffers.split(*planes, [t.planes() for t in tensors], made, shapes, shapes, (256, 128, 8), 4)
-    kinds = [(table.aligned, table.even, table.programs) for _, table in found if table is not None]
+    found, alone = buffers.split(*planes, [t.planes() for t in tensors], made, shapes, shapes, (256, 128, 8), 4)
+    kinds = [(table.aligned, table.even, table.programs) for table in found]
     assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
     assert len(found) == 3
+    assert not alone
 
 
 def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
@@ -176,7 +177,7 @@ def test_what_is_allocated_is_on_the_device_that_was_asked_for(name: str) -> Non
     layout, device = recipe(name).LAYOUT, torch.device("meta")
     m, k = 2 * max(layout.multiple_m, 64), 2 * max(layout.multiple_k, 64)
     one = buffers.new(layout, m, k, layout.orientations, device)
-    planes = buffers.planes_as_buffers(layout, m, k, layout.orientations, device)
+    planes = launch.new(layout.written(m, k, layout.orientations), device)
     held = {
         plane: torch.empty(shape, dtype=dtype, device=device) for plane, (shape, dtype) in layout.planes(m, k).items()
     }

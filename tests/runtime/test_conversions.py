@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which kernels are w
 import triton.language as tl  # noqa: E402
 from triton.runtime.errors import PTXASError  # noqa: E402
 
-from layoutc.runtime.kernels import conversion_checks, direct, launch  # noqa: E402
+from layoutc.runtime.kernels import conversion_checks, launch  # noqa: E402
 from layoutc.runtime.triton import conversions as triton_comparisons  # noqa: E402
 from layoutc.runtime.triton.codes import to_codes, to_exponents, to_small_codes  # noqa: E402
 from layoutc.runtime.triton.tiles import pack  # noqa: E402
@@ -234,12 +234,6 @@ def test_other_cards_are_asked_nothing(card: dict[str, Any], capability: tuple[i
     assert launch.hardware(CARD) == level
     assert launch.hardware(CPU) == 0
     assert card["asked"] == 0
-
-
-def test_levels_are_launched_apart() -> None:
-    """Kernels of two levels are two."""
-    keys = [direct.key((16, True, level), 1)[0] for level in (0, 90, 100)]
-    assert keys[0] != keys[1] != keys[2] != keys[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- formats

@@ -1,6 +1,6 @@
-"""Launching again without Triton's launcher: keys tell apart what Triton specializes on, and hooks are never passed by.
+"""Launching again without Triton's launcher: plans tell apart what Triton specializes on, and pass no hook by.
 
-No card is needed: Triton's own binder says what it specializes on, and a driver that launches nothing takes its place.
+No card is needed: Triton itself says what it specializes on, and a driver that launches nothing takes its place.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 
@@ -29,7 +27,6 @@ from layoutc.runtime.triton import kernels  # noqa: E402
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
 SPACE = torch.zeros(4096, dtype=torch.uint8)
 SPACE = SPACE[-SPACE.data_ptr() % 1024 :]
-EDGES = [edge + step for edge in (0, 1 << 31, 1 << 32, 1 << 63) for step in (-16, -1, 0, 1, 16)]
 
 
 def jitted(name: str) -> Any:
@@ -48,104 +45,13 @@ def another_tile(tile, source, shared, planes, buffers, at):  # type: ignore[no-
     tile + 1
 
 
-KERNELS = [jitted(name) for name in ("quantize_kernel", "dequantize_kernel", "lay_out_kernel")]
-
-
-def binder(kernel: Any) -> Any:
-    """What Triton makes of a list of arguments, the specialization of each second."""
+def test_addresses_differ_by_their_alignment_alone() -> None:
+    """Of what a plan is called with, Triton specializes on nothing else: dtypes stay."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    return jit.create_function_from_signature(kernel.signature, kernel.params, backend)
-
-
-def tensors() -> st.SearchStrategy[torch.Tensor]:
-    step = st.sampled_from([0, 4, 8, 16, 32, 48, 64, 256, 512])
-    return st.tuples(st.sampled_from(DTYPES), step).map(lambda pair: SPACE[pair[1] : pair[1] + 64].view(pair[0]))
-
-
-NUMBERS = st.one_of(
-    st.sampled_from(EDGES), st.integers(-64, 64), st.integers(-(1 << 63), (1 << 64) - 1), st.integers(0, 512)
-)
-VALUES = st.one_of(st.none(), tensors(), NUMBERS, st.floats(), st.booleans())
-CONSTANTS = st.one_of(st.none(), st.booleans(), st.integers(0, 4096))
-
-
-def near(value: Any) -> st.SearchStrategy[Any]:
-    """Values of the same type; tensors of the same dtype at other addresses."""
-    if isinstance(value, torch.Tensor):
-        return st.sampled_from([0, 4, 8, 16, 32, 64]).map(lambda step: SPACE[step : step + 64].view(value.dtype))
-    return NUMBERS if type(value) is int else VALUES
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """A kernel and two lists of arguments, which differ in one or two of them, rarely in a constant."""
-    kernel = KERNELS[draw(st.integers(0, len(KERNELS) - 1))]
-    first = [draw(CONSTANTS if parameter.is_constexpr else VALUES) for parameter in kernel.params]
-    second = list(first)
-    for i in draw(st.lists(st.integers(0, len(first) - 1), min_size=1, max_size=2)):
-        if not kernel.params[i].is_constexpr:
-            second[i] = draw(near(first[i]))
-        elif draw(st.integers(0, 9)) == 0:
-            second[i] = draw(CONSTANTS)
-    return kernel, tuple(first), tuple(second)
-
-
-@settings(max_examples=200, deadline=None)
-@given(pairs())
-def test_equal_keys_mean_equal_specializations(case: tuple[Any, tuple[Any, ...], tuple[Any, ...]]) -> None:
-    """Types of all arguments, constants and divisibility are those that Triton's binder finds."""
-    kernel, *lists = case
-    split = sum(not parameter.is_constexpr for parameter in kernel.params)
-    assert not any(parameter.is_constexpr for parameter in kernel.params[:split])
-    (first, _), (second, _) = (direct.key(args, split) for args in lists)
-    assert first is not None
-    hash(tuple(first))
-    if first == second:
-        bind = binder(kernel)
-        specializations = [bind(*args)[1] for args in lists]
-        assert specializations[0] == specializations[1]
-
-
-def test_every_pair_of_a_pool_of_arguments() -> None:
-    """All types, with addresses and numbers on both sides of everything that Triton looks at."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    views = [SPACE[step : step + 64].view(dtype) for step in (0, 4, 8, 16, 32, 48, 256) for dtype in DTYPES]
-    pool = [None, True, False, 0.0, 1.0, float("nan"), *views, *EDGES, *(-edge for edge in EDGES[:12])]
-    found: dict[Any, Any] = {}
-    for value in pool:
-        special = jit.native_specialize_impl(backend, value, False, True, True)
-        key, _ = direct.key((value,), 1)
-        assert key is not None
-        assert found.setdefault(tuple(key), special) == special, value
-    assert len(found) == len(set(found.values()))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal"),
-    [
-        (32, 48, True),
-        (3, 5, True),
-        (0, 16, True),
-        (1, 3, False),
-        (16, 17, False),
-        (1 << 31, 16, False),
-        (-(1 << 31), 16, True),
-        (True, 1, False),
-        (1.0, 1, False),
-        (1.0, 2.0, True),
-        (None, 0, False),
-        (SPACE, SPACE[16:], True),
-        (SPACE, SPACE[8:], False),
-        (SPACE, SPACE.view(torch.float32), False),
-    ],
-)
-def test_keys_are_no_finer_than_they_must_be(one: Any, other: Any, equal: bool) -> None:
-    """Sizes that change from call to call find one kernel."""
-    assert (direct.key((one,), 1)[0] == direct.key((other,), 1)[0]) is equal
-
-
-def test_arguments_that_have_no_key() -> None:
-    assert direct.key(((1, 2),), 1)[0] is None
+    for dtype in DTYPES:
+        views = {step: SPACE[step : step + 64].view(dtype) for step in (0, 4, 8, 16, 32, 48, 64, 256, 512, 1024)}
+        special = {step: jit.native_specialize_impl(backend, one, False, True, True) for step, one in views.items()}
+        assert all((special[step] == special[0]) is (step % 16 == 0) for step in special)
 
 
 def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +60,9 @@ def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.Monk
 
     def finer(backend: Any, arg: Any, *flags: bool) -> Any:
         kind, special = real(backend, arg, *flags)
-        return kind, f"{special}S" if isinstance(arg, int) and arg % 32 == 0 else special
-
-    monkeypatch.setattr(jit, "native_specialize_impl", finer)
-    assert not direct.tells_apart(target)
-
-    def finer_of_addresses(backend: Any, arg: Any, *flags: bool) -> Any:
-        kind, special = real(backend, arg, *flags)
         return kind, f"{special}S" if isinstance(arg, torch.Tensor) and arg.data_ptr() % 64 == 0 else special
 
-    monkeypatch.setattr(jit, "native_specialize_impl", finer_of_addresses)
+    monkeypatch.setattr(jit, "native_specialize_impl", finer)
     assert not direct.tells_apart(target)
 
     def broken(*_: Any) -> Any:
@@ -220,7 +119,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], 
 
     monkeypatch.setattr(jit.JITFunction, "run", counted)
     monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_)
-    monkeypatch.setattr(direct, "_launches", {})
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
     direct.supported()  # before the driver is replaced
@@ -240,61 +138,57 @@ def arguments(offset: int = 0, m: int = 64, tile: int = 16, quantize: Any = one_
     return tuple(known.get(p.name, True if p.is_constexpr else SPACE[:64].view(torch.float32)) for p in given)
 
 
+def bound_to(kernel: Any, args: tuple[Any, ...], stays: Sequence[torch.Tensor] = (), warps: int = 8) -> LaunchPlan:
+    return LaunchPlan.of(kernel, 4, args, warps, bound=stays)
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
 def test_a_second_launch_is_direct(launches: Any) -> None:
     """It launches what the first one compiled, with addresses in place of tensors, on the current stream."""
     kernel, calls, ordinary = launches
-    for m in (64, 64, 32):
-        direct.run(kernel, (4,), arguments(m=m), 8, None)
+    args = arguments()
+    bound = bound_to(kernel, args)
+    for _ in range(3):
+        bound(*tensors_of(args))
     assert len(ordinary) == 1
     assert [name for name, _ in calls] == [calls[0][0]] * 3
     first, second, third = (given for _, given in calls)
     assert second[:4] == first[:4] == (4, 1, 1, 7)
     assert second[4:6] == first[4:6]
     assert second[6:9] == (None, None, None)
-    assert list(second[9:]) == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments(m=64)]
-    assert third[9:] != second[9:]
-
-
-def test_constants_can_be_given_apart(launches: Any) -> None:
-    """It is the same launch, and finds what the other way has compiled."""
-    kernel, calls, ordinary = launches
-    args = arguments()
-    split = sum(not parameter.is_constexpr for parameter in kernel.params)
-    constants = direct.Constants(args[split:])
-    assert hash(constants) == hash(args[split:])
-    direct.run(kernel, (4,), args[:split], 8, None, constants)
-    direct.run(kernel, (4,), args[:split], 8, None, constants)
-    direct.run(kernel, (4,), args, 8)
-    assert len(ordinary) == 1
-    assert calls[1] == calls[2]
-    assert list(calls[1][1][9:]) == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    assert list(second[9:]) == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    assert third == second
+    other = [SPACE[256 + 16 * index :][: tensor.numel()] for index, tensor in enumerate(tensors_of(args))]
+    bound(*other)
+    addresses = iter(tensor.data_ptr() for tensor in other)
+    expected = [next(addresses) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert list(calls[3][1][9:]) == expected
+    with pytest.raises(ValueError, match=f"for {len(other)} tensors was given {len(other) + 1}"):
+        bound(*tensors_of(args), SPACE)
 
 
 def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:
-    """Another alignment, another size's class, another tile, other options: as many kernels as Triton makes."""
+    """Another size's class, another tile, another tile function, other options: as many kernels as Triton makes."""
     kernel, calls, ordinary = launches
-    variants = [
-        (arguments(), 8, None),
-        (arguments(offset=8), 8, None),
-        (arguments(m=63), 8, None),
-        (arguments(tile=32), 8, None),
-        (arguments(), 4, None),
-        (arguments(), 8, 168),
-    ]
+    variants = [(arguments(), 8), (arguments(m=63), 8), (arguments(tile=32), 8), (arguments(), 4)]
+    variants.append((arguments(quantize=another_tile), 8))
+    plans_of = [bound_to(kernel, args, warps=warps) for args, warps in variants]
     for _ in range(3):
-        for args, warps, registers in variants:
-            direct.run(kernel, (4,), args, warps, registers)
+        for plan, (args, _) in zip(plans_of, variants, strict=True):
+            plan(*tensors_of(args))
     assert len(ordinary) == len(variants)
     names = [name for name, _ in calls]
     assert len(set(names)) == len(variants)
     assert names == names[: len(variants)] * 3
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is the current one, which it is again after: each card has its own kernel, and its own stream."""
     kernel, calls, ordinary = launches
-    (args, constants), entered = bound_and_args(), []
+    args, entered = arguments(), []
     drivers: Any = driver.active
 
     @contextmanager
@@ -307,17 +201,14 @@ def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: p
             drivers.card = before
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    for module in (direct, launch_plan):
-        monkeypatch.setattr(module, "current_card", lambda: drivers.card)
+    monkeypatch.setattr(launch_plan, "current_card", lambda: drivers.card)
     ran: dict[int, Any] = {}
     for card in (1, 0, 1, 0):
-        monkeypatch.setattr(direct, "card_of", lambda _, card=card: card)
         if card not in ran:
-            ran[card] = bound_to(kernel, args, constants)
-        if bound:
-            ran[card](*tensors_of(args))
-        else:
-            direct.run(kernel, (4,), args, 8, None, constants)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "get_device", lambda _, card=card: card)
+                ran[card] = bound_to(kernel, args)
+        ran[card](*tensors_of(args))
         assert drivers.card == 0
     assert entered == [1, 1]
     assert len(ordinary) == 2
@@ -327,42 +218,50 @@ def test_launches_are_on_the_card_of_their_tensors(launches: Any, monkeypatch: p
     assert functions[0] != functions[1]
 
 
-def test_a_kernel_with_another_tile_function_is_another(launches: Any) -> None:
-    kernel, calls, _ = launches
-    for _ in range(2):
-        direct.run(kernel, (4,), arguments(), 8)
-        direct.run(kernel, (4,), arguments(quantize=another_tile), 8)
-    assert [given[4] for _, given in calls[:2]] == [given[4] for _, given in calls[2:]]
-    assert calls[0][1][4] != calls[1][1][4]
-
-
 def test_hooks_see_every_launch(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's own, and a profiler's, set as Triton lets them be: a chain with calls, or a function."""
     kernel, _, ordinary = launches
-    direct.run(kernel, (4,), arguments(), 8)
+    args = arguments()
+    plan = bound_to(kernel, args)
+    plan(*tensors_of(args))
     seen: list[Any] = []
     kernel.add_pre_run_hook(lambda *_, **__: seen.append("own"))
-    direct.run(kernel, (4,), arguments(), 8)
+    plan(*tensors_of(args))
     kernel.pre_run_hooks.clear()
     chain = knobs.HookChain()
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", chain)
-    direct.run(kernel, (4,), arguments(), 8)
+    plan(*tensors_of(args))
     assert (len(ordinary), seen) == (2, ["own"])
     chain.add(lambda _: None)
-    direct.run(kernel, (4,), arguments(), 8)
+    plan(*tensors_of(args))
     assert len(ordinary) == 3
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", lambda _: None)
-    direct.run(kernel, (4,), arguments(), 8)
+    plan(*tensors_of(args))
     assert len(ordinary) == 4
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    plan(*tensors_of(args))
+    assert len(ordinary) == 5
 
 
 def test_the_ordinary_way_where_direct_launches_are_not_known(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, calls, ordinary = launches
     monkeypatch.setattr(direct, "supported", lambda: False)
+    plan = bound_to(kernel, arguments())
     for _ in range(3):
-        direct.run(kernel, (4,), arguments(), 8)
+        plan(*tensors_of(arguments()))
     assert len(ordinary) == len(calls) == 3
+
+
+def test_arguments_alike_are_launched_by_one_plan(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers, or tensors of other dtypes, have another."""
+    kernel, _, ordinary = launches
+    monkeypatch.setattr(plans, "cache", plans.Plans())
+    for _ in range(2):
+        for args in (arguments(), arguments(m=48), (SPACE, *arguments()[1:])):
+            launch_plan.launched(kernel, 4, args, 8)
+    assert len(plans.cache) == len(ordinary) == 3
 
 
 @pytest.fixture
@@ -417,58 +316,23 @@ def test_a_launcher_that_does_more_is_called_itself(launcher: Any, what: str) ->
     assert compiled.between == ((1, 1, 0), None, None, None)
 
 
-def bound_and_args() -> tuple[tuple[Any, ...], direct.Constants]:
-    args = arguments()
-    split = sum(not parameter.is_constexpr for parameter in jitted("quantize_kernel").params)
-    return args[:split], direct.Constants(args[split:])
-
-
-def bound_to(
-    kernel: Any, args: tuple[Any, ...], constants: direct.Constants, stays: Sequence[torch.Tensor] = ()
-) -> LaunchPlan:
-    return LaunchPlan.of(kernel, direct.Arguments((4,), args, 8, None, constants), stays)
-
-
-def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [arg for arg in args if isinstance(arg, torch.Tensor)]
-
-
-def test_a_bound_launch_gets_tensors_alone(launches: Any) -> None:
-    """It launches what `run` launches with the same arguments; the first one compiles."""
-    kernel, calls, ordinary = launches
-    args, constants = bound_and_args()
-    bound = bound_to(kernel, args, constants)
-    direct.run(kernel, (4,), args, 8, None, constants)
-    for _ in range(3):
-        bound(*tensors_of(args))
-    assert len(ordinary) == 1
-    assert calls[1] == calls[2] == calls[3]
-    other = [SPACE[256 + 16 * index :][: tensor.numel()] for index, tensor in enumerate(tensors_of(args))]
-    bound(*other)
-    addresses = iter(tensor.data_ptr() for tensor in other)
-    expected = [next(addresses) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert list(calls[4][1][9:]) == [*expected, *constants]
-    with pytest.raises(ValueError, match=f"for {len(other)} tensors was given {len(other) + 1}"):
-        bound(*tensors_of(args), SPACE)
-
-
 def test_a_bound_launch_keeps_a_tensor(launches: Any) -> None:
     """Its address is the same in each launch, and it is as no argument of calls."""
     kernel, calls, ordinary = launches
-    args, constants = bound_and_args()
+    args = arguments()
     kept = tensors_of(args)[-1]
-    bound = bound_to(kernel, args, constants, [kept])
+    bound = bound_to(kernel, args, [kept])
     for _ in range(3):
         bound(*tensors_of(args)[:-1])
     assert len(ordinary) == 1
     expected = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert [list(one[9:]) for _, one in calls[1:]] == [[*expected, *constants]] * 2
+    assert [list(one[9:]) for _, one in calls[1:]] == [expected] * 2
 
 
 def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> None:
     kernel, calls, ordinary = launches
-    args, constants = bound_and_args()
-    bound, tensors = bound_to(kernel, args, constants), tensors_of(args)
+    args = arguments()
+    bound, tensors = bound_to(kernel, args), tensors_of(args)
     bound(*tensors)
     odd = SPACE[4 : 4 + tensors[0].nbytes].view(tensors[0].dtype)
     for _ in range(2):
@@ -482,31 +346,14 @@ def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> Non
 def test_a_bound_launch_takes_other_dtypes_of_the_same_size(launches: Any) -> None:
     """They are read as those that it was bound with: nothing is compiled anew, at whichever alignment."""
     kernel, _, ordinary = launches
-    args, constants = bound_and_args()
-    bound, (first, *others) = bound_to(kernel, args, constants), tensors_of(args)
+    args = arguments()
+    bound, (first, *others) = bound_to(kernel, args), tensors_of(args)
     other = torch.int32 if first.itemsize == 4 else torch.int8
     bound(first, *others)
     bound(first.view(other), *others)
     assert len(ordinary) == 1
     bound(SPACE[4 : 4 + first.nbytes].view(other), *others)
     bound(SPACE[4 : 4 + first.nbytes].view(first.dtype), *others)
-    assert len(ordinary) == 2
-
-
-@pytest.mark.parametrize("what", ["hook", "debug"])
-def test_a_bound_launch_passes_nothing_by(launches: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Hooks that a profiler sets later, and options that are changed later."""
-    kernel, _, ordinary = launches
-    args, constants = bound_and_args()
-    bound = bound_to(kernel, args, constants)
-    bound(*tensors_of(args))
-    bound(*tensors_of(args))
-    assert len(ordinary) == 1
-    if what == "hook":
-        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda *_: None)
-    else:
-        monkeypatch.setattr(knobs.runtime, "debug", True)
-    bound(*tensors_of(args))
     assert len(ordinary) == 2
 
 

@@ -22,7 +22,7 @@ from test_kernels import bits, compare, kernels, weight
 
 from layoutc.plan.kernels import gap
 from layoutc.runtime import numerics
-from layoutc.runtime.kernels import amaxes, plans
+from layoutc.runtime.kernels import amaxes, launch, plans
 from layoutc.spec.checks.read import read_spec
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
@@ -256,15 +256,15 @@ def test_planes_that_a_gemm_reads_in_another_order() -> None:
     layout, made = recipe("fp8_turned").LAYOUT, kernels("fp8_turned")
     for asked in (layout.orientations, *((one,) for one in layout.orientations)):
         compare("fp8_turned", weight(8, 96, 5), asked)
-    assert {key[5] for key in laid_out_by(made)} == {False}
+    assert returned_by(made) == {False: True, True: False}
     compare("mxfp8", weight(32, 96, 5), recipe("mxfp8").LAYOUT.orientations)
-    assert {key[5] for key in laid_out_by(kernels("mxfp8")) if key[1:3] == (32, 96)} == {False, True}
+    assert returned_by(kernels("mxfp8")) == {False: True, True: True}
 
 
-def laid_out_by(made: Any) -> list[Any]:
-    """What launch plans of a recipe that lay out are kept under."""
-    keys = [key[1] for key in plans.cache if isinstance(key, tuple) and key[0] is made]
-    return [key for key in keys if key[0] == "lay_out"]
+def returned_by(made: Any) -> dict[bool, bool]:
+    """Whether operators can return what a recipe's launches make, swizzled and not."""
+    keys = [key[1] for key in list(plans.cache) if isinstance(key, tuple) and len(key) == 2 and key[0] is made]
+    return {key.swizzled: made.again(key, (), False) is not None for key in keys if isinstance(key, launch.Like)}
 
 
 @pytest.mark.parametrize("block_k", [3, 24, 100, 130])

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from weight_recipes import WEIGHTS
 
-from layoutc.runtime.kernels import batches, launch, reading
+from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.parts import Parts
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -41,7 +41,7 @@ def dequantized(
 ) -> list[Tensor]:
     kernels = import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     outs = [torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes]
-    together, alone = reading.into(kernels, weights, orientation, outs, parts)
+    together, alone = kernels.into(weights, orientation, outs, parts)
     together()
     for plan, tensors in alone:
         plan.into(*tensors)

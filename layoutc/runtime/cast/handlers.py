@@ -253,7 +253,7 @@ _COPIES = (
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 _VECTORS = "torch.nn.utils.convert_parameters"  # flat copies, from which others write parameters
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
-_LOW_PRECISION = autograd.HANDLERS | experts.HANDLERS
+_LOW_PRECISION = experts.HANDLERS
 _REDUCTIONS = (
     *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),
     *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),

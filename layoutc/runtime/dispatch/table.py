@@ -15,7 +15,7 @@ import torch
 
 from layoutc.runtime.dispatch import collectives, cuts_and_joins, einsum, handlers
 from layoutc.runtime.dispatch.inexact_views import or_values
-from layoutc.runtime.products import autograd, experts
+from layoutc.runtime.products import experts
 
 aten = torch.ops.aten
 
@@ -74,7 +74,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.addmv.default: handlers.product,
     aten._grouped_mm.default: handlers.product,
     # products in low precision: of linear layers, and of experts
-    **autograd.HANDLERS,
     **experts.HANDLERS,
     # products of values: torch.einsum
     **einsum.HANDLERS,

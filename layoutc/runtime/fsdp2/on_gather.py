@@ -9,21 +9,19 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.torch_private import reset_version, version_of
 from layoutc.runtime.torch_private.fsdp2 import free_outputs, shard_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 
 class Arrival(NamedTuple):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import batches, launch, plans
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.streams import stream_of
-
-if TYPE_CHECKING:
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
 BATCH_TILE = (1, 8192, 8)  # the same of many matrices, each of which it reads as one long row
@@ -78,8 +76,6 @@ _zeros: dict[tuple[int | None, int], list[Tensor]] = {}
 
 def _plan(x: Tensor, block_k: int | None) -> LaunchPlan:
     """A launch that reads amaxes as integers, which are in the same order."""
-    from layoutc.runtime.kernels.direct import Arguments, Constants
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.triton.reductions import amax_kernel
 
     amax = torch.zeros(_shape(x, block_k), dtype=torch.int32, device=x.device)
@@ -88,9 +84,9 @@ def _plan(x: Tensor, block_k: int | None) -> LaunchPlan:
     block = tile_k if block_k is None else block_k
     cover = covered(tile_k, block)
     even = m % tile_m == 0 and k % cover == 0
-    constants = Constants((block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)))
-    args = x, amax, m, k, *x.stride(), amax.shape[-1]
-    return LaunchPlan.of(amax_kernel, Arguments(launch.programs(m, k, tile_m, cover), args, warps, None, constants))
+    constants = block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)
+    args = x, amax, m, k, *x.stride(), amax.shape[-1], *constants
+    return LaunchPlan.of(amax_kernel, launch.programs(m, k, tile_m, cover), args, warps)
 
 
 # ------------------------------------------------------------------------------------------------------ many matrices
@@ -135,8 +131,6 @@ def amax_plans(
 ) -> tuple[list[LaunchPlan], list[int]]:
     """What do `raise_amaxes` with any `packed` of that size, as long as matrices stay where they are; and which of
     them are in no table."""
-    from layoutc.runtime.kernels.direct import Arguments, Constants
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.triton.batch import DTYPES, amax_batch_kernel
 
     device_index = packed.get_device()
@@ -160,9 +154,8 @@ def amax_plans(
         fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
 
         def plan(table: batches.Table, fixed: tuple[Any, ...] = fixed) -> LaunchPlan:
-            constants = Constants((*fixed, *table.kind, level))
-            arguments = Arguments((table.programs,), (table.entries, packed), warps, None, constants)
-            return LaunchPlan.of(amax_batch_kernel, arguments, [table.entries])
+            args = table.entries, packed, *fixed, *table.kind, level
+            return LaunchPlan.of(amax_batch_kernel, table.programs, args, warps, bound=[table.entries])
 
         found += [table.plans.of(fixed, partial(plan, table)) for table in tables]
         alone += [members[index] for index in single]

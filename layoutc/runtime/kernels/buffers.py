@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.facts import Facts, Layout
-from layoutc.runtime.kernels import batches
+from layoutc.runtime.kernels import batches, launch
 
 Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
 
@@ -25,36 +25,21 @@ class Entry(NamedTuple):
     is_flat: bool
     is_swizzled: bool
 
+    @property
+    def source(self) -> tuple[bool, str]:
+        """Whether it is a plane as it is, and the name of that plane, or its own."""
+        return self.plane is not None, self.plane or self.name
+
 
 def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
     """New, uninitialized buffers of the orientations, by name: those that are not planes as they are."""
-    facts = _buffer_facts(layout, m, k, orientations)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
-
-
-def planes_as_buffers(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
-) -> dict[str, Tensor]:
-    """New, uninitialized planes, by name: those that serve as buffers of the orientations as they are."""
-    facts = _plane_facts(layout, m, k, orientations)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+    return launch.new(layout.laid_out(m, k, orientations), device)
 
 
 @lru_cache(maxsize=4096)
 def are_made(layout: Layout, orientations: tuple[str, ...]) -> bool:
     """Whether some buffer of the orientations is no plane, so that it is made from one."""
     return bool(layout.laid_out(layout.multiple_m, layout.multiple_k, orientations))
-
-
-@lru_cache(maxsize=4096)
-def _plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
-    return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}
-
-
-@lru_cache(maxsize=4096)
-def _buffer_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    return layout.laid_out(m, k, orientations)
 
 
 def new_for_batch(
@@ -104,22 +89,21 @@ def split(
     covers: Sequence[tuple[int, int]],
     tile: tuple[int, int],
     word: int,
-) -> list[tuple[int, batches.Table | None]]:
-    """The launches that fill buffers. For each, the index of a weight, and a table of all its weights; None for one.
+) -> tuple[Sequence[batches.Table], Sequence[int]]:
+    """The tables of launches that fill buffers, and the indices of weights that take a launch each.
 
     planes, names: names of planes and of buffers, in the order of the kernel's arguments. made: the buffers of each
     weight. covers: the rows and columns that tiles cover, padding included. word: rows and columns whose codes are
     moved at a time.
     """
     if not weights or not made[0]:
-        return []
+        return (), ()
     tensors = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
     columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in tensors]
     ms, ks = zip(*shapes, strict=True)
     fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
     some = next(iter(made[0].values()))
-    tables, single = batches.tables_of(some.device, covers, fields, wide, tile, (word, word))
-    return [*((0, table) for table in tables), *((index, None) for index in single)]
+    return batches.tables_of(some.device, covers, fields, wide, tile, (word, word))
 
 
 @lru_cache(maxsize=4096)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from layoutc.runtime.kernels.direct import Constants
+from typing import NamedTuple
 
 _ALL = 1 << 62  # more columns than a matrix has
 _LEAST = 512  # columns of a tile that is fitted to few
@@ -35,7 +33,6 @@ class Choice(NamedTuple):
     input_max: float | None
     tile: Tile
     rows: tuple[int, int, int]  # of blocks that span all columns, of both sources; which depend on ranges (a bit each)
-    constants: dict[Any, Constants]  # by everything else that they depend on
 
     @property
     def step(self) -> tuple[int, int]:

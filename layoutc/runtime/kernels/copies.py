@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.kernels import batches, launch
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 WORD = torch.int64  # as which bytes are copied
 TILE, WARPS = 2048, 8
@@ -83,16 +81,12 @@ def _copies(
     options: tuple[Any, ...],
 ) -> LaunchPlan | None:
     """others: the kernel's arguments after the row."""
-    from layoutc.runtime.kernels.direct import Arguments, Constants
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
-
     tile, wide = (1, TILE), [False, True, True, True, False][: len(fields)]
     tables, alone = batches.tables_of(row.device, [*zip(*fields[:2], strict=True)], fields, wide, tile, tile)
     if alone:
         return None
     found = []
     for table in tables:
-        constants = Constants((*dtypes, TILE, table.rows, table.aligned, *options))
-        arguments = Arguments((table.programs,), (table.entries, row, *others), WARPS, None, constants)
-        found.append(LaunchPlan.of(kernel, arguments, [table.entries]))
+        args = table.entries, row, *others, *dtypes, TILE, table.rows, table.aligned, *options
+        found.append(LaunchPlan.of(kernel, table.programs, args, WARPS, bound=[table.entries]))
     return LaunchPlan.joined(found)

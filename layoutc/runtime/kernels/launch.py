@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache, lru_cache, reduce
 from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,9 +131,12 @@ def planes(
 ) -> dict[str, Tensor]:
     """The planes of orientations for a kernel to write: those of `out`, or new ones. Raises as checked_planes."""
     facts = plane_facts(layout, m, k, tuple(orientations))
-    if out is None:
-        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
-    return checked_planes(layout, facts, out)
+    return new(facts, device) if out is None else checked_planes(layout, facts, out)
+
+
+def new(facts: Mapping[str, Facts], device: torch.device) -> dict[str, Tensor]:
+    """New, uninitialized tensors."""
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -185,24 +189,30 @@ def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return made
 
 
-def quantized_like(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool
-) -> Hashable:
-    """What a launch that quantizes x into buffers depends on, but for values."""
+class Like(NamedTuple):
+    """What a launch that makes buffers depends on, but for values."""
+
+    source: Hashable
+    orientations: tuple[str, ...]
+    swizzled: bool
+
+
+def quantized_like(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool) -> Like:
+    """Of x. typed: in dtypes that products read."""
     kind = None if amax is None else (amax.dtype, amax.shape)
-    return x.shape, x.stride(), x.dtype, kind, x.device, orientations, swizzled, typed
+    return Like((x.shape, x.stride(), x.dtype, kind, x.device, typed), orientations, swizzled)
 
 
 def laid_out_like(
     m: int, k: int, device: torch.device, orientations: tuple[str, ...], swizzled: bool, planes: int
-) -> Hashable:
-    """What a launch that lays out so many planes of a weight depends on, but for values."""
-    return "lay_out", m, k, device, orientations, swizzled, planes
+) -> Like:
+    """Of so many planes of an (m, k) weight."""
+    return Like(("lay_out", m, k, device, planes), orientations, swizzled)
 
 
-def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
-    """The grid: one program for each tile."""
-    return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+def programs(m: int, k: int, tile_m: int, tile_k: int) -> int:
+    """One for each tile."""
+    return cdiv(m, tile_m) * cdiv(k, tile_k)
 
 
 def pad_to_six(names: tuple[str, ...]) -> tuple[str, ...]:

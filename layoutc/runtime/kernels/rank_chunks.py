@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import or_
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import batches, launch, plans
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.streams import stream_of
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE, WARPS = 4096, 8
 GRADS = 16  # of a launch, as arguments of the kernel
@@ -53,8 +50,6 @@ def _plans(grads: Sequence[Tensor], ranks: int, out: Tensor, aligned: bool) -> l
 
     aligned: whether all of the gradients begin at multiples of 16 bytes.
     """
-    from layoutc.runtime.kernels.direct import Arguments, Constants
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.triton.batch import rank_chunks_kernel
 
     numels = [grad.numel() for grad in grads]
@@ -72,8 +67,7 @@ def _plans(grads: Sequence[Tensor], ranks: int, out: Tensor, aligned: bool) -> l
             return []
         members += [first] * (GRADS - len(members))
         for entries, rows, programs, table_aligned, *_ in tables:
-            constants = Constants((TILE, rows, aligned and table_aligned))
-            args = entries, out, out.shape[1], *[grads[member] for member in members]
-            plan = LaunchPlan.of(rank_chunks_kernel, Arguments((programs,), args, WARPS, None, constants), [entries])
-            found.append((plan, members))
+            given = out, out.shape[1], *[grads[member] for member in members]
+            args = entries, *given, TILE, rows, aligned and table_aligned
+            found.append((LaunchPlan.of(rank_chunks_kernel, programs, args, WARPS, bound=[entries]), members))
     return found

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,7 @@ from layoutc.runtime import installed
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch, plans
-
-if TYPE_CHECKING:
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE, WARPS = 4096, 8
 CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
@@ -53,14 +51,12 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 
 def _plan(parts: Tensor, out: Tensor, divisor: int) -> LaunchPlan:
-    from layoutc.runtime.kernels.direct import Arguments, Constants
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.triton.reductions import rank_sum_kernel
 
     ranks, numel = parts.shape
     number, divides = scaling(divisor)
-    args, constants = (parts, out, numel, ranks, number), Constants((divides, TILE))
-    return LaunchPlan.of(rank_sum_kernel, Arguments((cdiv(numel, TILE),), args, WARPS, None, constants))
+    args = parts, out, numel, ranks, number, divides, TILE
+    return LaunchPlan.of(rank_sum_kernel, cdiv(numel, TILE), args, WARPS)
 
 
 def scaling(divisor: int) -> tuple[float, bool]:
@@ -176,18 +172,15 @@ class Codes:
         given = values, rest, p0, p1, p2, seed
 
         def plan() -> LaunchPlan:
-            from layoutc.runtime.kernels.direct import Arguments, Constants
-            from layoutc.runtime.kernels.launch_plan import LaunchPlan
             from layoutc.runtime.triton.kernels import quantize_rows_kernel
 
             (ranks, n), kernels = values.shape, self._kernels
             input_max = torch.finfo(values.dtype).max if kernels.takes_input_max else None
             gaps = _three([stride - entries for stride, entries in zip(row.strides, row.entries, strict=True)])
             fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE, CODES_PIECES
-            constants = Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)))
-            args = *given, input_max, None, ranks, n, row.k, *gaps
-            grid = (ranks * cdiv(row.k, CODES_TILE),)
-            return LaunchPlan.of(quantize_rows_kernel, Arguments(grid, args, CODES_WARPS, None, constants))
+            constants = *fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)
+            args = *given, input_max, None, ranks, n, row.k, *gaps, *constants
+            return LaunchPlan.of(quantize_rows_kernel, ranks * cdiv(row.k, CODES_TILE), args, CODES_WARPS)
 
         key = self.layout, "quantize_rows", values.shape, values.dtype, values.device, rest is not None
         plans.cache.of(key, plan)(*[one for one in given if one is not None])
@@ -213,17 +206,13 @@ class Codes:
         given = *_three(row.planes_in(rows).values()), out, seed
 
         def plan() -> LaunchPlan:
-            from layoutc.runtime.kernels.direct import Arguments, Constants
-            from layoutc.runtime.kernels.launch_plan import LaunchPlan
             from layoutc.runtime.triton.kernels import sum_rows_kernel
 
             n = out.numel()
             fixed = self._kernels.dequantize_tile, divides, CODES_TILE
-            constants = Constants((*fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(out.device)))
-            args = *given, None, rows.shape[0], n, row.k, *_three(row.strides), number
-            return LaunchPlan.of(
-                sum_rows_kernel, Arguments((cdiv(row.k, CODES_TILE),), args, CODES_WARPS, None, constants)
-            )
+            constants = *fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(out.device)
+            args = *given, None, rows.shape[0], n, row.k, *_three(row.strides), number, *constants
+            return LaunchPlan.of(sum_rows_kernel, cdiv(row.k, CODES_TILE), args, CODES_WARPS)
 
         key = self.layout, "sum_rows", rows.shape, out.shape, out.dtype, out.device, number, divides, seed is None
         plans.cache.of(key, plan)(*[one for one in given if one is not None])

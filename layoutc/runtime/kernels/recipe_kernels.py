@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -11,38 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv
-from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, batches, buffers, launch, plans, reading
+from layoutc.runtime.kernels import amaxes, batches, buffers, launch, plans
 from layoutc.runtime.kernels.choices import NO_TILE, Choice, Tile, Tiles, fitting
-from layoutc.runtime.kernels.direct import Arguments, Constants, run
+from layoutc.runtime.kernels.launch import Like
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.reading import Planes, Reading
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import lay_out_kernel, quantize_kernel
 
-Planes = Mapping[str, Tensor]
+Made = Mapping[tuple[bool, str], Tensor]  # planes (True) and buffers (False) of one launch
 _KINDS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)  # dtypes of planes, by their number in kernels
 _SOURCES = ("rowwise", "columnwise")
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Kernels:
+class Kernels(Reading):
     """The kernels of one recipe: its tile functions, and the sizes of their launches.
 
     A recipe's kernels.py makes one, as KERNELS. Planes and buffers go by name. They run on the card of their tensors.
     """
 
-    layout: Layout
     quantize_tile: Any = None  # None: the reference quantizes, on every device
-    dequantize_tile: Any
     lay_out_tile: Any = None  # None: every buffer is a plane
-    serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles = field(default_factory=dict)
     buffer_sizes: Tiles | None = None  # those that differ; None: buffers that are no planes take two launches
-    dequantize_sizes: Mapping[str, Tile]  # by orientation
-    codebooks: tuple[float, ...] = ()  # values that dequantizing looks up in memory
     by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
     lay_out_size: Tile = NO_TILE
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
@@ -54,7 +49,6 @@ class Kernels:
     row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
     _choices: dict[Any, Choice] = field(default_factory=dict, init=False)
-    _moving: dict[Any, Constants] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------------------------------------------- quantize
     def quantize(
@@ -76,9 +70,13 @@ class Kernels:
         if m and k:
             shared = self._shared_amax(x, amax, orientations)
             x = launch.in_rows(x) if self.row_blocks else launch.in_runs(x)  # a program goes through few whole rows
+            names = [name for name in self._written if name in planes]
             for together in self._together(orientations):
-                choice = self._choice(self.quantize_sizes, together, x.dtype, k)
-                run(quantize_kernel, *self._quantizing(x, shared, planes, {}, choice, m, k, False, seed))
+                bits = draw_seed(x) if seed is None and self.layout.stochastic else seed
+                key = self, launch.quantized_like(x, shared, together, False, False), *names
+                choice = partial(self._choice, self.quantize_sizes, together, x.dtype, k)
+                plan = plans.cache.of(key, partial(self._quantizing, x, shared, bits, planes, {}, choice, (m, k)))
+                plan(*[one for one in (x, shared, bits) if one is not None], *[planes[name] for name in names])
         return planes
 
     def _together(self, orientations: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -113,31 +111,31 @@ class Kernels:
         kept = {"amax": amax} if amax is not None and "amax" in self.layout.as_stored else {}
         shared = {name: self.layout.stored_amax(one.to(torch.float32)) for name, one in kept.items()}
         odd = self.buffer_sizes is None or m % self.word or k % self.word
-        if self._apart or not m or not k or (odd and buffers.are_made(self.layout, orientations)):
+        if self._apart or (odd and buffers.are_made(self.layout, orientations)):
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)
         if seed is None and self.layout.stochastic:
             seed = draw_seed(x)
         x = launch.in_rows(x)
-        inputs = [one for one in (x, amax, seed) if one is not None]
-        key = self, launch.quantized_like(x, amax, orientations, swizzled, typed)
-        plan: LaunchPlan | None = plans.cache.get(key)
-        if plan is not None:
-            return plan.named(inputs, shared)
+        like = launch.quantized_like(x, amax, orientations, swizzled, typed)
+        plan = plans.cache.of((self, like), lambda: self._quantizing_buffers(x, amax, seed, like, typed))
+        made = plan(*[one for one in (x, amax, seed) if one is not None])
+        return self._buffers(shared, dict(zip(plan.new, made, strict=True)), orientations, swizzled)
+
+    def _quantizing_buffers(
+        self, x: Tensor, amax: Tensor | None, seed: Tensor | None, like: Like, typed: bool
+    ) -> LaunchPlan:
+        """What quantizes matrices like x straight into buffers, and planes that serve as buffers."""
+        (m, k), orientations = x.shape, like.orientations
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
         made = buffers.new(self.layout, m, k, orientations, x.device)
-        planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
-        choice = self._choice(self.buffer_sizes or self.quantize_sizes, orientations, x.dtype, k)
+        read = {one.plane for one in buffers.entries(self.layout, orientations)}
+        facts = self.layout.written(m, k, orientations)
+        planes = launch.new({name: one for name, one in facts.items() if name in read}, x.device)
+        choice = partial(self._choice, self.buffer_sizes or self.quantize_sizes, orientations, x.dtype, k)
         cover = buffers.cover(self.padding, m, k) if made else (m, k)
-        arguments = self._quantizing(x, amax, planes, made, choice, *cover, swizzled, seed)
-        if self._reorders(orientations, swizzled):  # a launch of its own
-            run(quantize_kernel, *arguments)
-            return self._buffers(planes | shared, made, orientations, swizzled)
-        written = _ordered(planes, self._planes), _ordered(made, self._made)
-        dtypes = self.layout.operand_dtypes if typed else {}
-        entries = buffers.entries(self.layout, orientations)
-        plan = plans.cache[key] = LaunchPlan.of(quantize_kernel, arguments).making(*written, entries, swizzled, dtypes)
-        return plan.named(inputs, shared)
+        plan = self._quantizing(x, amax, seed, planes, made, choice, cover, like.swizzled)
+        return plan.making(self._new(planes, made, orientations, typed))
 
     def quantize_batch(
         self,
@@ -186,47 +184,50 @@ class Kernels:
 
     def _plan_of_table(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> LaunchPlan:
         """What quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
-        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, _ = choice
-        fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *table.kind[:2]
-        level, most = launch.hardware(x.device), launch.registers(x.device, registers)
-        constants = Constants((*fixed, tile_m, tile_k, pieces, table.even, level, *cover, 0, *rows))
-        args = table.entries, *_NONE, amax, input_max, None, *_NONE, *_NONE
-        arguments = Arguments((table.programs,), args, warps, most, constants)
-        return LaunchPlan.of(quantize_kernel, arguments, [table.entries])
+        given = *_NONE, amax, choice.input_max, None, *_NONE, *_NONE
+        return self._launching(choice, table, given, (*self._masks, DTYPES[x.dtype]), x.device)
 
     def _quantizing(
         self,
         x: Tensor,
         amax: Tensor | None,
+        seed: Tensor | None,
         planes: Planes,
         made: Planes,
-        choice: Choice,
-        cover_m: int,
-        cover_k: int,
-        swizzled: bool,
-        seed: Tensor | None,
-    ) -> Arguments:
-        """Of a launch that quantizes x, which lies in runs, into planes and buffers; what is missing is not written."""
-        m, k = x.shape
-        rowwise, columnwise, input_max, (tile_m, tile_k, warps, pieces, registers, cover), rows, cached = choice
+        chosen: Callable[[], Choice],
+        cover: tuple[int, int],
+        swizzled: bool = False,
+    ) -> LaunchPlan:
+        """What quantizes matrices like x, which lies in runs, into planes and buffers; what is missing is not written.
+
+        cover: the rows and columns that tiles cover.
+        """
+        (m, k), choice = x.shape, chosen()
         step_m, step_k = choice.step
-        even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
-        device = x.device
+        even = m % step_m == 0 and k % step_k == 0 and cover == (m, k)
+        table = batches.Table(None, 0, launch.programs(*cover, *choice.span), False, even, plans.Plans())
         several = amax is not None and amax.numel() > 1 and self.layout.amax_columns is None
-        kind = swizzled, even, launch.hardware(device), 1 << (m - 1).bit_length() if several else 0
-        constants = cached.get(kind)
-        if constants is None:
-            fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:3], *cover, kind[3], *rows))
-        stride_m, stride_k = x.stride()
-        p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
-        b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
-        if seed is None and self.layout.stochastic:
-            seed = draw_seed(x)
-        shared = amax, input_max, seed
-        args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
-        grid = launch.programs(cover_m, cover_k, *choice.span)
-        return Arguments(grid, args, warps, launch.registers(device, registers), constants)
+        tensors = *map(planes.get, self._planes), *map(made.get, self._made)
+        given = x, m, k, *x.stride(), cover[1], amax, choice.input_max, seed, *tensors
+        amaxes = 1 << (m - 1).bit_length() if several else 0
+        return self._launching(choice, table, given, (0, 0, 0, None), x.device, swizzled, amaxes)
+
+    def _launching(
+        self,
+        choice: Choice,
+        table: batches.Table,
+        given: tuple[Any, ...],
+        kinds: tuple[Any, ...],
+        device: torch.device,
+        swizzled: bool = False,
+        amaxes: int = 0,
+    ) -> LaunchPlan:
+        """The launch of quantize_kernel. given: its arguments after the table. kinds: PLANES to DTYPE."""
+        tile_m, tile_k, warps, pieces, registers, cover = choice.tile
+        flags = self.quantize_tile, choice.rowwise, choice.columnwise, swizzled, *kinds, table.rows, table.aligned
+        sizes = tile_m, tile_k, pieces, table.even, launch.hardware(device), *cover, amaxes, *choice.rows
+        args, most = (table.entries, *given, *flags, *sizes), launch.registers(device, registers)
+        return LaunchPlan.of(quantize_kernel, table.programs, args, warps, most, bound=[table.entries])
 
     def _shared_amax(
         self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], passing: bool = False
@@ -236,11 +237,17 @@ class Kernels:
             return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
-    def again(self, key: Hashable, names: Sequence[str], typed: bool) -> LaunchPlan | None:
-        """What returns the buffers `names` as the launch of a key made them; None if there is none, or it does not
+    def again(self, like: Like, names: Sequence[str], typed: bool) -> LaunchPlan | None:
+        """What returns the buffers `names` as the launch for `like` made them; None if there is none, or it does not
         write them all. typed: in the dtypes of `Layout.operand_dtypes`."""
-        plan: LaunchPlan | None = plans.cache.get((self, key))
-        return None if plan is None else plan.returning(names, self.layout.operand_dtypes if typed else {})
+        plan: LaunchPlan | None = plans.cache.get((self, like))
+        entries = {one.name: one for one in buffers.entries(self.layout, like.orientations)}
+        if plan is None or any(one.plane and one.is_swizzled and like.swizzled for one in entries.values()):
+            return None
+        dtypes = self.layout.operand_dtypes if typed else {}
+        wanted = [entries[name] for name in names]
+        flat = [one.is_flat or (one.is_swizzled and like.swizzled) for one in wanted]
+        return plan.returning([(one.source, dtypes.get(one.name), to) for one, to in zip(wanted, flat, strict=True)])
 
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype, k: int) -> Choice:
         key = tiles is self.quantize_sizes, orientations, dtype, fitting(k) if self.row_blocks else 0
@@ -253,19 +260,9 @@ class Kernels:
             spanning = [self.row_blocks.get(name, 0) if written.get(name) else 0 for name in _SOURCES]
             rows = spanning[0], spanning[1], sum(1 << bit for bit in (0, 1) if _SOURCES[bit] in self.row_ranges)
             tile = tiles[at] if at in tiles else self.quantize_sizes[at]
-            choice = Choice(*flags, input_max, tile, rows, {}).fitted(k)
+            choice = Choice(*flags, input_max, tile, rows).fitted(k)
             self._choices[key] = choice
         return choice
-
-    @cached_property
-    def _written(self) -> tuple[str, ...]:
-        """The planes that kernels write and read, in the layout's order."""
-        return tuple(name for name in self.layout.stored if name != "amax")
-
-    @cached_property
-    def _planes(self) -> tuple[str, ...]:
-        """The same, filled up to the six that kernels take."""
-        return launch.pad_to_six(self._written)
 
     @cached_property
     def _made(self) -> tuple[str, ...]:
@@ -286,15 +283,6 @@ class Kernels:
         scalars = sum((self.layout.stored[n][:2] == (None, None)) << at for at, n in enumerate(self._written))
         return len(self._written), dtypes, scalars
 
-    # ----------------------------------------------------------------------------------------------------- dequantize
-    def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        read = reading.read_of(self, launch.readable(planes))
-        if not (m and k):
-            return torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
-        (values,) = reading.plan_of(self, (m, k), dtype, read, orientation)(*read.values())
-        return values
-
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(
         self, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
@@ -303,22 +291,21 @@ class Kernels:
         launch.check_planes(self.layout, planes, m, k)
         if self.by_reference is not None:
             made = self.by_reference(planes, m, k, orientations)
-            return self._buffers(planes, made, orientations, swizzled)
+            new: Made = {(False, name): buffer for name, buffer in made.items()}
+            return self._buffers(planes, new, orientations, swizzled)
         planes = launch.readable(planes)
-        if self.lay_out_tile is None or not m or not k:
-            return self._buffers(planes, {}, orientations, swizzled)
-        device = next(iter(planes.values())).device
         moved = [name for name in self.moved if name in planes]
-        key = self, launch.laid_out_like(m, k, device, orientations, swizzled, len(moved))
-        if (plan := plans.cache.get(key)) is None:
+        device = next(iter(planes.values())).device
+        like = launch.laid_out_like(m, k, device, orientations, swizzled, len(moved))
+
+        def plan() -> LaunchPlan:
             made = buffers.new(self.layout, m, k, orientations, device)
-            if not made or self._reorders(orientations, swizzled):
-                self._lay_out(planes, made, m, k, swizzled, None)
-                return self._buffers(planes, made, orientations, swizzled)
-            launches = LaunchPlan.of(lay_out_kernel, self._laying_out(planes, made, m, k, swizzled, None))
-            entries = buffers.entries(self.layout, orientations)
-            plan = plans.cache[key] = launches.reading(moved).making({}, _ordered(made, self._made), entries, swizzled)
-        return plan.named([planes[name] for name in moved], planes)
+            launches = self._laying_out(planes, made, m, k, swizzled, None) if made else LaunchPlan([])
+            return launches.reading(moved).making(self._new({}, made, orientations, False))
+
+        found = plans.cache.of((self, like), plan)
+        new = dict(zip(found.new, found(*[planes[name] for name in moved]), strict=True))
+        return self._buffers(planes, new, orientations, swizzled)
 
     def lay_out_batch(
         self,
@@ -335,66 +322,67 @@ class Kernels:
         weights = [launch.readable(planes) for planes in weights]
         made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
         covers = [buffers.cover(self.padding, *shape) for shape in shapes]
-        launches = buffers.split(
+        tables, alone = buffers.split(
             self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size[:2], self.word
         )
-        for index, table in launches:
-            self._lay_out(weights[index], made[index], *shapes[index], swizzled, table)
-        return [self._buffers(planes, new, orientations, swizzled) for planes, new in zip(weights, made, strict=True)]
-
-    def _lay_out(
-        self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
-    ) -> None:
-        """Fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it."""
-        if made and (table is None or table.programs):
-            run(lay_out_kernel, *self._laying_out(planes, made, m, k, swizzled, table))
+        tensors = [
+            [of[name] for of, names in ((one, self.moved), (to, self._made)) for name in names if name in of]
+            for one, to in zip(weights, made, strict=True)
+        ]
+        for table in tables:  # which the plan of the first weight says all else of
+            laying = partial(self._laying_out, weights[0], made[0], *shapes[0], swizzled, table)
+            table.plans.of((self, orientations, swizzled), laying)(*tensors[0])
+        for at in alone:
+            if 0 not in shapes[at]:
+                self._laying_out(weights[at], made[at], *shapes[at], swizzled, None)(*tensors[at])
+        new = [{(False, name): buffer for name, buffer in one.items()} for one in made]
+        return [self._buffers(*both, orientations, swizzled) for both in zip(weights, new, strict=True)]
 
     def _laying_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
-    ) -> Arguments:
-        """Of a launch that lays out a weight, or those of a table.
+    ) -> LaunchPlan:
+        """What fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it.
 
         The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
         """
         cover_m, cover_k = buffers.cover(self.padding, m, k)
         tile_m, tile_k, warps, *_ = self.lay_out_size
         if table is None:
-            programs = cdiv(cover_m, tile_m) * cdiv(cover_k, tile_k)
             even = m % self.word == 0 and k % self.word == 0
-            table = batches.Table(None, 0, programs, False, even, plans.Plans())
-        moved, tiled = len(self.moved), (tile_m, tile_k, launch.hardware(next(iter(made.values())).device))
-        kind = swizzled, table.rows, table.aligned, table.even, tiled[2]
-        constants = self._moving.get(kind)
-        if constants is None:
-            constants = self._moving[kind] = Constants((self.lay_out_tile, moved, *kind[:4], *tiled))
-        args = (table.entries, m, k, cover_k, *map(planes.get, self._moved), *map(made.get, self._made))
-        return Arguments((table.programs,), args, warps, None, constants)
+            table = batches.Table(
+                None, 0, launch.programs(cover_m, cover_k, tile_m, tile_k), False, even, plans.Plans()
+            )
+        tiled = tile_m, tile_k, launch.hardware(next(iter(made.values())).device)
+        tensors = *map(planes.get, self._moved), *map(made.get, self._made)
+        args = table.entries, m, k, cover_k, *tensors, self.lay_out_tile, len(self.moved), swizzled, *table.kind, *tiled
+        return LaunchPlan.of(lay_out_kernel, table.programs, args, warps, bound=[table.entries])
 
-    def _buffers(
-        self, planes: Planes, made: Planes, orientations: tuple[str, ...], swizzled: bool
-    ) -> dict[str, Tensor]:
+    def _new(self, planes: Planes, made: Planes, orientations: tuple[str, ...], typed: bool) -> Made:
+        """What a launch makes, in the order of its arguments. typed: in the dtypes of `Layout.operand_dtypes`, if all
+        buffers that are the same tensor have the same one."""
+        dtypes: dict[tuple[bool, str], set[Any]] = defaultdict(set)
+        for one in buffers.entries(self.layout, orientations):
+            dtypes[one.source].add(self.layout.operand_dtypes.get(one.name) if typed else None)
+        every = [((True, name), planes[name]) for name in self._planes if name in planes]
+        every += [((False, name), made[name]) for name in self._made if name in made]
+        return {
+            source: tensor.view(*dtypes[source]) if len(dtypes[source] - {None}) == len(dtypes[source]) == 1 else tensor
+            for source, tensor in every
+        }
+
+    def _buffers(self, planes: Planes, made: Made, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Tensor]:
         """All buffers of the orientations, in the layout's order: planes that serve as they are, and `made` ones."""
         result: dict[str, Tensor] = {}
         for name, plane, is_flat, is_swizzled in buffers.entries(self.layout, orientations):
-            buffer = made[name] if plane is None else planes[plane]
+            new = made.get((plane is not None, plane or name))
+            buffer = planes[plane] if new is None and plane is not None else made[False, name] if new is None else new
             if is_swizzled and swizzled:
                 buffer = self._in_order(name, buffer) if plane or self.by_reference else buffer.flatten()
             result[name] = buffer.flatten() if is_flat else buffer
         return result
-
-    def _reorders(self, orientations: tuple[str, ...], swizzled: bool) -> bool:
-        """True if a plane that serves as a buffer must be put in the GEMM's order, which is a launch of its own."""
-        return swizzled and any(
-            one.is_swizzled and one.plane is not None for one in buffers.entries(self.layout, orientations)
-        )
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
         """A scale, or zero point, that no kernel orders, in the GEMM's order: 1-D."""
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, kind)
-
-
-def _ordered(tensors: Planes, names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors in the order of a kernel's arguments."""
-    return {name: tensors[name] for name in names if name in tensors}

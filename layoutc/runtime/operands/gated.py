@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.launch_plan import launched
 from layoutc.runtime.operands.of_experts import quantizing, warps_of
 from layoutc.runtime.torch_private import traced
 
@@ -76,10 +77,8 @@ def launch_gated_backward(
 
 
 def _launch(kernel: Any, both: Tensor, args: Sequence[Any], constants: Sequence[Any]) -> None:
-    from layoutc.runtime.kernels import direct
-
     columns = both.shape[-1] // 2
     rows, whole = both.numel() // (2 * columns), 1 << (columns - 1).bit_length()
     tile, warps = (min(_MOST, whole), _WARPS) if constants[-1] is None else (whole, warps_of(whole))
-    fixed = direct.Constants((*constants, tile, launch.hardware(both.device)))
-    direct.run(kernel, (rows * cdiv(columns, tile),), (*args, rows, columns), warps, None, fixed)
+    fixed = *constants, tile, launch.hardware(both.device)
+    launched(kernel, rows * cdiv(columns, tile), (*args, rows, columns, *fixed), warps)

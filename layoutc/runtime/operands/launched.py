@@ -7,20 +7,18 @@ scales. What is not so simple is None, and left to the ordinary way, which gives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.facts import Layout, Operand
 from layoutc.runtime.kernels import amaxes, launch, plans
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.operands import scaled_mm
 from layoutc.runtime.operands.scaled_mm import Side
 from layoutc.runtime.operands.weight_operand import kept_side
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 
 class Place(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import library
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.launch_plan import launched
 
 TILE, WARPS = 1024, 4
 
@@ -28,13 +29,12 @@ def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tenso
             values = torch.where((rows[:, i] < ends[-1])[:, None], y[rows[:, i]], 0)
             total += values if weights is None else values * weights[:, i, None]
         return total.to(y.dtype)
-    from layoutc.runtime.kernels import direct
     from layoutc.runtime.operands.kernels import sum_of_experts_kernel
 
     out = y.new_empty((tokens, columns))
-    constants = direct.Constants((chosen, weights is not None, TILE, launch.hardware(y.device)))
-    args = (y, rows, rows if weights is None else weights.contiguous(), ends, out, columns, len(ends))
-    direct.run(sum_of_experts_kernel, (tokens * cdiv(columns, TILE),), args, WARPS, None, constants)
+    constants = chosen, weights is not None, TILE, launch.hardware(y.device)
+    args = y, rows, rows if weights is None else weights.contiguous(), ends, out, columns, len(ends), *constants
+    launched(sum_of_experts_kernel, tokens * cdiv(columns, TILE), args, WARPS)
     return out
 
 
@@ -61,14 +61,14 @@ def of_experts_with_planes(
         shared, theirs = torch.where(within, grad[:, None], 0), torch.where(within, y[rows], 0)
         of_y[rows] = (shared * weights[..., None]).to(y.dtype)
         return of_y, (shared.float() * theirs.float()).sum(-1).to(weights.dtype)
-    from layoutc.runtime.kernels import direct
     from layoutc.runtime.operands.kernels import of_experts_kernel
 
     tile = 1 << (columns - 1).bit_length()
     data, scale, input_max, quantize = quantizing(kernels, planes, y.dtype)
-    constants = direct.Constants((chosen, quantize, tile, launch.hardware(y.device)))
-    args = grad, y, rows, weights, ends, of_y, of_weights, data, scale, None, input_max, tokens, columns, len(ends)
-    direct.run(of_experts_kernel, (tokens,), args, warps_of(tile), None, constants)
+    read, written = (grad, y, rows, weights, ends), (of_y, of_weights, data, scale, None)
+    constants = chosen, quantize, tile, launch.hardware(y.device)
+    args = *read, *written, input_max, tokens, columns, len(ends), *constants
+    launched(of_experts_kernel, tokens, args, warps_of(tile))
     return of_y, of_weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.optim.rules import Rule
 from layoutc.runtime.optim.states import as_matrix
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan  # needs Triton, which CPUs do without
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
 _FIELDS = 16  # of a table
@@ -115,6 +114,7 @@ class Updates:
         self._numbers = torch.tensor(places, dtype=torch.int32).to(device)
         self._grads = torch.zeros(len(members), dtype=torch.int64, device=device)
         self._addresses: tuple[int, ...] = ()
+        self._counting = Plans()
         self._kept: list[Tensor] = []  # pinned memory that captured graphs read
         self._seed_given = 0
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -158,14 +158,17 @@ class Updates:
     def __call__(self, grads: Sequence[Tensor], skipped: Tensor | None, scale: Tensor | None) -> None:
         """Updates all members by their gradients. skipped, scale: fp32 of one element, as torch.amp.GradScaler sets
         them."""
-        from layoutc.runtime.kernels.direct import run
         from layoutc.runtime.optim.kernels import scalars_kernel
 
         self._point_to(grads)
-        count = len(self.members)
-        given = (self._steps, self._groups, self.options, skipped, scale, self._scalars)
-        arguments = (*given, count, 128, self._rule.name, self._rule.decoupled)
-        run(scalars_kernel, (cdiv(count, 128),), arguments, 4)
+        count, given = len(self.members), [one for one in (skipped, scale) if one is not None]
+
+        def counting() -> LaunchPlan:
+            own = self._steps, self._groups, self.options, self._scalars
+            args = *own[:3], skipped, scale, own[3], count, 128, self._rule.name, self._rule.decoupled
+            return LaunchPlan.of(scalars_kernel, cdiv(count, 128), args, 4, bound=own)
+
+        self._counting.of((skipped is None, scale is None), counting)(*given)
         for plan in self._launches:
             plan()
 
@@ -183,8 +186,6 @@ class Updates:
             self._addresses = ()  # what a replay copies, eager steps do not know of
 
     def _plans(self, form: Form, grads_aligned: bool, slots: list[int]) -> Iterator[LaunchPlan]:
-        from layoutc.runtime.kernels.direct import Arguments, Constants
-        from layoutc.runtime.kernels.launch_plan import LaunchPlan
         from layoutc.runtime.optim.kernels import update_kernel
 
         plan = _tiles(form)
@@ -200,11 +201,9 @@ class Updates:
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
         for table in tables:
             facts = table.rows, table.aligned and grads_aligned, table.even
-            constants = Constants(constants_of(self._rule, form, (first, second, target), plan, facts, level))
-            args = (table.entries, *tensors, input_max)
-            yield LaunchPlan.of(
-                update_kernel, Arguments((table.programs,), args, plan.warps, plan.registers, constants), args
-            )
+            constants, own = constants_of(self._rule, form, (first, second, target), plan, facts, level), table.entries
+            args, bound = (own, *tensors, input_max, *constants), [own, *tensors]
+            yield LaunchPlan.of(update_kernel, table.programs, args, plan.warps, plan.registers, bound=bound)
 
     def _fields(self, slots: list[int]) -> tuple[list[tuple[int, ...]], list[bool]]:
         """The columns of a table, and which must be multiples of 16 for threads to move 16 bytes at a time."""

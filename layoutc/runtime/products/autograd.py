@@ -44,23 +44,27 @@ from layoutc.runtime.torch_private import (
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-
-def _no_weight(*_: Any) -> Any:
-    raise TypeError("layoutc.linear takes a quantized weight")
+HANDLERS: dict[Any, Callable[..., Any]] = {}  # of operators that take weights; `experts` and `routed` add theirs
 
 
-library.define("linear(Tensor x, Tensor weight, Tensor? bias, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight)
-library.define(
+def operator(schema: str, run: Callable[..., list[Tensor]]) -> Any:
+    """Defines an operator of torch.ops.layoutc that the class of a quantized weight runs, and gives it a handler."""
+    name = schema[: schema.index("(")]
+
+    def no_weight(*_: Any) -> Any:
+        raise TypeError(f"layoutc.{name} takes a quantized weight")
+
+    library.define(schema, no_weight, no_weight)
+    defined = getattr(torch.ops.layoutc, name).default
+    HANDLERS[defined] = lambda func, args, kwargs: run(*args, **kwargs)
+    return defined
+
+
+_linear = operator("linear(Tensor x, Tensor weight, Tensor? bias, str mode, str keeps) -> Tensor[]", linear.forward)
+_linear_backward = operator(
     "linear_backward(Tensor grad, Tensor weight, Tensor[] saved, str mode, bool needs_input, str keeps) -> Tensor[]",
-    _no_weight,
-    _no_weight,
+    linear.backward,
 )
-_linear: Any = torch.ops.layoutc.linear.default
-_linear_backward: Any = torch.ops.layoutc.linear_backward.default
-HANDLERS = {
-    _linear: lambda func, args, kwargs: linear.forward(*args, **kwargs),
-    _linear_backward: lambda func, args, kwargs: linear.backward(*args, **kwargs),
-}
 
 
 class LowPrecisionLinear(torch.autograd.Function):

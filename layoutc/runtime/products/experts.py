@@ -15,39 +15,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.operands.gated import gated as gated
 from layoutc.runtime.operands.routes import FromExperts, Routes, ToExperts, routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
-from layoutc.runtime.products import routed as of_routed
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.products.routed import routed
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import grouped_mm, traced
 
-
-def _no_weight(*_: Any) -> Any:
-    raise TypeError("layoutc.grouped takes a quantized weight")
-
-
-library.define(
-    "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight
+_grouped = autograd.operator(
+    "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, str keeps) -> Tensor[]", grouped.forward
 )
-library.define(
+_grouped_backward = autograd.operator(
     "grouped_backward(Tensor grad, Tensor weight, Tensor[] saved, Tensor? offs, str mode, bool needs_input, str "
     "keeps) -> Tensor[]",
-    _no_weight,
-    _no_weight,
+    grouped.backward,
 )
-_grouped: Any = torch.ops.layoutc.grouped.default
-_grouped_backward: Any = torch.ops.layoutc.grouped_backward.default
-HANDLERS = {
-    _grouped: lambda func, args, kwargs: grouped.forward(*args, **kwargs),
-    _grouped_backward: lambda func, args, kwargs: grouped.backward(*args, **kwargs),
-    **of_routed.HANDLERS,
-}
+HANDLERS = autograd.HANDLERS  # of all products in low precision, by now
 Multiply = Callable[..., Tensor]
 
 

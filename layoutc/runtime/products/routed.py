@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import library
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
 from layoutc.runtime.operands import quantized_rows
@@ -150,27 +149,14 @@ def _fit(
     return [] if _why_not(_pair(up, down, ends, len(order), x)) else [x.new_empty(0)]
 
 
-def _no_weight(*_: Any) -> Any:
-    raise TypeError("layoutc.routed takes quantized weights")
-
-
 _GIVEN = "Tensor up, Tensor down, Tensor order, Tensor rows, Tensor ends"
-library.define(f"routed_fits(Tensor x, {_GIVEN}, str mode) -> Tensor[]", _no_weight, _no_weight)
-library.define(f"routed(Tensor x, Tensor by, {_GIVEN}) -> Tensor[]", _no_weight, _no_weight)
-library.define(
+_fits = autograd.operator(f"routed_fits(Tensor x, {_GIVEN}, str mode) -> Tensor[]", _fit)
+_routed = autograd.operator(f"routed(Tensor x, Tensor by, {_GIVEN}) -> Tensor[]", _forward)
+_routed_backward = autograd.operator(
     f"routed_backward(Tensor grad, Tensor x, Tensor by, Tensor both, Tensor y, {_GIVEN}, bool needs_input, bool[] "
     "trains) -> Tensor[]",
-    _no_weight,
-    _no_weight,
+    _backward,
 )
-_fits: Any = torch.ops.layoutc.routed_fits.default
-_routed: Any = torch.ops.layoutc.routed.default
-_routed_backward: Any = torch.ops.layoutc.routed_backward.default
-HANDLERS = {
-    _fits: lambda func, args, kwargs: _fit(*args, **kwargs),
-    _routed: lambda func, args, kwargs: _forward(*args, **kwargs),
-    _routed_backward: lambda func, args, kwargs: _backward(*args, **kwargs),
-}
 
 
 def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:

@@ -9,12 +9,13 @@ one launch, or anything is out of the ordinary, calls are left to `linear`, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.kernels import plans
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.operands import launched, scaled_mm, shared_inputs
 from layoutc.runtime.operands.launched import LayingOut, Place
 from layoutc.runtime.product_mode import Mode
@@ -22,9 +23,6 @@ from layoutc.runtime.products import linear
 from layoutc.runtime.products.choice import Keeps
 from layoutc.runtime.torch_private import dispatch_modes
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 
 class Forward(NamedTuple):

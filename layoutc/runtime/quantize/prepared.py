@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from math import prod
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.amaxes import amax_plans
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.kernels.plans import Place, place_of
 from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
@@ -24,9 +25,6 @@ from layoutc.runtime.quantize.weights import as_matrix, check_out
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
-
-if TYPE_CHECKING:  # it needs Triton
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
 

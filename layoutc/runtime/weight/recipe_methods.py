@@ -16,11 +16,11 @@ from torch import Tensor
 from layoutc.runtime import numerics
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, buffers, launch
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.torch_private import keeping_version
 from layoutc.runtime.weight.returned_buffers import by_reference
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.launch_plan import LaunchPlan
     from layoutc.runtime.kernels.recipe_kernels import Kernels
     from layoutc.runtime.parts import Parts
 
@@ -146,9 +146,7 @@ class RecipeMethods:
         """
         source = cls.LAYOUT.sources[orientation][0]
         if (kernels := cls.usable_kernels(weights[0][source], outs[0].dtype)) is not None:
-            from layoutc.runtime.kernels import reading
-
-            plan, alone = reading.into(kernels, weights, orientation, outs, parts)
+            plan, alone = kernels.into(weights, orientation, outs, parts)
             plan()
             for one, tensors in alone:
                 one.into(*tensors)
@@ -167,10 +165,7 @@ class RecipeMethods:
         held = bool(m and k) and all(name in planes for name in sources)  # else they are gathered for this one time
         if not held or (kernels := cls.usable_kernels(planes[sources[0]], dtype)) is None:
             return None
-        from layoutc.runtime.kernels import reading
-
-        read = reading.read_of(kernels, {name: planes[name] for name in sources})
-        return reading.plan_of(kernels, (m, k), dtype, read, orientation)
+        return kernels.values_plan((m, k), dtype, {name: planes[name] for name in sources}, orientation)
 
     @classmethod
     def lay_out(
