@@ -30,7 +30,7 @@ def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tenso
     """
     if not made.is_floating_point() or bool(made.isfinite().all()):
         return made
-    values = before()
+    values = before().to(made.device)
     lost = values.isfinite() & ~made.isfinite()
     if not lost.any():
         return made
@@ -41,11 +41,6 @@ def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tenso
         f"{torch.finfo(made.dtype).max:g}; the largest of them is {largest:g}"
         + (f", which {' and '.join(wider)} can hold" if wider else "")
     )
-
-
-def narrows(source: torch.dtype, into: torch.dtype) -> bool:
-    """True if one floating-point dtype has values that the other does not hold."""
-    return torch.promote_types(source, into) != into
 
 
 def check_holds(name: str, values: Tensor, into: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Plane
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.torch_private import local_tensor
@@ -34,19 +35,16 @@ class Box(NamedTuple):
         return tuple(slice(a, b) for a, b in zip(self.first, self.last, strict=True))
 
 
-def box_of(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor, name: str = "a weight") -> Box:
     """This rank's part of a DTensor, in entries of the whole; all of any other tensor.
 
-    Raises ValueError if the shard's size is not what its placements say.
+    Raises LayoutError if the shard's size is not what its placements say.
     """
-    slices = meshes.slices_of(tensor)
-    box, local = (
-        Box(tuple(s.start for s in slices), tuple(s.stop for s in slices)),
-        tuple(local_tensor(tensor).shape),
-    )
+    slices, local = meshes.slices_of(tensor), tuple(local_tensor(tensor).shape)
+    box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
     if box.shape != local:
-        raise ValueError(
-            f"this rank's shard has shape {local}, but by its placements it should have {box.shape} of "
+        raise LayoutError(
+            f"{name}: this rank's shard has shape {local}, but by its placements it should have {box.shape} of "
             f"{tuple(tensor.shape)}"
         )
     return box

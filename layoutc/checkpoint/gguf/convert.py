@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +28,6 @@ from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-
-
-class Job(NamedTuple):
-    """A tensor of the file, the first of those that are one weight, and what is written for it."""
-
-    tensor: str
-    planned: Planned
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in a file."""
-        return self.planned.facts.nbytes
 
 
 @torch.no_grad()
@@ -69,7 +55,7 @@ def convert_gguf(
     header, out = read_model(Path(file)), Path(folder)
     writing.check_new(out, "convert")
     names, kinds = names_of(header), installed()
-    mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()
+    mapped, jobs, left = Mapped(header, {}), dict[str, tuple[str, Facts]](), list[str]()
     plain = {name: Described(held.type, held.shape) for name, held in header.tensors.items()}
     records = {name for name, held in header.tensors.items() if held.type not in PLAIN}
     undecoded.refuse(
@@ -91,20 +77,22 @@ def convert_gguf(
         mapped.sources[place.tensors[0]] = source = source_of(place, names, header)
         entry(name, torch.empty(0), source, mapped, kinds, False)  # refuses what can't be read
         facts = Facts(source.shape, OF_OTHERS[source.plain] if source.plain else to)
-        jobs.append(Job(place.tensors[0], Planned(name, facts)))
+        jobs[name] = place.tensors[0], facts
     config, why = dict[str, object](), ""
     try:
         config = config_of(header) | {"dtype": str(to).removeprefix("torch.")}
     except LayoutError as error:
         why = str(error)
-    split = writing.split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
+    split = writing.split_into_files(
+        [Planned(name, facts) for name, (_, facts) in sorted(jobs.items())], max_shard_bytes
+    )
     with writing.new_folder(out) as partly:
         for part, some in split.items():
-            writing.write_streamed(partly / part, (job.planned for job in some), _made(some, mapped, kinds))
+            writing.write_streamed(partly / part, some, (_made(one, jobs[one.name][0], mapped, kinds) for one in some))
         if config:
             (partly / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        writing.finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
-    dequantized = tuple(job.planned.name for job in jobs if header.tensors[job.tensor].type not in PLAIN)
+        writing.finish_folder(partly, out, split)
+    dequantized = tuple(name for name, (tensor, _) in jobs.items() if header.tensors[tensor].type not in PLAIN)
     return Converted(tuple(split), (), tuple(left), why, dequantized)
 
 
@@ -143,12 +131,12 @@ def convert_to_gguf(
     return Converted((Path(file).name,), tuple(name for name, kind in types.items() if kind not in PLAIN), ())
 
 
-def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, each when it is asked for."""
-    for tensor, (name, facts, *_) in jobs:
-        source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
-        wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
-        yield name, check_finite(name, _values(facts, source, mapped), wide)
+def _made(planned: Planned, tensor: str, mapped: Mapped, kinds: list[Kind]) -> tuple[str, Tensor]:
+    """A tensor that is written. tensor: of the file, the first of those that are one weight."""
+    name, facts = planned.name, planned.facts
+    source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
+    wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
+    return name, check_finite(name, _values(facts, source, mapped), wide)
 
 
 def _like(facts: Facts) -> Tensor:

@@ -32,11 +32,6 @@ def is_storage(bound: BoundPlane, stored: Stored) -> bool:
     return bound.dtype == "U8" and bound.bits <= 8 and bound.codes is None and column and stored.dtype in STORAGES
 
 
-def as_bytes(stored: Stored, shape: tuple[int, ...]) -> Stored:
-    """Such a tensor, read as bytes of this shape."""
-    return stored._replace(dtype="U8", shape=shape, header=(stored.dtype, stored.shape))
-
-
 def as_stored(bound: BoundPlane, plane: Facts, dtype: str | None) -> tuple[BoundPlane, Facts]:
     """A plane as files of this dtype have it, None for the binding's: what is read, and what is written there."""
     if bound.codes is not None:  # a byte for each value that they have a code of

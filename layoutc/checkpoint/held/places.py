@@ -152,8 +152,9 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     split, sizes = len(at.rows), (*at.rows, *at.columns)
     boxes = _whole_entries(at, [*_box(at.rows, rows), *_box(at.columns, wanted)])
     index = []
-    for dim in _dims(bound):
-        if not _is_bare(at, dim[0]):
+    dims, stated = _dims(bound), (*bound.rows, *bound.columns)
+    for dim in dims:
+        if stated[dim[0]] != MATRICES or len(at.shape) == len(dims):  # which a weight of two dims has no dim for
             first = _flat([sizes[i] for i in dim], [boxes[i] for i in dim])
             index.append(slice(first, first + prod(boxes[i][1] - boxes[i][0] for i in dim)))
     index[-1] = slice(index[-1].start // at.per, index[-1].stop // at.per)
@@ -239,12 +240,6 @@ def _permuted(values: Tensor, order: Sequence[int]) -> Tensor:
     for into, matrix in zip(out.view(-1, rows, columns), values.view(-1, columns, rows), strict=True):
         into.copy_(matrix.t())
     return out
-
-
-def _is_bare(at: Place, dim: int) -> bool:
-    """True for the dim of matrices that the file's tensor of a weight of two dims does not have."""
-    stated = (*at.bound.rows, *at.bound.columns)
-    return stated[dim] == MATRICES and len(at.shape) < len(_dims(at.bound))
 
 
 def _box(sizes: Sequence[int], wanted: Range) -> list[Range]:

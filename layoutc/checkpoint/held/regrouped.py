@@ -21,7 +21,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.bindings.configs import spelled
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import values_at
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Facts, Plane
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 AT_A_TIME = 1 << 22  # values that are decoded at a time
@@ -139,9 +139,13 @@ def regrouped(
     """Classes and bindings that read files whose config has a binding's key for the columns of a block: one for
     each size there, with scales and zero points of 16 bits in any dtype of 16 or 32. Sizes that each weight's text
     states are those that bitsandbytes has, which counts blocks over the flattened weight."""
-    if not _is_plain(layout := cls.LAYOUT):
+    layout, scale = cls.LAYOUT, cls.LAYOUT.stored.get(SCALE)
+    if not {"rowwise_data", SCALE} <= layout.stored.keys() <= {"rowwise_data", *PER_BLOCK}:
         return
-    own = layout.stored[SCALE].columns_per_value
+    along_rows = scale is not None and scale.rows_per_value == 1 and scale.columns_per_value is not None
+    if scale is None or not along_rows or layout.dtypes[SCALE] not in (*HALVES, torch.float32):
+        return
+    own = scale.columns_per_value
     halves = [name for name in PER_BLOCK if layout.dtypes.get(name) in HALVES]
     widened = {name: binding.planes[name]._replace(dtype="F32", bits=32) for name in halves}
     stated = dict(_stated(binding, config))
@@ -152,10 +156,11 @@ def regrouped(
             yield _flat_of(cls, columns, least), changed._replace(name=words)
         if columns == own and not halves:
             continue
+        words = "scales of other dtypes" if columns == own else f"groups of {columns}" if columns else "one scale a row"
         yield (
             _class_of(cls, columns, binding.text is not None),
             changed._replace(
-                name=f"{binding.name}, {_words(columns, columns == own)}",
+                name=f"{binding.name}, {words}",
                 planes={**binding.planes, **widened},
                 groups=binding.groups and (*binding.groups[:2], columns or ALL),
             ),
@@ -173,18 +178,6 @@ def _stated(binding: Binding, config: Mapping[str, Any]) -> Iterator[tuple[int |
         name, text, free = binding.text
         for size in SIZES:
             yield size, binding._replace(text=(name, {**text, BLOCK: size}, free))
-
-
-def _is_plain(layout: Layout) -> bool:
-    """True for a recipe of codes in blocks along rows, each with a scale, and with a zero point or none."""
-    stored, scale = layout.stored, layout.stored.get(SCALE)
-    planes = {"rowwise_data", SCALE} <= stored.keys() <= {"rowwise_data", *PER_BLOCK}
-    along_rows = scale is not None and scale.rows_per_value == 1 and scale.columns_per_value is not None
-    return planes and along_rows and layout.dtypes[SCALE] in (*HALVES, torch.float32)
-
-
-def _words(columns: int | None, is_own: bool) -> str:
-    return "one scale a row" if columns is None else "scales of other dtypes" if is_own else f"groups of {columns}"
 
 
 def _replaced(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

@@ -46,11 +46,6 @@ class BoundSource(NamedTuple):
         """The plane's shape."""
         return self.facts.shape
 
-    @property
-    def is_of_whole(self) -> bool:
-        """True if each part has one value for all of its rows."""
-        return self.shared or self.parts[0][1].bound.of_matrices
-
     def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
         """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
         spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]

@@ -164,7 +164,7 @@ def find(
 
     Raises LayoutError if tensors are missing, or have other shapes or dtypes than the binding says.
     """
-    bound = bound._replace(binding=bound.binding._replace(parts=())) if whole else bound.as_in(name, tensors)
+    bound = bound.without_parts() if whole else bound.as_in(name, tensors)
     layout, binding = bound.cls.LAYOUT, bound.binding
     named = parts_of(binding, name, prod(shape[:-2]) if len(shape) > 2 else None)
     if len(shape) < 2 or not any(
@@ -197,7 +197,8 @@ def find(
     names |= {one.name for one in follow}
     there = tuple((one, tensors[one.name]) for one in follow if one.name in tensors)
     for follows, stored in there:
-        _check_stated(about, stored, follows)
+        of_text = follows.text is not None and len(stored.shape) == 1 and stored.shape[0] <= LONGEST_TEXT
+        _check(about, stored, NAMES[follows.facts.dtype], stored.shape if of_text else follows.facts.shape)
     unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
 
@@ -248,7 +249,7 @@ def _there(
     if (stored := tensors.get(name)) is None:
         raise LayoutError(f"{about}: {name} is not there")
     if bound is not None and narrower.is_storage(bound, stored) and stored.end - stored.begin == prod(shape):
-        return narrower.as_bytes(stored, shape)
+        return stored._replace(dtype="U8", shape=shape, header=(stored.dtype, stored.shape))
     _check(about, stored, dtype, shape)
     return stored
 
@@ -263,7 +264,7 @@ def named_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] 
     for tensor in tensors:
         name = parameter_name(scale, tensor)
         codes = tensors.get(tensor_name(data, name)) if name else None
-        alone = bound._replace(binding=bound.binding._replace(parts=()))
+        alone = bound.without_parts()
         if name is not None and codes is not None and not recognize.is_for_another(alone, name, None, tensors, told):
             found[name] = codes
     return found
@@ -276,21 +277,14 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound
     LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says; DamagedError, which
     is one, if what states a shape can't be what was written.
     """
-    layout, planes, alone = (
-        bound.cls.LAYOUT,
-        bound.binding.planes,
-        bound._replace(binding=bound.binding._replace(parts=())),
-    )
+    layout, planes, alone = bound.cls.LAYOUT, bound.binding.planes, bound.without_parts()
     data, found = next(plane for plane in planes if plane.endswith("_data")), dict[str, Found]()
     for name, stored in named_in(bound, tensors, told).items():
         shape = places.weight_shape(planes[data], stored.shape, layout.stored[data].columns_per_value or 1)
         if shape is None and (shape := _stated_shape(bound, name, tensors)) is not None:
             if recognize.is_for_another(alone, name, shape, tensors, told):
                 continue
-            try:
-                layout.check_shape(shape, name)
-            except ValueError as error:
-                raise LayoutError(str(error)) from error
+            bound.check_shape(shape, name)
         weight = find(name, shape, bound, tensors, whole=True) if shape else None
         if weight is None:
             raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
@@ -320,14 +314,6 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
     if sizes.keys() != {"rows", "columns"}:
         raise LayoutError(f"{tensor} in the files does not state the two sizes of a weight: {short(text)}")
     return sizes["rows"], sizes["columns"]
-
-
-def _check_stated(about: str, stored: Stored, one: Stated) -> None:
-    """Raises LayoutError for a tensor that can't hold what follows from the weight. Texts may be of other lengths."""
-    shape = one.facts.shape
-    if one.text is not None and len(stored.shape) == 1 and stored.shape[0] <= LONGEST_TEXT:
-        shape = stored.shape
-    _check(about, stored, NAMES[one.facts.dtype], shape)
 
 
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:

@@ -123,14 +123,10 @@ def fitting(
             continue
         fits += [Fit(one, names)] if names else []
     check_all_fit(fits, refused)
-    return alternatives(_stacks_apart(fits, shapes))
-
-
-def _stacks_apart(fits: Sequence[Fit], shapes: Mapping[str, tuple[int, ...]]) -> list[Fit]:
-    """Fits of which stacks of matrices have those alone that hold an amax of each matrix, where there are such."""
+    # Of stacks of matrices, those alone that hold an amax of each matrix, where there are such.
     stacks = {name for fit in fits if fit.bound.of_stacks for name in fit.names if len(shapes[name]) > 2}
     own = [[name for name in fit.names if (name in stacks) == fit.bound.of_stacks] for fit in fits]
-    return [fit._replace(names=tuple(names)) for fit, names in zip(fits, own, strict=True) if names]
+    return alternatives([fit._replace(names=tuple(names)) for fit, names in zip(fits, own, strict=True) if names])
 
 
 def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iterable[str]]]) -> None:

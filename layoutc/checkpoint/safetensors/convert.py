@@ -62,7 +62,7 @@ class Job(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Its bytes in a file."""
-        return sum(one.facts.nbytes for one in self.tensors)
+        return sum(one.nbytes for one in self.tensors)
 
     @property
     def quantizes(self) -> bool:
@@ -300,11 +300,8 @@ def _weight(
         raise LayoutError(
             f"{name} is a stack of experts, which no other binding is known to hold alike: load and export it"
         )
-    try:
-        into.cls.LAYOUT.check_shape(shape, name)
-    except ValueError as error:
-        raise LayoutError(str(error)) from error
-    alone = into._replace(binding=into.binding._replace(parts=()))
+    into.check_shape(shape, name)
+    alone = into.without_parts()
     same = isinstance(source, Found) and source.bound.binding == alone.binding
     kept = kept_in(source, slices.read) if isinstance(source, Found) and same else None
     like = dict[str, Stored]()

@@ -364,12 +364,8 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> 
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
         plain = tensor.view(facts.dtype) if isinstance(whole, QuantizedTensor) and dtype is None else tensor
         made = plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)
-        yield name, made if dtype is None else check_finite(name, made, partial(_wide, whole))
-
-
-def _wide(whole: Tensor) -> Tensor:
-    """The values of a weight, in a dtype that holds all of them, on the CPU."""
-    return (whole.dequantize(torch.float32) if isinstance(whole, QuantizedTensor) else whole.detach()).cpu()
+        wide = partial(whole.dequantize, torch.float32) if isinstance(whole, QuantizedTensor) else whole.detach
+        yield name, made if dtype is None else check_finite(name, made, wide)
 
 
 def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums: Mapping[str, int]) -> dict[str, Any]:

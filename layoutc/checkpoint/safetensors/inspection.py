@@ -12,9 +12,8 @@ from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import Found, named_in, weights_in
 from layoutc.checkpoint.safetensors.files import Contents, read_folder
-from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight import stored_form
-from layoutc.runtime.weight.stored_form import FORMAT, is_facts
 
 
 def entries(folder: Path) -> tuple[EntryFacts, ...]:
@@ -79,12 +78,7 @@ def _plain(tensor: Stored) -> EntryFacts:
 
 def _quantized(name: str, described: Mapping[str, Any], planes: list[Stored]) -> EntryFacts:
     path, form = planes[0].path, described["format"]
-    if form != FORMAT:
-        raise LayoutError(f"{path}: {name} is in format {form}; this version of layoutc reads {FORMAT}")
-    shape, language = tuple(described["shape"]), described.get("language")
-    words = [*described["orientations"], *described["planes"]]
-    fits = type(language) is int and min(shape, default=0) >= 0 and all(isinstance(word, str) for word in words)
-    if not fits or not is_facts(described["facts"]):
-        raise DamagedError(f"{path}: the metadata of {name} is not what export_safetensors writes")
+    if form != stored_form.FORMAT:
+        raise LayoutError(f"{path}: {name} is in format {form}; this version of layoutc reads {stored_form.FORMAT}")
     stored = sum(plane.end - plane.begin for plane in planes)
-    return entry_of(name, shape, described["dtype"], [described], 1, stored)
+    return entry_of(name, tuple(described["shape"]), described["dtype"], [described], 1, stored)

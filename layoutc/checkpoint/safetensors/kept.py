@@ -82,7 +82,10 @@ class Origin(NamedTuple):
         one, for texts that can't be what was written.
         """
         others = [Bound(bound.cls, one) for one in bound.cls.LAYOUT.files.values()]
-        if _planes_say_all(bound) or not recognize.is_held(bound, name, shape, self.tensors):
+        varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in bound.binding.planes.values())
+        if not (varies or bound.binding.parts or (bound.binding.text is not None and bound.binding.text[2])):
+            return None  # planes decide all of the files
+        if not recognize.is_held(bound, name, shape, self.tensors):
             return None
         if recognize.is_for_another(bound, name, shape, self.tensors, others):
             return None
@@ -99,12 +102,6 @@ def origin(folder: str | PathLike[str] | None, slices: Slices) -> Origin:
         told = recognize.recognized(recognize.quantization_of(config), recognize.installed())
         choosing.check_holds(Path(folder), None, told, contents.tensors)
     return Origin(contents.tensors, slices, config)
-
-
-def _planes_say_all(bound: Bound) -> bool:
-    """True if a weight's planes decide its files, names and bytes, so that nothing of other files is kept."""
-    varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in bound.binding.planes.values())
-    return not varies and not bound.binding.parts and (bound.binding.text is None or not bound.binding.text[2])
 
 
 def warn_wide(source: object, names: Sequence[str]) -> None:

@@ -130,10 +130,7 @@ def check(step: Step, convert: bool) -> None:
         raise LayoutError(f"{name} holds partial sums: redistribute it first")
     if not holds(param):
         return
-    try:
-        box = box_of(param)
-    except ValueError as error:
-        raise LayoutError(f"{name}: {error}") from error
+    box = box_of(param, name)
     if isinstance(local, QuantizedTensor):
         local.check_writable()
         local.refuse_gathered()
@@ -159,14 +156,16 @@ def check(step: Step, convert: bool) -> None:
 def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
     """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
     what must follow from the weight's shape. scales: gets those that engines join."""
-    for found in step.source.found if isinstance(step.source, Entry) else ():
+    if not isinstance(entry := step.source, Entry):
+        return
+    for found in entry.found:
         found.check_stated(slices.read)
-        for stored, _ in (part for plane in found.planes.values() if plane.is_of_whole for part in plane.parts):
+        of_whole = [one for one in found.planes.values() if one.shared or one.parts[0][1].bound.of_matrices]
+        for stored, _ in (part for plane in of_whole for part in plane.parts):
             if (group := joined(stored.name, found.bound.binding.fused)) is not None:
                 record_scale(scales, group, stored.name, slices.read(stored, ()))
-    if isinstance(step.source, Entry) and holds(step.param):
-        planes = (plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values())
-        for plane in planes:
+    if holds(step.param):
+        for plane in (plane for one in (entry, *entry.apart) for plane in one.planes.values()):
             if isinstance(plane, BoundSource) and plane.shared:
                 plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
 
@@ -184,15 +183,16 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
         return []
     plain = None if isinstance(source, Entry) or decoded or isinstance(local, QuantizedTensor) else source.dtype
     # Other dtypes than fp16 reach as far as what codes stand for.
-    narrower = local.dtype is torch.float16 if plain is None else narrowing.narrows(DTYPES[plain], local.dtype)
+    into = local.dtype
+    narrower = into is torch.float16 if plain is None else torch.promote_types(DTYPES[plain], into) is not into
     if not narrower:
         return []
     if isinstance(source, Entry):
         values = dequantized(param, local, source, slices, torch.float32)
     else:
         values = slices.read(source, box_of(param).slices)
-    rounded = narrowing.rounds(name, values, local.dtype)
-    return [f"{name} ({plain} to {NAMES[local.dtype]})"] if rounded and plain is not None else []
+    rounded = narrowing.rounds(name, values, into)
+    return [f"{name} ({plain} to {NAMES[into]})"] if rounded and plain is not None else []
 
 
 def say_rounded(where: str | PathLike[str], names: list[str], group: dist.ProcessGroup | None) -> None:

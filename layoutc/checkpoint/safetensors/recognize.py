@@ -67,7 +67,18 @@ class Bound(NamedTuple):
         data = next((one.name for plane, one in self.binding.planes.items() if plane.endswith("_data")), None)
         if not self.binding.parts or data is None or tensor_name(data, name) not in tensors:
             return self
+        return self.without_parts()
+
+    def without_parts(self) -> Bound:
+        """The binding for files that hold each weight whole."""
         return self._replace(binding=self.binding._replace(parts=()))
+
+    def check_shape(self, shape: tuple[int, ...], name: str) -> None:
+        """Raises LayoutError for a shape that the recipe does not take."""
+        try:
+            self.cls.LAYOUT.check_shape(shape, name)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
 
     @property
     def is_read_only(self) -> bool:

@@ -102,6 +102,11 @@ class Planned(NamedTuple):
     may_be_shorter: bool = False
     declared: tuple[str, tuple[int, ...]] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that it has."""
+        return self.facts.nbytes
+
 
 class OpenFile:
     """A file of safetensors that is written tensor by tensor, in any order, with what was planned and in no other size.
