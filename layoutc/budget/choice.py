@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -31,12 +31,6 @@ class Picks:
     only: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
     experts: bool = False
-
-
-def unmatched(model: Model, picks: Picks) -> list[str]:
-    """Patterns that no weight of two or three dims has a name like."""
-    names = [full_name(u, w) for u in model.all_layers for w in u.weights if len(w.shape) in DIMS]
-    return [one for one in (*picks.only, *picks.leave) if not any(fnmatchcase(name, one) for name in names)]
 
 
 def why_plain(layer: Layer, weight: Weight, use: Use, picks: Picks, mesh: Mesh) -> str:
@@ -96,12 +90,8 @@ def _not_cut(weight: Weight, shape: tuple[int, ...], use: Use) -> str:
 
 def check_patterns(model: Model, picks: Picks) -> None:
     """Raises ValueError for a pattern that no weight has a name like."""
-    if bad := unmatched(model, picks):
-        names = [full_name(u, w) for u in model.all_layers for w in u.weights if len(w.shape) in DIMS]
-        raise ValueError(
-            f"no weight of 2 or 3 dims has a name like {bad[0]!r}; there are {len(names):,}: {_some(names)}"
-        )
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    names = [full_name(u, w) for u in model.all_layers for w in u.weights if len(w.shape) in DIMS]
+    for one in (*picks.only, *picks.leave):
+        if not any(fnmatchcase(name, one) for name in names):
+            some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise ValueError(f"no weight of 2 or 3 dims has a name like {one!r}; there are {len(names):,}: {some}")

@@ -84,6 +84,11 @@ class Group:
         return tuple(member.piece for member in self.members if member.piece.trains)
 
     @cached_property
+    def trained_elements(self) -> int:
+        """Elements of a rank's shards of them."""
+        return sum(piece.placed.shard for piece in self.trained)
+
+    @cached_property
     def gradients(self) -> int:
         """Bytes of the whole gradients, before they are reduced."""
         return sum(piece.placed.matrix[0] * piece.placed.matrix[1] for piece in self.trained) * self.dtypes.gathered
@@ -91,7 +96,7 @@ class Group:
     @cached_property
     def reduced(self) -> int:
         """Bytes that a rank has left of gradients after a reduce-scatter; its input has `ranks` times as many."""
-        return sum(piece.placed.shard for piece in self.trained) * self.dtypes.reduced
+        return self.trained_elements * self.dtypes.reduced
 
     @property
     def exchanges(self) -> bool:
@@ -105,7 +110,7 @@ class Group:
         rank sends to every one. In all there are `ranks` times as many."""
         if self.exchange is None or not self.exchanges:
             return self.reduced
-        return self.exchange.sent.nbytes(sum(piece.placed.shard for piece in self.trained))
+        return self.exchange.sent.nbytes(self.trained_elements)
 
     @property
     def kept_gradients(self) -> int:
@@ -120,7 +125,7 @@ class Group:
         state, codes = self.dtypes.state, [one for one in every if one.is_codes and one.trains]
         moved = sum(state.moved(one.placed.shard, one.placed.whole, one.placed.columns) for one in self.trained)
         if codes and not state.writes_codes:
-            moved += FP32 * sum(one.placed.shard for one in self.trained)
+            moved += FP32 * self.trained_elements
         elif codes:
             again = [one.placed for one in codes if one.plan is None or _is_quantized_apart(one.plan)]
             moved += sum(state.master(one.whole, one.columns).nbytes(one.shard) for one in again)
@@ -173,10 +178,8 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes
     found: dict[bool, list[Member]] = {}
     for weight in layer.weights:
         why = why_plain(layer, weight, use, picks, mesh)
-        placed = place(weight, mesh)
         taken = not why
-        plan = use.plan if taken else None
-        piece = Piece(placed, plan, use.cast and taken, weight.trains, stays, taken)
+        piece = Piece(place(weight, mesh), use.plan if taken else None, use.cast and taken, weight.trains, stays, taken)
         found.setdefault(weight.kind == "experts" and mesh.experts > 1, []).append(Member(weight, piece, why))
     return [_gathered_together(members, use, stays, dtypes) for _, members in sorted(found.items())]
 
@@ -197,24 +200,16 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) ->
     """What a layer's groups do in a step, for the estimate of its time, on hosts of so many ranks."""
     replicas = mesh.ring(mesh.replicas, mesh.shards * mesh.tensor, per_host)
     quantized = [member for group in groups for member in group.members if member.piece.plan is not None]
+    sent = []
+    for group in groups:
+        ring = mesh.ring(group.ranks, mesh.shards * mesh.tensor // group.ranks, per_host)
+        forward, backward = (group.gather(which).sent for which in ("forward", "backward"))
+        rows, reduced, replicated = group.trained_elements, group.sent_gradients, group.reduced * (mesh.replicas > 1)
+        sent.append(Sent(ring, forward, backward, rows, reduced, group.exchanges, replicated, replicas, group.at_once))
+    members = [member for group in groups for member in group.members if member.weight.share > 0]
     return Work(
-        sent=tuple(
-            Sent(
-                mesh.ring(group.ranks, mesh.shards * mesh.tensor // group.ranks, per_host),
-                group.gather("forward").sent,
-                group.gather("backward").sent,
-                sum(piece.placed.shard for piece in group.trained),
-                group.sent_gradients,
-                group.exchanges,
-                group.reduced if mesh.replicas > 1 else 0,
-                replicas,
-                group.at_once,
-            )
-            for group in groups
-        ),
-        products=tuple(
-            product(member, mesh) for group in groups for member in group.members if member.weight.share > 0
-        ),
+        sent=tuple(sent),
+        products=tuple(product(member, mesh) for member in members),
         optimizer=sum(group.optimized for group in groups),
         quantized=sum(member.piece.placed.matrix[0] * member.piece.placed.matrix[1] for member in quantized),
         weights=len(quantized),

@@ -54,15 +54,11 @@ class Mesh:
     def problem(self) -> str:
         """Why there is no such mesh; "" if there is."""
         if self.world % (self.replicas * self.tensor):
-            return (
-                f"{self.world:,} ranks can't be divided into {self.replicas:,} replicas of {self.tensor:,} "
-                "tensor-parallel ranks each"
-            )
+            replicas = f"{self.replicas:,} replicas of {self.tensor:,} tensor-parallel ranks each"
+            return f"{self.world:,} ranks can't be divided into {replicas}"
         if self.shards * self.tensor % self.experts:
-            return (
-                f"{self.shards * self.tensor:,} ranks of a replica can't be divided among {self.experts:,} "
-                "expert-parallel ranks"
-            )
+            ranks = f"{self.shards * self.tensor:,} ranks of a replica"
+            return f"{ranks} can't be divided among {self.experts:,} expert-parallel ranks"
         return ""
 
 

@@ -122,7 +122,7 @@ def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
 
 def _kept_gradients(group: Group) -> int:
     """Bytes of sharded gradients, in the dtype of the parameters."""
-    return sum(piece.placed.shard for piece in group.trained) * group.dtypes.stored
+    return group.trained_elements * group.dtypes.stored
 
 
 def _input(group: Group) -> int:
@@ -146,7 +146,7 @@ def _reducing(group: Group) -> int:
     converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
     if group.exchanges and group.exchange:  # the last one is among those that are kept
         sent = group.sent_gradients * group.ranks
-        before = sum(piece.placed.shard for piece in group.trained) * group.ranks * group.dtypes.gathered
+        before = group.trained_elements * group.ranks * group.dtypes.gathered
         most = max(sent + before, 2 * sent) if group.exchange.codes else 2 * sent
         return again + group.reduced + max(most, converted)
     return max(group.gradients + again, group.reduced + converted + last)

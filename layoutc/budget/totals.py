@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from layoutc.budget.activations import POLICIES, Policy, activations, again
 from layoutc.budget.choice import Picks
@@ -180,23 +181,17 @@ def works_of(model: Model, groups: Groups, mesh: Mesh, per_host: int, policy: Po
 
 def _padding(pieces: list[Piece], mesh: Mesh, dtypes: Dtypes) -> int:
     """Bytes of plain shards' padding in the whole job: FSDP2 makes all as long as the longest."""
-    return sum(
-        (piece.placed.shard * piece.placed.ranks - piece.placed.matrix[0] * piece.placed.matrix[1])
-        * dtypes.stored
-        * (mesh.world // piece.placed.ranks)
-        for piece in pieces
-        if not piece.is_codes
-    )
+    plain = (piece.placed for piece in pieces if not piece.is_codes)
+    return sum((one.shard * one.ranks - prod(one.shape)) * dtypes.stored * (mesh.world // one.ranks) for one in plain)
 
 
 def _traffic(groups: Groups, mesh: Mesh) -> Traffic:
-    every = groups.every
-    shared = sum(group.reduced for group in every)
+    several = [group for group in groups.every if group.ranks > 1]
     return Traffic(
-        forward=sum(group.gather("forward").sent for group in every if group.ranks > 1),
-        backward=sum(group.gather("backward").sent for group in every if group.ranks > 1),
-        reduced=sum(group.sent_gradients for group in every if group.ranks > 1),
-        replicated=shared if mesh.replicas > 1 else 0,
+        forward=sum(group.gather("forward").sent for group in several),
+        backward=sum(group.gather("backward").sent for group in several),
+        reduced=sum(group.sent_gradients for group in several),
+        replicated=sum(group.reduced for group in groups.every) if mesh.replicas > 1 else 0,
         exchanged=sum(_exchanged(piece) for piece in groups.pieces),
     )
 
@@ -239,32 +234,18 @@ def _cuts(alike: list[tuple[str, int, Member]]) -> Iterator[CutWeight]:
         plan, placed = member.piece.plan, member.piece.placed
         if plan is None or placed.dim or placed.cuts.aligned(plan.block_rows):
             continue
-        m, accepted = placed.matrix[0], plan.layout.multiple_m
-        flat = len(placed.shape) == 2
-        yield CutWeight(
-            name=name,
-            count=count,
-            rows=m,
-            ranks=placed.ranks,
-            block=plan.block_rows,
-            inside=placed.cuts.inside(plan.block_rows),
-            free_rows=nearest_rows(m, placed.ranks, plan.shard_rows, accepted) if flat else (),
-            free_worlds=nearest_worlds(m, placed.ranks, plan.shard_rows) if flat else (),
-        )
+        m, ranks, rows, inside = placed.matrix[0], placed.ranks, plan.shard_rows, placed.cuts.inside(plan.block_rows)
+        free: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        if len(placed.shape) == 2:
+            free = nearest_rows(m, ranks, rows, plan.layout.multiple_m), nearest_worlds(m, ranks, rows)
+        yield CutWeight(name, count, m, ranks, plan.block_rows, inside, *free)
 
 
 def _lines(alike: list[tuple[str, int, Member]], dtypes: Dtypes) -> Iterator[WeightLine]:
     for name, count, member in alike:
         of = ("both", "") if member.piece.stays else ("forward", "backward")
-        sizes = [gathered(member.piece, which, dtypes).sent if which else 0 for which in of]
-        yield WeightLine(
-            name=name,
-            count=count,
-            shape=member.weight.shape,
-            kind=member.weight.kind,
-            plain=member.why_plain if member.piece.plan is None else "",
-            ranks=member.piece.placed.ranks,
-            resident=resident(member.piece, 0, dtypes).total,
-            forward=sizes[0] if member.piece.placed.ranks > 1 else 0,
-            backward=sizes[1] if member.piece.placed.ranks > 1 else 0,
-        )
+        piece, weight = member.piece, member.weight
+        sizes = (gathered(piece, which, dtypes).sent if which and piece.placed.ranks > 1 else 0 for which in of)
+        plain = member.why_plain if piece.plan is None else ""
+        held = resident(piece, 0, dtypes).total
+        yield WeightLine(name, count, weight.shape, weight.kind, plain, piece.placed.ranks, held, *sizes)

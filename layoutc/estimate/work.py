@@ -291,7 +291,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
             own -= machine.graph_host
         if work.values:  # products are those of plain weights, and casting is left
             own = machine.cast_host - machine.weight_host if use.cast else 0.0
-        seconds += work.weights * (own + _low_host(use, machine, runs))
+        low = runs == "eager" and is_low(use, machine)  # products in low precision take more of an eager model's host
+        seconds += work.weights * (own + (machine.low_host if low else 0.0))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
         seconds -= machine.copied_host
@@ -301,11 +302,6 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
         of_codes = machine.values_gather_host if any(one.packed for one in work.sent) else machine.gather_host
         seconds += quantized * of_codes + plain * machine.plain_gather_host
     return seconds
-
-
-def _low_host(use: Use, machine: Machine, runs: Runs) -> float:
-    """Of a weight's products in low precision in a step of an eager model."""
-    return machine.low_host if runs == "eager" and is_low(use, machine) else 0.0
 
 
 def is_low(use: Use, machine: Machine) -> bool:
