@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -221,8 +222,7 @@ def resident_bytes(model: nn.Module) -> int:
 def train(config: Config, recipe: str | None, text: Tensor, device: torch.device, progress: Any) -> Result:
     """One run: train, verify, save, go on, load into a new model, and go on again from there."""
     model, optimizer = build(config, recipe, device)
-    rank = dist.get_rank()
-    data = batches(text, config, rank, device)
+    data = batches(text, config, dist.get_rank(), device)
     losses: list[Tensor] = []
     times = []
     with CountGathered() as count:
@@ -249,14 +249,7 @@ def train(config: Config, recipe: str | None, text: Tensor, device: torch.device
     return result
 
 
-def resumes(
-    config: Config,
-    recipe: str | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    text: Tensor,
-    device: torch.device,
-) -> bool:
+def resumes(config: Config, recipe: str | None, model: Any, optimizer: Any, text: Tensor, device: torch.device) -> bool:
     """Saves, trains on, loads the checkpoint into a new model and trains that; true if all losses are equal to the
     bit."""
     folder: list[Any] = [tempfile.mkdtemp(prefix="layoutc-demo-") if dist.get_rank() == 0 else None]
@@ -292,40 +285,23 @@ def worker(config: Config) -> list[Result]:
     text = corpus()
     names: Sequence[str | None] = (None, *config.recipes)
     results = []
-    with _Progress(len(names) * config.steps) as progress:
+    with _progress() as bar:
+        task = bar.add_task("", total=len(names) * config.steps)
         for recipe in names:
-            progress.describe(recipe or "bf16")
-            results.append(train(config, recipe, text, device, progress.advance))
+            bar.update(task, description=recipe or "bf16")
+            results.append(train(config, recipe, text, device, partial(bar.advance, task)))
     dist.barrier()
     dist.destroy_process_group()
     return results
 
 
-class _Progress:
+def _progress() -> Any:
     """A progress bar on rank 0's standard error; nothing on other ranks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=dist.get_rank() != 0)
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def describe(self, text: str) -> None:
-        """Shows what is running now."""
-        self._bar.update(self._task, description=text)
-
-    def advance(self, steps: int) -> None:
-        """Moves the bar on by some steps."""
-        self._bar.advance(self._task, steps)
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=dist.get_rank() != 0)
 
 
 def run(

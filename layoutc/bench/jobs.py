@@ -81,7 +81,7 @@ def kernel_jobs(
     planes = cls.quantize_matrix(x, amax, layout.orientations)
     stored = planes | ({"amax": layout.stored_amax(amax)} if amax is not None and "amax" in layout.stored else {})
     if not layout.history:
-        yield from _buffer_jobs(name, kernels, cls, x, amax, stored, label)
+        yield from _buffer_jobs(name, cls, x, amax, stored)
     for orientation in layout.orientations if dtype == torch.bfloat16 else ():
 
         def dequantize(orientation: str = orientation) -> Work:
@@ -94,16 +94,11 @@ def kernel_jobs(
 
 
 def _buffer_jobs(
-    name: str,
-    kernels: Kernels,
-    cls: type[QuantizedTensor],
-    x: Tensor,
-    amax: Tensor | None,
-    planes: dict[str, Tensor],
-    label: str,
+    name: str, cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, planes: dict[str, Tensor]
 ) -> Iterator[Job]:
     """What a GEMM reads, in its order of scales: from a weight at once, and from planes."""
-    layout, swizzled = cls.LAYOUT, bool(cls.LAYOUT.swizzled)
+    kernels: Kernels = part(cls, "kernels").KERNELS
+    layout, swizzled, label = cls.LAYOUT, bool(cls.LAYOUT.swizzled), str(x.dtype)[6:]
     m, k = x.shape
     laid_out: dict[str, Tensor] = kernels.lay_out(planes, m, k, layout.orientations, swizzled)
     if kernels.buffer_sizes is not None:

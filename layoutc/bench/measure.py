@@ -21,6 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
@@ -39,6 +40,8 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 SHAPE = (8192, 8192)
 WORLD = 8
+Say = Callable[[str], object]
+Named = tuple[str, type[QuantizedTensor]]
 NO_CARD = "kernels need a CUDA device and Triton: only the hooks' host time and bytes"
 
 
@@ -72,7 +75,7 @@ class Hooked(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------- what to do
-def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[tuple[str, type[QuantizedTensor]]]:
+def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[Named]:
     """The classes of recipes by name. Raises ValueError for unknown recipes, and for shapes that one does not take."""
     if world < 2:
         raise ValueError(f"hooks send nothing in a group of {world}; the smallest world is 2")
@@ -138,13 +141,7 @@ def hooks(name: str, cls: type[QuantizedTensor], shape: Shape, world: int, devic
 
 
 # -------------------------------------------------------------------------------------------------------------- report
-def run(
-    recipes: Sequence[str],
-    shapes: Sequence[Shape],
-    world: int,
-    peers: bool,
-    say: Callable[[str], object],
-) -> dict[str, Any]:
+def run(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, say: Say) -> dict[str, Any]:
     """Measures, and reports each result to `say` at once; returns all results. Raises ValueError as `chosen`."""
     shapes = list(shapes) or [SHAPE]
     classes = chosen(recipes, shapes, world)
@@ -177,13 +174,7 @@ def run(
     return results
 
 
-def _time_kernels(
-    classes: Sequence[tuple[str, type[QuantizedTensor]]],
-    shape: Shape,
-    peers: bool,
-    say: Callable[[str], object],
-    results: dict[str, Any],
-) -> None:
+def _time_kernels(classes: Sequence[Named], shape: Shape, peers: bool, say: Say, results: dict[str, Any]) -> None:
     """Every job of every recipe at a shape, into `found`."""
     from layoutc.bench import peers as others
 
@@ -212,7 +203,7 @@ def _time_kernels(
         _note(timed(job, shape, copied), say, results["peers"])
 
 
-def _note(row: Timed, say: Callable[[str], object], rows: list[dict[str, Any]]) -> None:
+def _note(row: Timed, say: Say, rows: list[dict[str, Any]]) -> None:
     rows.append(row._asdict())
     label = " ".join(filter(None, (row.recipe, row.work, row.dtype)))
     graph = f"{row.us:9.1f} us {row.share:6.3f}" if row.us is not None else " " * 19
@@ -249,31 +240,31 @@ def main() -> int:
         shapes = [to_shape(text) for text in arguments.shape]
         if arguments.experts:
             report_experts(arguments.json)
-            return 0
-        report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
+        else:
+            report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def _sayer(as_json: bool) -> Say:
+    """Prints at once what is going on; to stderr where stdout is for JSON."""
+    return partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
 def report_experts(as_json: bool) -> None:
     """Prints what products of experts take, as an entry of measured.json with as_json. Raises ValueError."""
     from layoutc.bench import experts
 
-    found = experts.run(lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
+    found = experts.run(_sayer(as_json))
     if as_json:
         print(json.dumps(found, indent=1))
 
 
 def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, as_json: bool) -> dict[str, Any]:
     """Prints and returns what `run` finds. With as_json one object goes to stdout, and what is going on to stderr."""
-    stream = sys.stderr if as_json else sys.stdout
-
-    def say(text: str) -> None:
-        print(text, file=stream, flush=True)
-
-    results = run(recipes, shapes, world, peers, say)
+    results = run(recipes, shapes, world, peers, _sayer(as_json))
     if as_json:
         print(json.dumps(results))
     return results

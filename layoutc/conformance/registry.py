@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -60,32 +60,19 @@ class Check:
     compares: Kind = "bytes"
 
 
-@dataclass
-class Registry:
-    """All checks in the order in which they run. The first failure is the one to read first."""
-
-    checks: list[Check] = field(default_factory=list)
-
-    def check(
-        self,
-        name: str,
-        meaning: str,
-        *,
-        needs_processes: bool = False,
-        of_weights: bool = False,
-        compares: Kind = "bytes",
-    ) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
-        """Decorator: adds a check."""
-
-        def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-            self.checks.append(Check(name, meaning, function, needs_processes, of_weights or needs_processes, compares))
-            return function
-
-        return add
+_CHECKS: list[Check] = []  # in the order in which they run: the first failure is the one to read first
 
 
-REGISTRY = Registry()
-check = REGISTRY.check
+def check(
+    name: str, meaning: str, *, needs_processes: bool = False, of_weights: bool = False, compares: Kind = "bytes"
+) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
+    """Decorator: adds a check."""
+
+    def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
+        _CHECKS.append(Check(name, meaning, function, needs_processes, of_weights or needs_processes, compares))
+        return function
+
+    return add
 
 
 def all_checks() -> list[Check]:
@@ -95,4 +82,4 @@ def all_checks() -> list[Check]:
     numerics = ("codecs", "maps", "reference")
     for module in (*numerics, "hooks", "dispatch", "products", "low_precision", "kernels", "state", "processes"):
         import_module(f"layoutc.conformance.checks.{module}")
-    return list(REGISTRY.checks)
+    return list(_CHECKS)

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.conformance.material import (
-    as_fp32,
-    expect,
-    expect_same,
-    expect_same_all,
-    shared_amax,
-    weight,
-)
+from layoutc.conformance.material import as_fp32, expect, expect_same, expect_same_all, shared_amax, weight
 from layoutc.conformance.model.codes import Array
 from layoutc.conformance.model.placing import buffers
 from layoutc.conformance.model.weights import Planes

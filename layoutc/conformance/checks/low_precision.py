@@ -42,8 +42,7 @@ class Operands:
 
 
 @check(
-    "low-precision",
-    "a linear layer in low precision multiplies what its operands quantize to, forward and backward",
+    "low-precision", "a linear layer in low precision multiplies what its operands quantize to, forward and backward"
 )
 def low_precision(subject: Subject) -> None:
     """And as the weight alone is quantized if products are set to "dequantize"."""

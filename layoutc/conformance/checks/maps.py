@@ -135,10 +135,7 @@ def placed(subject: Subject) -> None:
         expect_same_all(subject, _laid_out(subject, planes, m, k), expected, (m, k))
 
 
-@check(
-    "swizzle",
-    "the GEMM's order of scales and zero points is a permutation, the pattern's, and it can be undone",
-)
+@check("swizzle", "the GEMM's order of scales and zero points is a permutation, the pattern's, and it can be undone")
 def swizzled(subject: Subject) -> None:
     """Pattern against numpy's reshape and transpose, and against its chain."""
     swizzle = subject.layout.swizzle

@@ -117,19 +117,35 @@ def trains(job: Job) -> None:
         _gathers_as(sharded, whole, f"after step {step}")
 
 
+def _same_model(when: str, actual: nn.Module, expected: nn.Module, parts: str = "planes") -> None:
+    """Compares parameters of this rank: planes of quantized ones, or their buffers, and plain ones as they are."""
+    for (name, one), (_, other) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
+        mine, theirs = (cast(Any, local_tensor(each.data)) for each in (one, other))
+        if type(mine) is not type(theirs):
+            raise Different(f"{when}: {name} is {type(mine).__name__}, not {type(theirs).__name__}")
+        if isinstance(theirs, QuantizedTensor):
+            _same(f"{when}, {name}", getattr(mine, parts)(), getattr(theirs, parts)())
+        else:
+            _same(when, {name: mine}, {name: theirs})
+
+
 def _gathers_as(sharded: Any, whole: Net, when: str) -> None:
     modules = (*sharded.layers, sharded)
     for module in modules:
         module.unshard()
-    for (name, param), (_, reference) in zip(sharded.named_parameters(), whole.named_parameters(), strict=True):
-        if isinstance(reference, QuantizedTensor):
-            if type(param) is not type(reference):
-                raise Different(f"{when}: {name} is gathered as {type(param).__name__}")
-            _same(f"{when}, {name}", param.buffers(), reference.buffers())
-        else:
-            _same(when, {name: param}, {name: reference})
+    _same_model(when, sharded, whole, "buffers")
     for module in modules:
         module.reshard()
+
+
+def _trained(job: Job) -> tuple[Net, Any]:
+    """A sharded model after some steps, and its optimizer."""
+    warnings.simplefilter("ignore")
+    model = _sharded(_net(job))
+    optimizer = _adam(model)
+    for step in range(STEPS):
+        _step(model, optimizer, job, step, _share())
+    return model, optimizer
 
 
 def saves_and_loads(job: Job, folder: str) -> None:
@@ -137,11 +153,7 @@ def saves_and_loads(job: Job, folder: str) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    warnings.simplefilter("ignore")
-    model = _sharded(_net(job))
-    optimizer = _adam(model)
-    for step in range(STEPS):
-        _step(model, optimizer, job, step, _share())
+    model, optimizer = _trained(job)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     other = _sharded(_net(job, salt=1))
@@ -150,14 +162,7 @@ def saves_and_loads(job: Job, folder: str) -> None:
     loaded: dict[str, Any] = {"model": weights, "optimizer": moments}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(other, other_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        mine: Any = a
-        theirs: Any = b
-        one, two = (cast(Any, local_tensor(each)) for each in (mine, theirs))
-        if isinstance(one, QuantizedTensor):
-            _same(f"restored {name}", two.planes(), one.planes())
-        else:
-            _same("restored", {name: two}, {name: one})
+    _same_model("restored", other, model)
     for step in range(STEPS, STEPS + 2):
         expected = _step(model, optimizer, job, step, _share())
         loss = _step(other, other_optimizer, job, step, _share())
@@ -170,12 +175,7 @@ def saves(job: Job, folder: str) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    warnings.simplefilter("ignore")
-    model = _sharded(_net(job))
-    optimizer = _adam(model)
-    for step in range(STEPS):
-        _step(model, optimizer, job, step, _share())
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(_trained(job)[0])}, checkpoint_id=folder)
 
 
 def _loads_alone(job: Job, folder: str) -> None:
@@ -187,13 +187,7 @@ def _loads_alone(job: Job, folder: str) -> None:
         _step(whole, optimizer, job, step, 1.0)
     with torch.no_grad():
         dcp.load({"model": loaded.state_dict(keep_vars=True)}, checkpoint_id=folder, no_dist=True)
-    for (name, a), (_, b) in zip(loaded.named_parameters(), whole.named_parameters(), strict=True):
-        actual: Any = a.data
-        expected: Any = b.data
-        if isinstance(actual, QuantizedTensor):
-            _same(f"loaded {name}", actual.planes(), expected.planes())
-        else:
-            _same("loaded", {name: actual}, {name: expected})
+    _same_model("loaded", loaded, whole)
 
 
 def _counted(function: Any, *arguments: Any) -> int:

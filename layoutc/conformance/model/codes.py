@@ -21,6 +21,7 @@ from layoutc.spec.formats import Format
 
 Array = NDArray[Any]
 Value = Fraction | float  # a float is NaN or an infinity
+Pairs = list[tuple[Fraction, int]]
 F32 = np.float32
 
 
@@ -112,13 +113,10 @@ class Codes:
         """The largest finite value."""
         return max(self.finite.values())
 
-    def candidates(self, negative: bool) -> list[tuple[Fraction, int]]:
-        """The (value, code) pairs that a number of this sign can round to, ascending; magnitudes if there is a sign
-        bit."""
-        return self._candidates[negative]
-
     @cached_property
-    def _candidates(self) -> tuple[list[tuple[Fraction, int]], list[tuple[Fraction, int]]]:
+    def candidates(self) -> tuple[Pairs, Pairs]:
+        """The (value, code) pairs that a positive number, and a negative one, can round to, ascending; magnitudes if
+        there is a sign bit."""
         top = 2 ** (self.format.bits - 1)
         if not self.has_sign_bit:
             every = sorted((v, c) for c, v in self.finite.items())
@@ -136,14 +134,14 @@ class Codes:
     @cached_property
     def _in_units(self) -> list[list[tuple[int, int]]]:
         """The candidates, each value as a whole number of 1 / _unit."""
-        return [[(int(value * self._unit), code) for value, code in found] for found in self._candidates]
+        return [[(int(value * self._unit), code) for value, code in found] for found in self.candidates]
 
     def search(self, x: float, rounding: str) -> int:
         """fp32 -> code, by the plain definition: of all codes, the nearest, ties to the even one; saturating."""
         if isnan(x):
             return self.nan_code
         negative = str(x).startswith("-")
-        pairs = self.candidates(negative)
+        pairs = self.candidates[negative]
         if self.format.values:
             return self._nearest_listed(x)
         size = x if self.format.integer else abs(x)
@@ -161,7 +159,7 @@ class Codes:
 
     def _nearest_listed(self, x: float) -> int:
         """Of neighbours, the one on x's side of their midpoint, as fp32; a tie goes down, or to the even code."""
-        pairs = self.candidates(False)
+        pairs = self.candidates[0]
         for middle, ((_, code), (_, above)) in zip(self._middles, pairwise(pairs), strict=True):
             if x < middle or (x == middle and not (self.format.ties == "even" and above % 2 == 0)):
                 return code
@@ -170,7 +168,7 @@ class Codes:
     @cached_property
     def _middles(self) -> list[float]:
         """Midpoints of listed neighbours, as fp32."""
-        return [float(rounded((low + high) / 2)) for (low, _), (high, _) in pairwise(self.candidates(False))]
+        return [float(rounded((low + high) / 2)) for (low, _), (high, _) in pairwise(self.candidates[0])]
 
     def is_odd(self, code: Any) -> Any:
         """Whether ties go to the neighbour of a code: it is odd, or stands for an odd number of steps."""
@@ -183,14 +181,11 @@ class Codes:
         at = bisect_left(pairs, (steps, 0))
         return pairs[max(0, at - 3) : at + 3] or pairs[-3:]
 
-    def neighbours(self, negative: bool) -> list[tuple[Fraction, int]]:
-        """The (magnitude, code) pairs of a sign, ascending from zero: what random bits round to."""
-        return self._neighbours[negative]
-
     @cached_property
-    def _neighbours(self) -> tuple[list[tuple[Fraction, int]], list[tuple[Fraction, int]]]:
+    def neighbours(self) -> tuple[Pairs, Pairs]:
+        """The (magnitude, code) pairs of either sign, ascending from zero: what random bits round to."""
         if self.has_sign_bit:
-            return self._candidates
+            return self.candidates
         up = sorted((v, c) for c, v in self.finite.items() if v >= 0)
         return up, sorted((-v, c) for c, v in self.finite.items() if v <= 0)
 
@@ -198,7 +193,7 @@ class Codes:
         """fp32 and 32 random bits -> code, by the plain definition, in exact fractions."""
         if isnan(x):
             return self.nan_code
-        pairs = self.neighbours(str(x).startswith("-"))
+        pairs = self.neighbours[str(x).startswith("-")]
         if isinf(x) or Fraction(abs(x)) >= pairs[-1][0]:
             return pairs[-1][1]
         size = Fraction(abs(x))
@@ -212,7 +207,7 @@ class Codes:
         codes = np.empty(x.shape, np.uint8)
         size = np.nan_to_num(np.abs(x).astype(np.float64))
         for negative in (False, True):
-            pairs = self.neighbours(negative)
+            pairs = self.neighbours[negative]
             values = np.array([float(value) for value, _ in pairs])
             of = np.array([code for _, code in pairs], np.uint8)
             last = len(values) - 1
@@ -230,7 +225,7 @@ class Codes:
         codes = np.empty(x.shape, self.dtype)
         negative = np.signbit(x)
         if self.format.values:
-            pairs = self.candidates(False)
+            pairs = self.candidates[0]
             middles = self._bounds
             even = np.array([self.format.ties == "even" and code % 2 == 0 for _, code in pairs[1:]])
             with np.errstate(invalid="ignore"):
@@ -247,7 +242,7 @@ class Codes:
     @cached_property
     def _bounds(self) -> Array:
         """Between listed values; found apart from `_middles`, so that a fault in either shows."""
-        return np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(self.candidates(False))], F32)
+        return np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(self.candidates[0])], F32)
 
     def _encode(self, size: Array, negative: bool, rounding: str) -> Array:
         values, codes = self._sorted[negative]
@@ -265,7 +260,7 @@ class Codes:
         """The candidates' values and codes as arrays."""
         return [
             (np.array([float(value) for value, _ in pairs]), np.array([code for _, code in pairs], self.dtype))
-            for pairs in self._candidates
+            for pairs in self.candidates
         ]
 
     def decode(self, codes: Array) -> Array:

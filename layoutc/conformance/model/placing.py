@@ -90,22 +90,14 @@ def in_records(record: Record, planes: Planes, m: int, k: int) -> Array:
 
 
 def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
-    """As `buffers`, but with scales and zero points flat and in the order of the spec's swizzle, by reshape and
-    transpose."""
-
+    """As `buffers`, but with scales and zero points flat and in the order of the spec's swizzle."""
     made, swizzle = buffers(layout, planes, m, k), layout.swizzle
     for buffer in layout.buffers if swizzle else ():
         if buffer.name not in made or buffer.kind not in ("scale", "zero"):
             continue
         assert swizzle is not None
         free = "m" if buffer.orientation == "rowwise" else "k"
-        entries = made[buffer.name] if buffer.axes[0] == free else made[buffer.name].T
-        sizes = dict(swizzle.sizes)
-        for group, extent in zip(swizzle.groups, entries.shape, strict=True):
-            sizes[group[0]] = extent // int(np.prod([sizes[name] for name in group[1:]]))
-        names = [name for group in swizzle.groups for name in group]
-        parts = entries.reshape([sizes[name] for name in names])
-        made[buffer.name] = parts.transpose([names.index(name) for name in swizzle.order]).ravel()
+        made[buffer.name] = in_order(swizzle, made[buffer.name] if buffer.axes[0] == free else made[buffer.name].T)
     return made
 
 
@@ -116,9 +108,7 @@ def logical(plane_or_buffer: str, layout: Layout, m: int, k: int, byte: int) -> 
     if plane is None or plane.is_scalar:
         return None
     itemsize = plane.bits // 8 if plane.bits > 8 else 1
-    if any(
-        p.name == plane_or_buffer for p in layout.planes
-    ):  # a plane and a buffer may share a name: the plane's order
+    if plane.name == plane_or_buffer:  # a plane and a buffer may share a name: the plane's order
         width = plane.shape(m, k)[-1]
         row, column = divmod(byte // itemsize, width)
         column = column * 8 // plane.bits if plane.bits < 8 else column
