@@ -81,26 +81,17 @@ def _source(content: bytes, path: str) -> Source:
 def _unknown(name: str, key: Key, source: Source) -> Diagnostic:
     names = sorted(files_of(source.path))
     meant = nearest(name, names)
-    return source.find(
-        "LC908",
-        f"there is no recipe `{name}`",
-        source.value(key),
-        why="looked for beside this spec, and among those that come with layoutc",
-        help=f"write `{key[-1]}: {meant}`" if meant else f"name one of {', '.join(names)}",
-    )
+    why = "looked for beside this spec, and among those that come with layoutc"
+    help = f"write `{key[-1]}: {meant}`" if meant else f"name one of {', '.join(names)}"
+    return source.find("LC908", f"there is no recipe `{name}`", key, why=why, help=help)
 
 
 def _not_sent(name: str, key: Key, source: Source) -> Diagnostic:
     message = f"`{name}` is no recipe of gradients on the wire"
-    return source.find("LC908", message, source.value(key), help="name one with `use: wire`, as `reduce: grad_fp8`")
+    return source.find("LC908", message, key, help="name one with `use: wire`, as `reduce: grad_fp8`")
 
 
 def _broken(name: str, key: Key, source: Source, file: Path, problems: Sequence[Diagnostic]) -> Diagnostic:
     first = next((one.message for one in problems if has_errors([one])), "")
-    return source.find(
-        "LC908",
-        f"the spec of `{name}` has errors",
-        source.value(key),
-        why=f"the first is: {first}",
-        help=f"see them all with `layoutc check {file}`",
-    )
+    why, help = f"the first is: {first}", f"see them all with `layoutc check {file}`"
+    return source.find("LC908", f"the spec of `{name}` has errors", key, why=why, help=help)

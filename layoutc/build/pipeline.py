@@ -98,7 +98,9 @@ def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) 
         if spec is None:
             continue
         if spec.name in made:
-            diagnostics.append(_twice(spec.name, path))
+            message, why = f"recipe `{spec.name}` is made by two specs", "the second would overwrite the first"
+            help = "rename one of them, or leave it out"
+            diagnostics.append(Diagnostic("LC904", message, str(path), why=why, help=help))
             continue
         made[spec.name] = spec.summary.rstrip(".")
         rendered |= {f"{spec.name}/{name}": text for name, text in texts.items()}
@@ -121,42 +123,22 @@ def _unprintable(error: Exception, path: str) -> Diagnostic:
     """The finding about a spec on which the compiler itself fails."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return Diagnostic(
-        "LC907",
-        f"layoutc can't write the code of this spec: {type(error).__name__}{at}",
-        path,
-        why=f"{error}; layoutc finds no error in the spec, so this is a bug in layoutc",
-        help="report it with this spec",
-    )
+    message = f"layoutc can't write the code of this spec: {type(error).__name__}{at}"
+    why = f"{error}; layoutc finds no error in the spec, so this is a bug in layoutc"
+    return Diagnostic("LC907", message, path, why=why, help="report it with this spec")
 
 
 def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:
     """The finding about a file that the build must not replace."""
-    return Diagnostic(
-        "LC905",
-        f"this is in the way of a generated file: {state.obstacle}",
-        str(state.path),
-        why="layoutc only replaces files that begin with its own mark; nothing was written",
-        help=f"move it away, or build into another folder: `--out {out / 'quant'}`",
-    )
+    message = f"this is in the way of a generated file: {state.obstacle}"
+    why = "layoutc only replaces files that begin with its own mark; nothing was written"
+    help = f"move it away, or build into another folder: `--out {out / 'quant'}`"
+    return Diagnostic("LC905", message, str(state.path), why=why, help=help)
 
 
 def _unreadable(state: files.FileState) -> Diagnostic:
     """The finding about a recipe that a build of others would drop from the index."""
-    return Diagnostic(
-        "LC906",
-        f"this generated file can't be read: {state.obstacle}",
-        str(state.path),
-        why="the package's index lists this recipe with the summary in this file; nothing was written",
-        help=f"build it again with its spec beside the others, or delete {state.path.parent}",
-    )
-
-
-def _twice(name: str, path: Path) -> Diagnostic:
-    return Diagnostic(
-        "LC904",
-        f"recipe `{name}` is made by two specs",
-        str(path),
-        why="the second would overwrite the first",
-        help="rename one of them, or leave it out",
-    )
+    message = f"this generated file can't be read: {state.obstacle}"
+    why = "the package's index lists this recipe with the summary in this file; nothing was written"
+    help = f"build it again with its spec beside the others, or delete {state.path.parent}"
+    return Diagnostic("LC906", message, str(state.path), why=why, help=help)

@@ -46,12 +46,8 @@ def text_at(revision: str, folder: Path, name: str) -> str | None:
 
 
 def _commit(revision: str, folder: Path) -> str:
-    _git(
-        folder,
-        "rev-parse",
-        "--show-prefix",
-        failed=f"{folder} is not in a git repository, so there is nothing to compare with",
-    )
+    outside = f"{folder} is not in a git repository, so there is nothing to compare with"
+    _git(folder, "rev-parse", "--show-prefix", failed=outside)
     spelled = f"{revision}^{{commit}}"
     hint = f"{revision} is not a revision of this repository; in a shallow clone, fetch it first: git fetch origin"
     commit = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint)

@@ -78,6 +78,12 @@ class Diagnostic:
         return catalogue()[self.code].severity
 
     @property
+    def whole(self) -> str:
+        """Headline, why and help, a line each."""
+        parts = [f"{name}: {text}" for name, text in (("why", self.why), ("help", self.help)) if text]
+        return "\n".join([printable(self.message), *parts])
+
+    @property
     def sort_key(self) -> tuple[str, int, int, str, str]:
         """File, line, column, code, headline."""
         span = self.primary.span if self.primary else Span(0, 0, 0, 0)

@@ -10,6 +10,7 @@ import json
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import get_args
 
 from layoutc.diagnostics.diagnostic import Diagnostic, Entry, Label, Severity, Span, printable
@@ -80,9 +81,7 @@ def github(item: Diagnostic) -> str:
         properties |= {"line": str(span.line), "col": str(span.column)}
         properties |= {"endLine": str(span.end_line), "endColumn": str(span.end_column)}
     spelled = ",".join(f"{key}={_escape(value, ':,')}" for key, value in properties.items())
-    parts = [printable(item.message)]
-    parts += [f"{name}: {text}" for name, text in (("why", item.why), ("help", item.help)) if text]
-    return f"::{item.severity} {spelled}::{_escape(chr(10).join(parts))}"
+    return f"::{item.severity} {spelled}::{_escape(item.whole)}"
 
 
 def as_json(item: Diagnostic) -> str:
@@ -93,9 +92,9 @@ def as_json(item: Diagnostic) -> str:
             "severity": item.severity,
             "message": item.message,
             "file": item.path,
-            "span": _span(item.primary.span) if item.primary else None,
+            "span": asdict(item.primary.span) if item.primary else None,
             "label": item.primary.text if item.primary else None,
-            "others": [{"span": _span(label.span), "label": label.text} for label in item.secondary],
+            "others": [{"span": asdict(label.span), "label": label.text} for label in item.secondary],
             "why": item.why,
             "help": item.help,
         }
@@ -127,10 +126,6 @@ def _count(number: int, noun: str) -> str:
 def _place(item: Diagnostic) -> str:
     span = item.primary.span if item.primary else None
     return f"{item.path}:{span.line}:{span.column}" if span else item.path
-
-
-def _span(span: Span) -> dict[str, int]:
-    return {"line": span.line, "column": span.column, "end_line": span.end_line, "end_column": span.end_column}
 
 
 def _escape(text: str, also: str = "") -> str:

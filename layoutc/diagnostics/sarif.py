@@ -16,10 +16,7 @@ def sarif(diagnostics: Iterable[Diagnostic]) -> str:
     """The whole log: one run, the rules that were broken, a result for each finding."""
     items = list(diagnostics)
     codes = sorted({item.code for item in items})
-    driver = {
-        "name": "layoutc",
-        "rules": [_rule(catalogue()[code]) for code in codes],
-    }
+    driver = {"name": "layoutc", "rules": [_rule(catalogue()[code]) for code in codes]}
     run = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
@@ -40,19 +37,15 @@ def _rule(entry: Entry) -> dict[str, object]:
 
 
 def _result(item: Diagnostic, rule: int) -> dict[str, object]:
-    parts = [printable(item.message)]
-    parts += [f"{name}: {text}" for name, text in (("why", item.why), ("help", item.help)) if text]
     result: dict[str, object] = {
         "ruleId": item.code,
         "ruleIndex": rule,
         "level": item.severity,
-        "message": {"text": "\n".join(parts)},
+        "message": {"text": item.whole},
         "locations": [_location(item.path, item.primary)],
     }
     if item.secondary:
-        result["relatedLocations"] = [
-            _location(item.path, label, number) for number, label in enumerate(item.secondary)
-        ]
+        result["relatedLocations"] = [_location(item.path, one, at) for at, one in enumerate(item.secondary)]
     return result
 
 

@@ -31,11 +31,10 @@ def look() -> list[Line]:
 def driver() -> str:
     """The version of NVIDIA's driver; "" if none is loaded."""
     try:
-        found = re.search(
-            r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", DRIVER.read_text(encoding="utf-8", errors="replace")
-        )
+        text = DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", text)
     return found[1] if found else "of an unknown version"
 
 

@@ -51,9 +51,8 @@ def look(installed: Callable[[str], str] = version, stated: Callable[[str], list
 def _lines(installed: Callable[[str], str], stated: Callable[[str], list[str] | None]) -> Iterator[Line]:
     python = ".".join(map(str, sys.version_info[:3]))
     is_new = sys.version_info >= (3, 11)
-    yield Line(
-        "Python", "fine" if is_new else "missing", f"{python}, {platform.platform()}", "use Python 3.11 or later"
-    )
+    found = f"{python}, {platform.platform()}"
+    yield Line("Python", "fine" if is_new else "missing", found, "use Python 3.11 or later")
     try:
         yield Line("layoutc", "fine", installed("layoutc"))
         wanted = stated("layoutc") or []

@@ -16,7 +16,7 @@ from layoutc.layout.chain import Join, Pad, Permute, Reorder, Split
 from layoutc.layout.formula import Formula, RepeatUpTo, of_plane
 from layoutc.layout.layout import Layout, Plane, is_swizzled, swizzled_formula
 from layoutc.layout.records import Record, count_of
-from layoutc.plan.plan import Gather, Plan
+from layoutc.plan.plan import Plan
 from layoutc.report.describe import alignment, describe, passes, problems
 from layoutc.spec.formats import Format
 
@@ -225,11 +225,12 @@ def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops
     """A recipe's plan -> what the page shows of it. text, path: its spec; generated: file names and their text."""
     layout = plan.layout
     whole = describe(plan, *stops.first)
+    blocks = {name: layout.source(name).quantization.block for name in layout.orientations}
     return Recipe(
         name=layout.name,
         summary=layout.summary,
         layout_id=plan.layout_id,
-        blocks=tuple((name, *_block(layout, name)) for name in layout.orientations),
+        blocks=tuple((name, block.m, block.k) for name, block in blocks.items()),
         block_rows=plan.block_rows,
         free_cuts=(plan.shard_rows, plan.shard_reason),
         exchanged="extremes" if plan.extremes else "values",
@@ -238,7 +239,10 @@ def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops
         buffers=tuple(_buffers(layout)),
         records=tuple(map(_record, layout.records)),
         codes=tuple(_codes(fmt) for fmt in dict.fromkeys(source.quantization.element for source in layout.sources)),
-        passes=tuple(_pass(one) for one in (plan.forward, plan.backward, plan.both)),
+        passes=tuple(
+            PassData(one.name, tuple(plane.name for plane in one.planes), float(one.bytes_per_element))
+            for one in (plan.forward, plan.backward, plan.both)
+        ),
         origins=tuple((origin.orientation, origin.reason) for origin in whole.derivations),
         cuts=tuple(tuple(_cuts(plan, m, stops.columns[0], world) for world in stops.worlds) for m in stops.rows),
         stops=tuple(tuple(_stop(plan, m, k, stops.worlds) for k in stops.columns) for m in stops.rows),
@@ -274,11 +278,6 @@ def plane_formula(layout: Layout, plane: Plane) -> Formula:
     return of_plane(plane.per_m, plane.per_k, plane.bits, low_first)
 
 
-def _block(layout: Layout, orientation: str) -> tuple[int | None, int | None]:
-    block = layout.source(orientation).quantization.block
-    return block.m, block.k
-
-
 def _format(layout: Layout, plane: Plane) -> str:
     for source in layout.sources:
         if plane in source.planes and (fmt := source.format_of(plane)) is not None:
@@ -310,33 +309,20 @@ def _buffers(layout: Layout) -> Sequence[BufferData]:
 
 
 def _record(record: Record) -> RecordData:
-    fields = tuple(
-        FieldData(
-            plane=run.slice.plane.name,
-            kind=run.slice.plane.kind,
-            start=run.slice.start,
-            count=run.slice.stop - run.slice.start,
-            low=run.slice.low,
-            bits=run.slice.bits,
-            at=run.at,
-            step=run.step,
-        )
-        for run in record.runs
-    )
-    entries = tuple((plane.name, count_of(plane, record.axis, record.size)) for plane in record.planes)
+    fields = []
+    for run in record.runs:
+        one = run.slice
+        entries = (one.start, one.stop - one.start, one.low, one.bits)
+        fields.append(FieldData(one.plane.name, one.plane.kind, *entries, run.at, run.step))
+    counts = tuple((plane.name, count_of(plane, record.axis, record.size)) for plane in record.planes)
     facts = (record.name, record.orientation, record.axis, record.size, record.nbytes, record.made_by)
-    return RecordData(*facts, entries, fields)
+    return RecordData(*facts, counts, tuple(fields))
 
 
 def _codes(fmt: Format) -> CodesData:
     count = len(fmt.values) or 1 << fmt.bits
     values = [fmt.value(code) for code in range(count)]
     return CodesData(fmt.name, fmt.bits, bool(fmt.values), tuple(one if isfinite(one) else None for one in values))
-
-
-def _pass(gather: Gather) -> PassData:
-    planes = tuple(plane.name for plane in gather.planes)
-    return PassData(gather.name, planes, float(gather.bytes_per_element))
 
 
 def _cuts(plan: Plan, m: int, k: int, world: int) -> CutData:

@@ -90,18 +90,10 @@ def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterato
             yield from (f"block:{name}", *_planes((source,), _SCALES), CUTS)
         case ["data", *_]:
             yield f"buffer:{name}_data"
-        case ["super", *_]:
-            yield from (
-                f"buffer:{buffer.name}"
-                for buffer in layout.buffers
-                if buffer.orientation == name and buffer.kind in _SUPER
-            )
-        case ["scale", *_]:
-            yield from (
-                f"buffer:{buffer.name}"
-                for buffer in layout.buffers
-                if buffer.orientation == name and buffer.kind in ("scale", "zero")
-            )
+        case [("super" | "scale") as part, *_]:
+            kinds = _SUPER if part == "super" else ("scale", "zero")
+            laid_out = (one for one in layout.buffers if one.orientation == name and one.kind in kinds)
+            yield from (f"buffer:{buffer.name}" for buffer in laid_out)
         case ["record", *_]:
             yield f"buffer:{name}_record"
         case ["quantize", "element", *_]:

@@ -166,7 +166,7 @@ def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
     diagnostics = []
     for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
         if size % multiple:
-            near = _either(nearest_multiple(size, multiple))
+            near = " or ".join(map(str, nearest_multiple(size, multiple))) or "no size near it"
             what = {"m": "rows", "k": "columns"}[axis]
             message = f"{layout.name} takes {what} in multiples of {multiple}, not {size}"
             diagnostics.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
@@ -200,7 +200,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
             *(_record(record, m, k) for record in layout.records),
             *_read_as_stored(layout, m, k),
         ),
-        swizzle=_swizzle(layout),
+        swizzle=layout.swizzle.stated if layout.swizzle else None,
         alignment=alignment(plan, m, k, world),
         passes=passes(plan, m, k, world),
         derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
@@ -266,9 +266,8 @@ def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
     if layout.history and not any(plane in source.planes for source in layout.sources):
         shape = (layout.history,)  # the weight's amax, not a plane of a source: one value for each step of the history
     nbytes = prod(shape) * plane.itemsize
-    return PlaneFacts(
-        plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded=plane.per_m is not None
-    )
+    sharded = plane.per_m is not None
+    return PlaneFacts(plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded)
 
 
 def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
@@ -310,14 +309,6 @@ def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
     return buffer.chain(m, k).nbytes - filled * buffer.bits // 8
 
 
-def _swizzle(layout: Layout) -> str | None:
-    """The pattern with its sizes, as a spec writes it."""
-    if layout.swizzle is None:
-        return None
-    sizes = ", ".join(f"{name} = {size}" for name, size in layout.swizzle.sizes)
-    return layout.swizzle.pattern + (f" with {sizes}" if sizes else "")
-
-
 def passes(plan: Plan, m: int, k: int, world: int) -> tuple[PassFacts, ...]:
     """What forward, backward and both gather of a weight of (m, k)."""
     return tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both))
@@ -347,7 +338,3 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
         serves=gather.serves,
         derived=tuple(derived),
     )
-
-
-def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(str(number) for number in numbers) or "no size near it"

@@ -10,11 +10,9 @@ from layoutc.estimate.state import Wire
 
 def measured(machine: Machine, host: float | None = None, together: int = 1) -> list[str]:
     """Of a machine. host: how many times as long its host takes, if that is known. together: steps in a row."""
-    own = (
-        "as on a few hosts, which differed by up to 2 (--host)"
-        if host is None
-        else f"{host:.2f} times as long as on those that were measured"
-    )
+    own = "as on a few hosts, which differed by up to 2 (--host)"
+    if host is not None:
+        own = f"{host:.2f} times as long as on those that were measured"
     card = machine.extrapolated or f"an {machine.name} is an H200 with slower memory"
     slower = f"{1 + machine.interference:.2f}"
     return [

@@ -59,12 +59,8 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
     first = next(name for name, source in layout.source_of if source == layout.sources[0].name)
     if others := [name for name, source in layout.source_of if source != layout.sources[0].name]:
         rest.append(("not in such files", f"{', '.join(others)}: quantized from what {first} stands for"))
-    return [
-        Table(
-            f"{layout.name}/{binding.name}: {binding.summary}", ("plane", "tensor", "dtype", "order", ""), tuple(rows)
-        ),
-        Table("", (), tuple(row for row in rest if row[1])),
-    ]
+    title, heads = f"{layout.name}/{binding.name}: {binding.summary}", ("plane", "tensor", "dtype", "order", "")
+    return [Table(title, heads, tuple(rows)), Table("", (), tuple(row for row in rest if row[1]))]
 
 
 def _row(layout: Layout, plane: BoundPlane) -> tuple[str, ...]:

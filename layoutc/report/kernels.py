@@ -78,9 +78,8 @@ def _sources(kernels: Kernels) -> Table:
             size = f"{level.covers.m or 'all'} x {level.covers.k or 'all'}"
             how = f"of {size}, by {inner.rule}" + (", less their mean" if level.centered else "")
             rows.append(("", f"super-blocks of {kind}s", how, ""))
-            rows += (
-                [] if inner.scale.is_f32 else [("", *one) for one in _conversions(what, inner.scale, inner.rounding)]
-            )
+            made = () if inner.scale.is_f32 else _conversions(what, inner.scale, inner.rounding)
+            rows += [("", *one) for one in made]
         rows.append(("", "stored", _stored(source), ""))
     heads = ("source", "what", "how", "on cards that convert")
     return Table("Codes: how they are made, read and stored", heads, tuple(rows))
@@ -123,9 +122,8 @@ def _moves(kernels: Kernels) -> list[Table]:
         if isinstance(move, SwizzleMove):
             done = ["value by value, from where the pattern says"]
         elif isinstance(move, CodeMove):
-            done += (
-                [f"in words of 32 bits where m and k are multiples of {kernels.lay_out.word}"] if move.in_words else []
-            )
+            words = f"in words of 32 bits where m and k are multiples of {kernels.lay_out.word}"
+            done += [words] if move.in_words else []
         else:
             done += [f"an entry for each {move.per_m or 'all'} x {move.per_k or 'all'}"]
             done += ["in the GEMM's order where asked for"] if move.swizzled else []

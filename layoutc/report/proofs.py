@@ -208,12 +208,8 @@ def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
     else:
         cuts = sorted({rows, 2 * rows, *(rows // prime for prime in _primes(rows))})
         how = f"enumerated: {', '.join(map(str, cuts))}; crossings come in multiples, and these have all divisors"
-    counter = ""
-    for cut in cuts:
-        crossed = _crossed(plan.layout, cut)
-        if bool(crossed) == (cut % rows == 0):
-            counter = f"a cut at row {cut} crosses {crossed or 'nothing'}"
-            break
+    wrong = ((cut, what) for cut in cuts if bool(what := _crossed(plan.layout, cut)) == (cut % rows == 0))
+    counter = next((f"a cut at row {cut} crosses {what or 'nothing'}" for cut, what in wrong), "")
     yield proof("shards", statement, how, counter)
 
 
@@ -284,9 +280,8 @@ def derivations_are_lossless(plan: Plan) -> Iterator[Proof]:
         reason = _told_apart(first, other)
         counter = "" if reason else f"{base} and {orientation} quantize alike, so one copy would do"
         statement = f"{orientation} does not follow from {base}: {reason or 'they differ'}"
-        yield proof(
-            orientation, statement, "quantizations compared; blocks by two elements that only one joins", counter
-        )
+        method = "quantizations compared; blocks by two elements that only one joins"
+        yield proof(orientation, statement, method, counter)
 
 
 def _told_apart(a: Source, b: Source) -> str:
@@ -294,18 +289,12 @@ def _told_apart(a: Source, b: Source) -> str:
     for axis, name in enumerate("mk"):
         runs = [_run(source, axis) for source in (a, b)]
         if runs[0] != runs[1]:
-            apart = int(min(runs))
-            joining, parting = (a, b) if runs[0] > runs[1] else (b, a)
-            return (
-                f"elements {apart} apart along {name} can share a scale of {joining.name}, never one of {parting.name}"
-            )
+            joining, parting = (a.name, b.name) if runs[0] > runs[1] else (b.name, a.name)
+            apart = f"elements {int(min(runs))} apart along {name}"
+            return f"{apart} can share a scale of {joining}, never one of {parting}"
     pairs = [(field.name, *(getattr(s.quantization, field.name) for s in (a, b))) for field in fields(a.quantization)]
-    different = [
-        f"{name} is {_short(mine)} {a.name}, {_short(theirs)} {b.name}"
-        for name, mine, theirs in pairs
-        if mine != theirs
-    ]
-    return "; ".join(different)
+    different = ((name, _short(mine), _short(theirs)) for name, mine, theirs in pairs if mine != theirs)
+    return "; ".join(f"{name} is {mine} {a.name}, {theirs} {b.name}" for name, mine, theirs in different)
 
 
 def _run(source: Source, axis: int) -> float:
@@ -361,9 +350,8 @@ def _tiles(layout: Layout, buffer: Buffer, rows: int, columns: int) -> tuple[int
     """The smallest weight that the recipe takes and that fills so many whole tiles of a buffer along each axis."""
     sizes = {"m": 1, "k": 1}
     for dim, multiple in zip(buffer.dims, buffer.multiples if buffer.dims else (), strict=True):
-        sizes[dim.axis] = lcm(
-            dim.per * lcm(dim.multiple, multiple), (buffer.plane.per_m, buffer.plane.per_k)["mk".index(dim.axis)] or 1
-        )
+        covers = buffer.plane.per_m if dim.axis == "m" else buffer.plane.per_k
+        sizes[dim.axis] = lcm(dim.per * lcm(dim.multiple, multiple), covers or 1)
     return _shape_for(layout, sizes["m"] * rows, sizes["k"] * columns)
 
 

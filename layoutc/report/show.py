@@ -37,10 +37,8 @@ def _head(facts: Description) -> Table:
     lacking = dict(facts.lacking)
     has = ", ".join(what for what in ("quantize", "dequantize", "lay out") if what not in lacking)
     rows.append(("kernels", reason if facts.no_kernels else has))
-    if not facts.no_kernels:
-        rows += [
-            ("no kernel", f"to {what}, so the reference does on every device: {why}") for what, why in lacking.items()
-        ]
+    for what, why in () if facts.no_kernels else lacking.items():
+        rows.append(("no kernel", f"to {what}, so the reference does on every device: {why}"))
     rows += [("for", facts.not_weights.removeprefix("for "))] if facts.not_weights else []
     rows += [(f"{name} values", done) for name, done in facts.values]
     return Table(f"{facts.name}: {facts.summary}", (), tuple(rows))
@@ -52,7 +50,7 @@ def _stored(facts: Description) -> Table:
             plane.name,
             plane.dtype,
             shape_text(plane.shape),
-            _number(plane.nbytes),
+            f"{plane.nbytes:,}",
             _per_element(plane.nbytes / (facts.m * facts.k)),
             _covers(plane.covers),
             "yes" if plane.sharded else "no, alike on all ranks",
@@ -69,8 +67,8 @@ def _read(facts: Description) -> Table:
             buffer.name,
             buffer.dtype,
             shape_text(buffer.shape),
-            _number(buffer.nbytes),
-            _number(buffer.padding_bytes),
+            f"{buffer.nbytes:,}",
+            f"{buffer.padding_bytes:,}",
             _rows_in(buffer),
             buffer.plane if buffer.made_by else f"{buffer.plane}, as stored",
         )
@@ -120,11 +118,11 @@ def _cut_blocks(facts: Description, at: CutBlocks) -> list[tuple[str, str]]:
         passes.setdefault(one.doubled, []).append(one.name)
     every = len(passes) == 1
     more = ", ".join(
-        f"{_number(nbytes)} bytes a rank more in {'each pass' if every else ' and '.join(names)}"
+        f"{nbytes:,} bytes a rank more in {'each pass' if every else ' and '.join(names)}"
         for nbytes, names in passes.items()
         if nbytes
     )
-    exchange = f"{_number(at.exchange_bytes_per_rank)} bytes a rank in an all-gather that all weights share"
+    exchange = f"{at.exchange_bytes_per_rank:,} bytes a rank in an all-gather that all weights share"
     what = {"extremes": "the least and greatest value", "values": "all values"}[at.exchanged]
     return [
         ("cuts", f"{at.cuts} of {cuts} inside a block of {at.rows} rows; {_count(at.ranks, 'rank')} with part of one"),
@@ -146,7 +144,7 @@ def _gathered(facts: Description) -> Table:
         (
             one.name,
             " + ".join(one.planes),
-            _number(one.bytes_per_rank),
+            f"{one.bytes_per_rank:,}",
             _per_element(float(one.bytes_per_element)),
             f"{float(one.ratio_to_bf16):.2%}",
             ", ".join(one.serves),
@@ -189,10 +187,6 @@ def _covers(covers: tuple[int | None, int | None]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _number(value: int) -> str:
-    return f"{value:,}"
 
 
 def _per_element(value: float) -> str:
@@ -238,19 +232,14 @@ def overview(plan: Plan) -> Overview:
 def overview_table(rows: list[Overview]) -> Table:
     """The recipes as a table."""
     heads = ("recipe", "stored", "gathered", "for", "low-precision products", "files", "summary")
-    return Table(
-        "Bits of an element on a rank and in a gather, and what each recipe is for",
-        heads,
-        tuple(map(_cells, rows)),
-        numbers=frozenset({1, 2}),
-    )
+    title = "Bits of an element on a rank and in a gather, and what each recipe is for"
+    return Table(title, heads, tuple(map(_cells, rows)), numbers=frozenset({1, 2}))
 
 
 def _cells(row: Overview) -> tuple[str, ...]:
     cards = sorted(set(row.products.values()))
-    products = (
-        f"{'all' if len(row.products) == 3 else ', '.join(row.products)}: from {', '.join(cards)}" if cards else ""
-    )
+    which = "all" if len(row.products) == 3 else ", ".join(row.products)
+    products = f"{which}: from {', '.join(cards)}" if cards else ""
     files = ", ".join(name.partition("/")[2] for name in row.files)
     return row.name, f"{row.stored:.2f}", f"{row.gathered:.2f}", row.use, products, files, row.summary
 
@@ -281,15 +270,8 @@ def _rows(buffer: Buffer, m: int, k: int, width: int) -> str:
         size = wider
         grid.append(cells)
     unit_name = "byte" if buffer.bits < 8 else "value"
-    title = (
-        f"{buffer.name} of {m} x {k}: {_first(shown, rows, 'row')}, {_first(len(grid), last, unit_name)}.\n"
-        f"A cell names the row,column of {_subject(buffer)} stored there; a dot is padding.\n"
-    )
-    body = [
-        " ".join((str(row).rjust(len(str(shown - 1))), *(cells[row].ljust(size) for cells in grid))).rstrip()
-        for row in range(shown)
-    ]
-    return title + "\n".join(body) + "\n"
+    title = f"{buffer.name} of {m} x {k}: {_first(shown, rows, 'row')}, {_first(len(grid), last, unit_name)}"
+    return _drawn(buffer, title, {row: [cells[row] for cells in grid] for row in range(shown)}, size)
 
 
 def _tile(layout: Layout, buffer: Buffer, m: int, k: int, width: int) -> str:
@@ -300,15 +282,17 @@ def _tile(layout: Layout, buffer: Buffer, m: int, k: int, width: int) -> str:
     size, offsets = max(map(len, cells)), len(str(len(cells)))
     a_line = next((n for n in BYTES_A_LINE if offsets + n * (size + 1) <= width), 1)
     cells = cells[: a_line * TILE_LINES]
-    title = (
-        f"{buffer.name} as a GEMM wants it: {_first(len(cells), tile, 'value')} of a tile, {a_line} a line.\n"
-        f"A cell names the row,column of {_subject(buffer)} stored there; a dot is padding.\n"
-    )
-    body = [
-        " ".join((str(start).rjust(offsets), *(cell.ljust(size) for cell in cells[start : start + a_line]))).rstrip()
-        for start in range(0, len(cells), a_line)
-    ]
-    return title + "\n".join(body) + "\n"
+    title = f"{buffer.name} as a GEMM wants it: {_first(len(cells), tile, 'value')} of a tile, {a_line} a line"
+    lines = {start: cells[start : start + a_line] for start in range(0, len(cells), a_line)}
+    return _drawn(buffer, title, lines, size, offsets)
+
+
+def _drawn(buffer: Buffer, title: str, lines: Mapping[int, list[str]], size: int, offsets: int = 0) -> str:
+    """Lines of cells behind their numbers. offsets: the width of those, if not that of the largest."""
+    offsets = offsets or len(str(max(lines)))
+    rows = (" ".join((str(at).rjust(offsets), *(cell.ljust(size) for cell in cells))) for at, cells in lines.items())
+    legend = f"A cell names the row,column of {_subject(buffer)} stored there; a dot is padding."
+    return "\n".join([f"{title}.", legend, *map(str.rstrip, rows)]) + "\n"
 
 
 def _subject(buffer: Buffer) -> str:

@@ -74,15 +74,8 @@ def _totals(facts: CheckpointFacts) -> Table:
     rows = [_total(one) for one in facts.totals]
     stored = sum(one.stored_bytes for one in facts.totals)
     elements = sum(one.elements for one in facts.totals)
-    per_element = _per_element(stored / elements if elements else None)
-    everything = (
-        "all",
-        f"{len(facts.entries):,}",
-        f"{elements:,}",
-        f"{stored:,}",
-        per_element,
-        f"{facts.bf16_bytes:,}",
-    )
+    numbers = (f"{number:,}" for number in (len(facts.entries), elements, stored))
+    everything = ("all", *numbers, _per_element(stored / elements if elements else None), f"{facts.bf16_bytes:,}")
     heads = ("stored as", "entries", "elements", "bytes", "B/element", "as bf16")
     return Table("Totals", heads, (*rows, everything), frozenset({1, 2, 3, 4, 5}))
 

@@ -9,24 +9,13 @@ from typing import Any
 
 import yaml
 
-from layoutc.report.budgets.figures import NOTES, described, faster, label, links_of, load_of
+from layoutc.report.budgets.figures import NOTES, faster, label, run_of
 from layoutc.report.estimates import ON_GATHER
 from layoutc.report.tables import Table
 
 HEADS = (
-    *(
-        "recipe",
-        "state",
-        "gathered",
-        "activations",
-        "again",
-        "total",
-        "to spare",
-        "step",
-        "tokens/s",
-        "as fast as bf16",
-    ),
-    *("bound by", "loss"),
+    *("recipe", "state", "gathered", "activations", "again", "total", "to spare", "step", "tokens/s"),
+    *("as fast as bf16", "bound by", "loss"),
 )
 MOST = 12  # rows
 
@@ -41,13 +30,12 @@ def losses() -> Mapping[str, Mapping[str, Any]]:
 
 def ranked(budgets: Sequence[Mapping[str, Any]]) -> list[int]:
     """Places of budgets: those that fit first, by their time; then by what they lack."""
-    return sorted(
-        range(len(budgets)),
-        key=lambda at: (
-            budgets[at]["spare"] < 0,
-            budgets[at]["step"]["total"] if budgets[at]["spare"] >= 0 else -budgets[at]["spare"],
-        ),
-    )
+
+    def place(at: int) -> tuple[bool, float]:
+        spare = budgets[at]["spare"]
+        return (False, budgets[at]["step"]["total"]) if spare >= 0 else (True, -spare)
+
+    return sorted(range(len(budgets)), key=place)
 
 
 def tables(data: Mapping[str, Any]) -> list[Table]:
@@ -65,17 +53,9 @@ def tables(data: Mapping[str, Any]) -> list[Table]:
 
 
 def _where(data: Mapping[str, Any]) -> str:
-    model, setting = data["model"], data["setting"]
-    mesh = data["budgets"][0]["mesh"]
-    words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
-    cards = f"{mesh['world']:,} {setting['machine']['name']}"
+    model, world = data["model"], data["budgets"][0]["mesh"]["world"]
     size = f"{model['elements'] / 1e9:,.1f}e9 parameters"
-    return ", ".join(
-        [f"{model['name']} ({size}) on {cards}", *words, *described(setting), load_of(setting), links_of(setting)]
-    )
-
-
-_PARALLEL = (("replicas", "replicas"), ("tensor", "tensor-parallel"), ("experts", "expert-parallel"))
+    return ", ".join([f"{model['name']} ({size}) on {world:,} {data['setting']['machine']['name']}", *run_of(data)])
 
 
 def _verdict(data: Mapping[str, Any], order: Sequence[int]) -> str:
@@ -99,10 +79,9 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
         return f"would fit: {'; '.join(data.get('instead', ())) or 'none of more cards, smaller states, a frozen base'}"
     convert = {"plain": "", "cast": "cast_on_gather_"}.get(best["how"], "quantize_")
     again = {"full": "each layer checkpointed", "half": "every second layer checkpointed"}
+    converted = f'layoutc.{convert}(model, "{best["recipe"]}") before fully_shard'
     parts = [
-        f'layoutc.{convert}(model, "{best["recipe"]}") before fully_shard'
-        if convert
-        else "fully_shard of a plain model",
+        converted if convert else "fully_shard of a plain model",
         'steps within layoutc.products("low_precision")' if best["low"] else "",
         "layoutc.exchange_gradients(model)" if best["exchange"] else "",
         again.get(best["policy"], ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from layoutc.budget.totals import Budget, Setting
@@ -31,21 +32,14 @@ def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int,
     return {
         "layoutc_plan": VERSION,
         "model": {
-            "name": model.name,
-            "source": model.source,
-            "elements": model.elements,
-            "layers": len(model.layers),
-            "notes": list(model.notes),
+            **{"name": model.name, "source": model.source, "elements": model.elements},
+            **{"layers": len(model.layers), "notes": list(model.notes)},
         },
         "setting": {
             "sequence": sequence,
             "batch": batch,
-            "bytes": as_data(at.dtypes),
-            "links": as_data(at.links),
-            "machine": as_data(at.machine),
-            "host": at.runs != "graph",
-            "runs": at.runs,
-            "together": at.together,
+            **{"bytes": as_data(at.dtypes), "links": as_data(at.links), "machine": as_data(at.machine)},
+            **{"host": at.runs != "graph", "runs": at.runs, "together": at.together},
             "exchange": any(one.exchange for one in budgets),
             "on_gather": any(one.on_gather for one in budgets),
         },
@@ -62,40 +56,20 @@ def _budget(one: Budget) -> dict[str, Any]:
     return data
 
 
+# Name in CSV -> where it is in a budget's JSON values.
 FIGURES: Mapping[str, tuple[str, ...]] = {
-    "recipe": ("recipe",),
-    "how": ("how",),
-    "exchange": ("exchange",),
-    "on_gather": ("on_gather",),
-    "world": ("mesh", "world"),
-    "replicas": ("mesh", "replicas"),
-    "tensor": ("mesh", "tensor"),
-    "experts": ("mesh", "experts"),
-    "quantized_elements": ("quantized",),
-    "plain_elements": ("plain",),
-    "weights_bytes": ("resident", "weights"),
-    "masters_bytes": ("resident", "masters"),
-    "moments_bytes": ("resident", "moments"),
-    "gradients_bytes": ("resident", "gradients"),
-    "left_bytes": ("resident", "left"),
-    "root_gathered_bytes": ("peaks", "root"),
-    "layer_gathered_bytes": ("peaks", "layer"),
-    "peak_forward_bytes": ("peaks", "forward"),
-    "peak_backward_bytes": ("peaks", "backward"),
-    "policy": ("policy",),
-    "activations_bytes": ("peaks", "activations"),
-    "memory_bytes": ("memory",),
-    "spare_bytes": ("spare",),
-    "sent_forward_bytes": ("traffic", "forward"),
-    "sent_backward_bytes": ("traffic", "backward"),
-    "reduced_bytes": ("traffic", "reduced"),
-    "replicated_bytes": ("traffic", "replicated"),
-    "exchanged_bytes": ("traffic", "exchanged"),
-    "gather_forward_seconds": ("step", "gather_forward"),
-    "gather_backward_seconds": ("step", "gather_backward"),
-    "reduce_scatter_seconds": ("step", "reduce_scatter"),
-    "all_reduce_seconds": ("step", "all_reduce"),
-    "step_seconds": ("step", "total"),
+    **{name: (name,) for name in ("recipe", "how", "exchange", "on_gather")},
+    **{name: ("mesh", name) for name in ("world", "replicas", "tensor", "experts")},
+    **{f"{name}_elements": (name,) for name in ("quantized", "plain")},
+    **{f"{name}_bytes": ("resident", name) for name in ("weights", "masters", "moments", "gradients", "left")},
+    **{f"{name}_gathered_bytes": ("peaks", name) for name in ("root", "layer")},
+    **{f"peak_{name}_bytes": ("peaks", name) for name in ("forward", "backward")},
+    **{"policy": ("policy",), "activations_bytes": ("peaks", "activations")},
+    **{f"{name}_bytes": (name,) for name in ("memory", "spare")},
+    **{f"sent_{name}_bytes": ("traffic", name) for name in ("forward", "backward")},
+    **{f"{name}_bytes": ("traffic", name) for name in ("reduced", "replicated", "exchanged")},
+    **{f"{name}_seconds": ("step", name) for name in ("gather_forward", "gather_backward", "reduce_scatter")},
+    **{"all_reduce_seconds": ("step", "all_reduce"), "step_seconds": ("step", "total")},
     "tokens_per_second": ("tokens",),
 }
 
@@ -162,12 +136,17 @@ def _of_largest_world(budgets: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def title(data: Mapping[str, Any]) -> str:
-    model, setting = data["model"], data["setting"]
-    mesh = data["budgets"][0]["mesh"]
-    words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
-    words += described(setting)
+    model = data["model"]
     size = f"{model['elements'] / 1e9:,.2f}e9 parameters in {model['layers']} layers and the root"
-    return ", ".join([str(model["name"]), size, *words, load_of(setting), links_of(setting)])
+    return ", ".join([str(model["name"]), size, *run_of(data)])
+
+
+def run_of(data: Mapping[str, Any]) -> list[str]:
+    """How ranks share the model, what travels, what a card is fed, and the links."""
+    setting, mesh = data["setting"], data["budgets"][0]["mesh"]
+    words = {"replicas": "replicas", "tensor": "tensor-parallel", "experts": "expert-parallel"}
+    parallel = [f"{mesh[key]} {word}" for key, word in words.items() if mesh[key] > 1]
+    return [*parallel, *described(setting), load_of(setting), links_of(setting)]
 
 
 def load_of(setting: Mapping[str, Any]) -> str:
@@ -187,37 +166,31 @@ def described(setting: Mapping[str, Any]) -> list[str]:
     return [words for key, words in said.items() if setting[key]]
 
 
-_PARALLEL = (("replicas", "replicas"), ("tensor", "tensor-parallel"), ("experts", "expert-parallel"))
-
-
 def _rows(budgets: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    made = []
-    for one, as_fast in zip(budgets, faster(budgets), strict=True):
-        world, held, step = one["mesh"]["world"], one["resident"], one["step"]
-        made.append(
-            (
-                f"{world:,}",
-                label(one),
-                f"{100 * one['quantized'] / max(1, one['quantized'] + one['plain']):.1f}%",
-                *(_gb(held[key]) for key in ("weights", "masters", "moments", "gradients")),
-                _gb(one["peaks"]["root"] + one["peaks"]["layer"]),
-                _gb(max(one["peaks"]["forward"], one["peaks"]["backward"])),
-                one["policy"],
-                *(_gb(size) for size in (one["peaks"]["activations"], one["memory"], one["spare"])),
-                *(_gb(one["traffic"][key]) for key in ("forward", "backward", "reduced")),
-                _ms(step["gather_forward"] + step["gather_backward"]),
-                _ms(step["total"]),
-                as_fast,
-            )
-        )
-    return tuple(made)
+    return tuple((*_row(one), as_fast) for one, as_fast in zip(budgets, faster(budgets), strict=True))
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    peaks, step = one["peaks"], one["step"]
+    return (
+        f"{one['mesh']['world']:,}",
+        label(one),
+        f"{100 * one['quantized'] / max(1, one['quantized'] + one['plain']):.1f}%",
+        *(_gb(one["resident"][key]) for key in ("weights", "masters", "moments", "gradients")),
+        *(_gb(size) for size in (peaks["root"] + peaks["layer"], max(peaks["forward"], peaks["backward"]))),
+        one["policy"],
+        *(_gb(size) for size in (peaks["activations"], one["memory"], one["spare"])),
+        *(_gb(one["traffic"][key]) for key in ("forward", "backward", "reduced")),
+        *(ms(seconds) for seconds in (step["gather_forward"] + step["gather_backward"], step["total"])),
+    )
 
 
 def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.3f}" if abs(nbytes) < 1e10 else f"{nbytes / 1e9:,.1f}"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
     return f"{seconds * 1e3:,.1f}"
 
 
@@ -232,35 +205,27 @@ def _plain(budgets: Sequence[Mapping[str, Any]]) -> Table:
             if line["plain"]:
                 reasons.setdefault(line["plain"], []).append(line)
         for reason, lines in reasons.items():
-            elements = sum(line["count"] * _product(line["shape"]) for line in lines)
+            elements = sum(line["count"] * prod(line["shape"]) for line in lines)
             names = ", ".join(line["name"] for line in lines[:3]) + (", ..." if len(lines) > 3 else "")
             rows.append((label(one), f"{elements:,}", reason, names))
     return Table("Left plain", ("recipe", "elements", "why", "weights"), tuple(rows), frozenset({1}))
 
 
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size
-
-
 def _cuts(one: Mapping[str, Any]) -> Table | None:
-    rows = tuple(
-        (
-            line["name"],
-            str(line["count"]),
+    if not one["cuts"]:
+        return None
+    rows = []
+    for line in one["cuts"]:
+        over, inside = (
             f"{line['rows']:,} over {line['ranks']:,}",
             f"{line['inside']:,} inside a block of {line['block']}",
-            _either(line["free_rows"]),
-            _either(line["free_worlds"]),
         )
-        for line in one["cuts"]
-    )
-    if not rows:
-        return None
+        free = (_either(line[key]) for key in ("free_rows", "free_worlds"))
+        rows.append((line["name"], str(line["count"]), over, inside, *free))
     title = f"{label(one)} on {one['mesh']['world']:,} ranks: cuts that fall inside blocks, and sizes that have none"
-    return Table(title, ("weight", "of them", "rows", "cuts", "rows without", "ranks without"), rows, frozenset({1}))
+    return Table(
+        title, ("weight", "of them", "rows", "cuts", "rows without", "ranks without"), tuple(rows), frozenset({1})
+    )
 
 
 def _either(sizes: Sequence[int]) -> str:

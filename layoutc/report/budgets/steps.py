@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layoutc.report.budgets.figures import NOTES as MEMORY
-from layoutc.report.budgets.figures import faster, label, title
+from layoutc.report.budgets.figures import faster, label, ms, title
 from layoutc.report.tables import Table
 
 HEADS = (
@@ -36,12 +36,8 @@ def _row(one: Mapping[str, Any], of_bf16: str) -> tuple[str, ...]:
         f"{world:,}",
         label(one),
         f"{one['traffic']['forward'] * (world // one['mesh']['replicas']) / 1e9:,.1f}",
-        *(_ms(part) for part in (step["forward"], step["backward"], step["gather_forward"] + step["gather_backward"])),
-        *(_ms(step[part]) for part in ("reduce_scatter", "all_reduce", "optimizer", "host", "exposed", "undisturbed")),
-        _ms(step["total"]),
+        *(ms(part) for part in (step["forward"], step["backward"], step["gather_forward"] + step["gather_backward"])),
+        *(ms(step[part]) for part in ("reduce_scatter", "all_reduce", "optimizer", "host", "exposed", "undisturbed")),
+        ms(step["total"]),
         of_bf16,
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}"

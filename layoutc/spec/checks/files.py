@@ -117,8 +117,7 @@ def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnos
 
 def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each layout is a permutation of a plane's values, and whole bytes or words lie along its last dim."""
-    planes = _planes(spec)
-    for where, kind, tensor in _tensors(spec):
+    for where, _, tensor, fmt in _tensors(spec):
         if tensor.layout is None or (tensor.layout == "scalar" and not tensor.sizes):
             if tensor.sizes:
                 label = source.key((*where, next(iter(tensor.sizes))))
@@ -133,12 +132,12 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             help = "for instance `{layout: (e m) (g b) -> e m g b, b: 32}`"
             yield source.find("LC363", f"layout: {error}", label, why=why, help=help)
             continue
-        if kind in planes and _crosses_bytes(planes[kind]) and tensor.layout is not None:
-            bits, at = planes[kind].bits, (*where, "layout")
+        if fmt is not None and _crosses_bytes(fmt):
+            bits, at = fmt.bits, (*where, "layout")
             why = f"codes of {bits} bits lie across bytes, and move as the plane's bytes do"
             yield source.find("LC363", f"a layout of {bits}-bit codes", at, why=why, help="delete `layout`")
             continue
-        last, bits = layout.order[-1], planes[kind].bits if kind in planes else 8
+        last, bits = layout.order[-1], fmt.bits if fmt is not None else 8
         size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
         word = _width(tensor.dtype)
         if size * bits % word or tensor.sizes.get(last, 0) * bits % 8:
@@ -153,14 +152,12 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
 
 def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A tensor's dtype has the bits of the plane's values: the same format, or an integer that holds codes."""
-    planes = _planes(spec)
-    for where, kind, tensor in _tensors(spec):
-        if kind in STATED or kind not in planes:
+    for where, kind, tensor, fmt in _tensors(spec):
+        if kind in STATED or fmt is None:
             dtypes, message = STATED.get(kind, ((), ""))
             if dtypes and tensor.dtype not in dtypes:
                 yield source.find("LC364", message, (*where, "dtype"), help=f"write `dtype: {dtypes[0]}`")
             continue
-        fmt = planes[kind]
         if tensor.codes is not None:
             if tensor.dtype != "U8":
                 yield source.find("LC364", "codes are bytes, U8", (*where, "dtype"), help="write `dtype: U8`")
@@ -179,10 +176,10 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A codebook needs elements that have one, and a text what it says; nothing else says something."""
-    planes = _planes(spec)
-    for where, kind, tensor in _tensors(spec):
-        if kind == "codebook" and "data" in planes and not planes["data"].values:
-            message = f"{planes['data'].name} has no codebook"
+    for where, kind, tensor, _ in _tensors(spec):
+        data = _planes(spec).get("data")
+        if kind == "codebook" and data is not None and not data.values:
+            message = f"{data.name} has no codebook"
             yield source.find("LC361", message, source.key(where), help="delete `codebook`")
         if kind == "text" and tensor.value is None:
             help = "add `value: {shape: [rows, columns]}`, the JSON that files have"
@@ -202,8 +199,7 @@ def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A value is written as a quotient only where it is fp32 and single."""
-    planes = _planes(spec)
-    for where, kind, tensor in _tensors(spec):
+    for where, kind, tensor, fmt in _tensors(spec):
         if tensor.form is None:
             continue
         try:
@@ -212,19 +208,18 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = "write a number over x, or x over a number: `2688 / x`, `x / 2688`"
             yield source.find("LC365", f"form: {error}", (*where, "form"), help=help)
             continue
-        if kind in planes and not planes[kind].is_f32:
+        if fmt is not None and not fmt.is_f32:
             why = "a quotient of values of fewer bits is not a value of the same format"
             yield source.find("LC365", f"the {kind} is not fp32", (*where, "form"), why=why, help="delete `form`")
 
 
 def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Codes stand for values of fp32, in the plane's order, and what they need has names of its own."""
-    planes = _planes(spec)
-    for where, kind, tensor in _tensors(spec):
+    for where, kind, tensor, fmt in _tensors(spec):
         if (codes := tensor.codes) is None:
             continue
         label = source.key((*where, "codes"))
-        if kind not in planes or not planes[kind].is_f32 or kind == "amax":
+        if fmt is None or not fmt.is_f32 or kind == "amax":
             why = "what codes stand for is fp32, and lies in rows and columns"
             yield source.find("LC368", f"codes of the {kind}", label, why=why, help="delete `codes`")
             continue
@@ -310,10 +305,12 @@ def _named(name: str, binding: FileBinding) -> Iterator[tuple[str, str, Path]]:
             yield f"the scale of {kind}", tensor.codes.scale, (*where, "codes", "scale")
 
 
-def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor]]:
+def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor, Format | None]]:
+    """Where each tensor stands, what it holds, and the format of that plane; None of what is no plane."""
+    planes = _planes(spec)
     for name, binding in spec.files.items():
         for kind, tensor in binding.tensors.items():
-            yield ("files", name, "tensors", kind), kind, tensor
+            yield ("files", name, "tensors", kind), kind, tensor, planes.get(kind)
 
 
 def _planes(spec: Spec) -> dict[str, Format]:
