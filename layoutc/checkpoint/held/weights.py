@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
     part: the number of the weight's part in the files that it belongs to. codes: files have codes of the plane's
     values; of: what of them the tensor is, "codes", "codebook" or "scale". joined: of the scale of a whole weight, what
-    `bindings.fused.joined` calls it; "" if engines join it with no other.
+    `joined` of bindings calls it; "" if engines join it with no other.
     """
 
     name: str

@@ -27,8 +27,7 @@ from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings import source_configs
 from layoutc.runtime.bindings.configs import KEYS, OF_STORAGE
-from layoutc.runtime.bindings.fused import groups_of
-from layoutc.runtime.bindings.names import tensor_name
+from layoutc.runtime.bindings.names import groups_of, tensor_name
 from layoutc.runtime.bindings.source_configs import Modules
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts

@@ -25,7 +25,7 @@ from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
-from layoutc.runtime.bindings.fused import joined
+from layoutc.runtime.bindings.names import joined
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Group

@@ -9,13 +9,11 @@ autocast made, or a layer by `weight.to(x.dtype)`, would be rounded before it is
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from torch import Tensor
 
+from layoutc.runtime.cast.shared_amax import Cast
 from layoutc.runtime.errors import LayoutError
-
-Cast = Any  # a CastOnGather, whose module imports this one
 
 
 class Values(dict[str, Tensor]):

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -15,32 +15,13 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
-from layoutc.runtime.fsdp2.hooks import Gatherable
 from layoutc.runtime.quantize.amax import agree_on_amax, join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
-from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import traced, version_of
 from layoutc.runtime.torch_private.fsdp2 import shard_of
 from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.tensor import QuantizedTensor
 
-
-class Cast(Gatherable, Protocol):
-    """A weight that is cast on gather, as those see it who quantize it: a `CastOnGather`, whose module imports them."""
-
-    _plain: Tensor
-    _agreed: Agreed
-    _source: Any
-
-    def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor: ...
-    def quantized(
-        self,
-        planes: dict[str, Tensor],
-        matrix: Tensor,
-        orientations: tuple[str, ...],
-        row_sharding: RowSharding | None,
-        values: Tensor | None = None,
-    ) -> QuantizedTensor: ...
+Cast = Any  # a `CastOnGather`, whose module imports this one
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import installed
-from layoutc.runtime.bindings.fused import groups_of
+from layoutc.runtime.bindings.names import groups_of
 from layoutc.runtime.cast.plain_state_dicts import keep_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
