@@ -85,12 +85,10 @@ def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes
     """The pickle of an item, b"" if it has none; and the slice of its bytes that each record has."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
 
-    def slice_of(record: zips.Record) -> slice:
+    root, slices = directory.records[0].name.split("/")[0], dict[str, slice]()
+    for record in directory.records:
         first = zips.data_start(lambda offset, length: view[offset : offset + length], record, where)
-        return slice(first, first + record.size)
-
-    root = directory.records[0].name.split("/")[0]
-    slices = {record.name.removeprefix(f"{root}/"): slice_of(record) for record in directory.records}
+        slices[record.name.removeprefix(f"{root}/")] = slice(first, first + record.size)
     return bytes(view[slices["data.pkl"]]) if "data.pkl" in slices else b"", slices
 
 

@@ -33,10 +33,8 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
             f"{type(model).__name__} has adapters by its own add_adapter, which can't be unloaded: merge() each layer "
             "that is a peft.tuners.tuners_utils.BaseTunerLayer, and export merged_state(model)"
         )
-    layers: dict[str, Any] = {}
-    for name, module in model.get_base_model().named_modules():
-        if isinstance(module, LoraLayer):
-            layers[name] = module
+    modules = model.get_base_model().named_modules()
+    layers: dict[str, Any] = {name: module for name, module in modules if isinstance(module, LoraLayer)}
     for name, layer in layers.items():
         weight, _ = _weight(layer)
         if isinstance(weight, DTensor):

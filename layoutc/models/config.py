@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,18 +64,14 @@ def read(config: Mapping[str, Any], source: str) -> Model:
         layers.append(Layer(f"model.layers.{i}", made[parts], attention, width, sizes.saved(parts)))
     root = sizes.weights(("ends",))
     if sizes.value("tie_word_embeddings"):
-        root = tuple(_tied(weight) for weight in root)
+        # The head multiplies with it: all tokens, as any linear layer.
+        root = tuple(
+            replace(one, share=1.0, tied=("lm_head.weight",)) if one.kind == "embedding" else one for one in root
+        )
     notes = tuple(entry.get("notes", ()))
     model = Model(str(kind), source, tuple(layers), Layer("", root, saved=sizes.saved(("ends",))), notes)
     check(model)
     return model
-
-
-def _tied(weight: Weight) -> Weight:
-    if weight.kind != "embedding":
-        return weight
-    # The head multiplies with it: all tokens, as any linear layer.
-    return Weight(weight.name, weight.shape, weight.kind, 1.0, weight.cut, ("lm_head.weight",))
 
 
 class _Sizes:

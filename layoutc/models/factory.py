@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 from layoutc.models.weights import Kind, Model, ModelError, Weight, in_layers, kind_by_name
@@ -41,7 +42,8 @@ def read(name: str) -> Model:
             full = f"{path}.{key}" if path else key
             same = first.get(id(param))
             if same is not None:
-                first[id(param)] = _with_tie(same, full, float(isinstance(owner, nn.Linear)))
+                share = max(same.share, float(isinstance(owner, nn.Linear)))
+                first[id(param)] = replace(same, share=share, tied=(*same.tied, full))
                 continue
             shape = tuple(param.shape)
             kind = _kind(owner, key, full, shape)
@@ -61,8 +63,3 @@ def _kind(owner: Any, key: str, full: str, shape: tuple[int, ...]) -> Kind:
         return "embedding"
     guessed = kind_by_name(full, shape)
     return "other" if guessed == "linear" else guessed
-
-
-def _with_tie(weight: Weight, name: str, share: float) -> Weight:
-    share = max(share, weight.share)
-    return Weight(weight.name, weight.shape, weight.kind, share, weight.cut, (*weight.tied, name), weight.trains)

@@ -148,7 +148,6 @@ def _values(facts: Facts, source: Stored | Entry, mapped: Mapped) -> Tensor:
     """The values of a source, of this shape and dtype."""
     if isinstance(source, Entry):
         values = dequantized(_like(facts), _like(facts), source, mapped, facts.dtype)
-        mapped.forget()
     else:
         values = mapped.read(source, ())
     return values.to(facts.dtype).view(facts.shape)

@@ -232,7 +232,6 @@ def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
     stored = entry(item.of, local, source, mapped, kinds, False)
     if isinstance(stored, Entry):
         values = dequantized(item.value, local, stored, mapped, local.dtype)
-        mapped.forget()
     else:
         values = mapped.read(stored, box_of(item.value).slices)
     values = values.to(local.device, local.dtype)

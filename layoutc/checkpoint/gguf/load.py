@@ -70,14 +70,12 @@ def load_gguf(
                 decoded = step.name in made[0].loaded.dequantized
                 check(step, convert or decoded)
                 rounded += rounds(step, made[1], decoded)
-                made[1].forget()
     agree(problems, process_group, digest, f"read different files as {file}")
     assert made is not None
     (steps, loaded, unread), mapped = made
     amaxes = joint_amaxes(steps, mapped)
     for step in steps:
         write(step, mapped, amaxes.get(step.name))
-        mapped.forget()
     say_rounded(file, rounded, process_group)
     if rank_of(process_group) == 0:
         warn_left(Path(file), unread, "export_gguf(..., source=file)")

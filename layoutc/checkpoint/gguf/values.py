@@ -196,6 +196,7 @@ class Mapped:
         """The planes of whole records: rows of a weight, and columns, as numbers of records. The last are kept."""
         if self._last is not None and self._last[0] == (cls, part):
             return self._last[1]
+        self._last = None  # before others take memory
         stored, rows, records = part
         k, orientation = len(records) * binding.elements, orientation_of(binding)
         facts = cls.LAYOUT.planes(len(rows), k)
@@ -214,10 +215,6 @@ class Mapped:
                 planes[name][first:last].copy_(plane)
         self._last = (cls, part), planes
         return planes
-
-    def forget(self) -> None:
-        """Drops the planes that are kept."""
-        self._last = None
 
 
 def orientation_of(binding: RecordBinding) -> str:

@@ -65,7 +65,9 @@ def encode(values: Tensor, codebook: tuple[float, ...], block: int) -> Encoded:
     mean, or blocks without a finite scale.
     """
     flat = values.detach().cpu().reshape(-1)
-    offset = _mean(flat)
+    # The mean as torch computes it in one thread: with several, a long sum is added up in as many pieces, and the same
+    # weight would get other bytes on another machine. Of two rows torch gives each thread whole ones.
+    offset = flat.expand(2, -1).mean(1)[0] if len(flat) else flat.new_zeros(())
     rest = torch.nn.functional.pad(flat - offset, (0, -len(flat) % block)).view(-1, block)
     scale = rest.abs().amax(1) if len(rest) else rest.new_empty(0)
     if not bool(torch.isfinite(scale).all()) or not bool(torch.isfinite(offset)):
@@ -79,12 +81,6 @@ def encode(values: Tensor, codebook: tuple[float, ...], block: int) -> Encoded:
     largest = float(flat.abs().amax()) if len(flat) else 0.0
     error = float((stands - flat).abs().amax()) / largest if largest else 0.0
     return Encoded(codes.view(values.shape), scale, table, float(offset), error)
-
-
-def _mean(flat: Tensor) -> Tensor:
-    """The mean as torch computes it in one thread: with several, a long sum is added up in as many pieces, and the same
-    weight would get other bytes on another machine. Of two rows torch gives each thread whole ones."""
-    return flat.expand(2, -1).mean(1)[0] if len(flat) else flat.new_zeros(())
 
 
 @cache

@@ -46,8 +46,3 @@ def fits(values: Tensor, dtype: torch.dtype) -> bool:
     """True if a dtype holds these values of fp32, each to the bit but for what a NaN has beside being one."""
     there = values.to(dtype).to(values.dtype)
     return bool(((there == values) & (there.signbit() == values.signbit()) | there.isnan() & values.isnan()).all())
-
-
-def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of a plane in the dtype of a file, which holds them."""
-    return values if values.dtype == dtype or dtype not in INTO_F32.values() else values.to(dtype)

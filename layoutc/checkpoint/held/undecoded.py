@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from layoutc.checkpoint.held.stored import NAMES
+from layoutc.checkpoint.held.stored import NAMES, Stored
 from layoutc.runtime.errors import LayoutError
 
 LISTED = 24  # names that a message spells out; of more it counts those that differ in numbers alone
@@ -32,23 +32,14 @@ _OF_MODULE = re.compile(rf"scales?|scale_inv|global_scale|zeros|zero_point|qzero
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 
 
-class Header(Protocol):
-    """A tensor as a header describes it."""
-
-    @property
-    def dtype(self) -> str:
-        """As safetensors names it, or as torch does."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its dims."""
-
-
 class Described(NamedTuple):
-    """A tensor that a header would describe so."""
+    """A tensor that a header would describe so. dtype: as safetensors names it, or as torch does."""
 
     dtype: str
     shape: tuple[int, ...]
+
+
+Header = Stored | Described
 
 
 def decoded_by(name: str, tensors: Mapping[str, Header]) -> str | None:

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.held import narrower, places
+from layoutc.checkpoint.held import places
 from layoutc.checkpoint.held.codes import Encoded, encode
+from layoutc.checkpoint.held.narrower import INTO_F32
 from layoutc.checkpoint.held.stated import Stated
 from layoutc.runtime.bindings.facts import Codes
 from layoutc.runtime.bindings.names import tensor_name
@@ -124,8 +125,9 @@ def _made(
         return one.stated.made(dict(zip(one.stated.offsets, offsets, strict=True)), there)
     if one.codes is None:
         assert one.place is not None
-        rows = narrower.narrowed(_rows(one, planes), one.place.plane.dtype)
-        return places.write(one.place, rows, one.facts.dtype)
+        rows, dtype = _rows(one, planes), one.place.plane.dtype
+        # In the dtype of a file that is narrower than the plane's, and holds its values.
+        return places.write(one.place, rows.to(dtype) if dtype in INTO_F32.values() else rows, one.facts.dtype)
     encoded = coded[one.part, one.plane]
     device = planes[one.plane].device
     if one.of == "codes":
