@@ -156,7 +156,8 @@ def part_of(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> dict[
     first, last = offset[-1], offset[-1] + shape[-1]
     found = {}
     for name, plane in whole.planes().items():
-        per_row, per_column = whole.LAYOUT.stored[name]
+        stored = whole.LAYOUT.stored[name]
+        per_row, per_column = stored.rows_per_value, stored.columns_per_value
         if per_row is not None:
             plane = plane[(rows // per_row).unique()]
         if per_column is not None and plane.dim() == 2 and shape[-1] != whole.shape[-1]:
