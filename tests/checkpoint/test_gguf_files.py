@@ -79,7 +79,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 
 LLAMA = key("general.architecture", STRING, text("llama"))
-WORDS = key("a", ARRAY, struct.pack("<IQ", STRING, 10**5) + b"".join(text("x" * (i % 50)) for i in range(10**5)))
+WORDS = key("a", ARRAY, struct.pack("<IQ", STRING, 10**5) + b"".join(text("x" * i) for i in range(50)) * 2000)
 VALUES = struct.pack("<4f", 1, 2, 3, 4)
 TWO: Tensors = {"output_norm.weight": ((4,), F32_TYPE, 0, VALUES), "token_embd.weight": ((4, 1), F32_TYPE, 32, VALUES)}
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import unshipped
 from harness import Ranks
 from models import assert_same_tensors, recipe_module
-from places import EXCHANGED
 from resharding import awkward
 from test_cast_on_gather import trains as trains_cast
 from test_checkpoints import resumes
@@ -33,16 +32,17 @@ NAMES = unshipped.exchanged()
 KINDS = ("fp8_divided_rows", "hqq", "posit8", "q4_1", "tinygemm")
 
 
-def known() -> None:
-    """Makes the recipes, and lets this process find them by name."""
-    for name in set(unshipped.add_all(EXCHANGED)) - set(layoutc.recipes.RECIPES):
+def known(*names: str) -> None:
+    """Makes these recipes, and lets this process find them by name."""
+    for name in set(names) - set(layoutc.recipes.RECIPES):
+        unshipped.add_if_known(name)
         recipe_module(name)
         layoutc.recipes.RECIPES = (*layoutc.recipes.RECIPES, name)
 
 
 def cut(recipe: str) -> None:
     """Stored as codes, on two ranks and on three: gathered, in state dicts, distributed."""
-    known()
+    known(recipe)
     at_all_cuts(recipe, (2, 3))
 
 
@@ -54,7 +54,7 @@ def test_weights_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
 
 def cast(recipe: str) -> None:
     """Stored as plain values, on two and three ranks: what is gathered is the whole weight, quantized."""
-    known()
+    known(recipe)
     for world in (2, 3):
         if (mesh := among(world)) is not None:
             given = [shape for shape in shapes(recipe, world) if len(shape) == 2]
@@ -78,7 +78,7 @@ def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: st
 
 def train(recipe: str) -> None:
     """Both ways, with cuts inside blocks and a short last shard."""
-    known()
+    known(recipe)
     layout = recipe_module(recipe).LAYOUT
     unit = layout.block_rows if layout.block_rows > 1 else 32
     unit += -unit % lcm(layout.column_multiple, layout.multiple_k)  # rows of one layer are columns of the next
@@ -94,7 +94,7 @@ def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> No
 
 def resume(recipes: tuple[str, ...], folder: str) -> None:
     """Saved by any ranks, loaded by any."""
-    known()
+    known(*recipes)
     resumes(recipes, awkward, folder, 1)
 
 

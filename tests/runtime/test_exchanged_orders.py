@@ -20,7 +20,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def quantized(name: str, x: Array) -> tuple[dict[str, Array], dict[str, Array]]:
     """Planes and buffers of values."""
-    unshipped.add_all(EXCHANGED)
+    unshipped.add_if_known(name)
     q = recipe(name).quantize(torch.from_numpy(x))
     return ({one: array(value) for one, value in tensors.items()} for tensors in (q.planes(), q.buffers()))
 
