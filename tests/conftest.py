@@ -65,6 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set()).difference_update(NOT_REWRITTEN)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Which cases the second tier runs."""
+    if not config.option.markexpr:
+        return None
+    if tiers.EVERY:
+        return "second tier: all cases"
+    return f"second tier: cases of LAYOUTC_WEEK={tiers.WEEK}, a third of what differs in recipes and flags alone"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each worker begins with a run of folders of its own: what ranks and recipes keep is made by one worker only."""
@@ -89,9 +98,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Puts tests into tiers, and of one folder those that run on ranks last, whose processes are then started once."""
     tiers.mark(items)
     config.stash[tiers.COLLECTED] = {item.nodeid.partition("[")[0] for item in items}
-    if not config.option.markexpr and not any("::" in argument for argument in config.args):
-        items[:], second = tiers.parted(items)
-        config.hook.pytest_deselected(items=second)
+    if not any("::" in argument for argument in config.args):
+        _, second, others = tiers.parted(items)
+        left = {*others} if config.option.markexpr else {*second, *others}
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     if PASSED is not None and PASSED.is_file():
         before = set(PASSED.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])

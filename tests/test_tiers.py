@@ -46,8 +46,20 @@ def test_both_tiers_collect_every_test(request: pytest.FixtureRequest) -> None:
         names = {one.rpartition("::")[2] for one in every if one.startswith(f"{file}::")}
         assert file not in files or functions(path).keys() <= names, file
     items = request.session.items
-    first, second = tiers.parted(items)
+    first, second, others = tiers.parted(items)
     assert Counter([*first, *second]) == Counter(items)
+    assert others == []
+    assert len(first) + len(second) > 0
+
+
+def test_three_weeks_in_a_row_run_every_case() -> None:
+    weeks = ("2026-W52", "2026-W53", "2027-W01")
+    for count in range(3, 12):
+        of_each = [set(range(count)) - set(tiers.others(range(count), week)) for week in weeks]
+        assert set.union(*of_each) == set(range(count))
+        assert all(of_each)
+        assert sum(map(len, of_each)) == count
+    assert tiers.others(range(2), weeks[0]) == []
 
 
 def test_a_sample_has_as_many_pairs_of_values_as_it_can() -> None:
@@ -56,6 +68,9 @@ def test_a_sample_has_as_many_pairs_of_values_as_it_can() -> None:
     for first, second in combinations(("recipe", "use", "keeps"), 2):
         assert len({(one[first], one[second]) for one in six}) == len({(one[first], one[second]) for one in grid})
     assert tiers.chosen(grid, 1) == {0}
+    assert tiers.chosen(grid, 1, 7) == {7}
+    assert not tiers.alike(grid)
+    assert tiers.alike([{"recipe": recipe, "keeps": keeps} for recipe in ("mxfp8", "nvfp4") for keeps in (True, False)])
     assert tiers.chosen(grid, 99) == set(range(12))
 
 

@@ -134,7 +134,7 @@ def resume(folder: str, form: dict[str, Any]) -> None:
     assert_same(steps(model, optimizer, 3, 6), expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough  # test_state_checkpoints.py has states in the first tier
 @pytest.mark.parametrize("form", ["bf16 masters", "8bit", "SGD, bf16 masters, 8bit"])
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])

@@ -100,7 +100,7 @@ def test_copies_and_offloaded_shards_load_as_one_another(four: Ranks, recipes: t
     four.run(is_rearranged, recipes, ("flat", "2x2", "1x4", "offload"), str(tmp_path), turn)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipes", TOGETHER, ids="-".join)
 def test_columns_and_rows_of_experts_load_as_rows_and_back(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path

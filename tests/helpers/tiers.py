@@ -4,23 +4,36 @@ The first tells whether a change is right, in minutes. The second has what takes
 cases of what the first samples, compilers, injected faults, random specs in numbers, programs that are killed. Both:
 `pytest -m "thorough or not thorough"`.
 
+Of cases that differ in recipes and flags alone, and that the first tier leaves out, the second runs a third: others
+each week, all of them in three. The week stands in the header of a run; LAYOUTC_WEEK=2026-W48 runs those of another
+one, and LAYOUTC_ALL_PAIRS=1 runs all.
+
 A test that is named by its node id runs in whichever tier it is.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, date, datetime
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
+from places import EXCHANGED, SPECS, UNSHIPPED
 
+Case = TypeVar("Case")
 COLLECTED = pytest.StashKey[set[str]]()  # of this run, before tests were left out: node ids without parameters
 
 
 RANKS = {"one", "two", "three", "four"}  # fixtures of groups of processes
-CASES = {"distributed": 2, "runtime": 6, "checkpoint": 4, "integrations": 2}  # of a test without a `sample` of its own
+# Cases of a test without a `sample` of its own: where they differ in recipes and flags alone, and where in more.
+CASES = {"distributed": (1, 2), "runtime": (2, 4), "checkpoint": (1, 3), "integrations": (1, 2)}
+WEEK = os.environ.setdefault("LAYOUTC_WEEK", datetime.now(UTC).strftime("%G-W%V"))  # workers have that of their session
+EVERY, TURNS = os.environ.get("LAYOUTC_ALL_PAIRS") == "1", 3
+RECIPES = {path.stem for folder in (SPECS, UNSHIPPED, EXCHANGED) for path in folder.glob("*.yaml")}
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
@@ -34,14 +47,36 @@ def mark(items: Iterable[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():
         found = of_one[0].get_closest_marker("sample")
-        count = CASES.get(of_one[0].path.parent.name, len(of_one)) if found is None else found.args[0]
-        kept = chosen([one.callspec.params for one in of_one], count)  # type: ignore[attr-defined]
+        params = [one.callspec.params for one in of_one]  # type: ignore[attr-defined]
+        few, some = CASES.get(of_one[0].path.parent.name, (len(of_one), len(of_one)))
+        count = (few if alike(params) else some) if found is None else found.args[0]
+        first = crc32(of_one[0].nodeid.partition("[")[0].encode()) if found is None and count == 1 else 0
+        kept = chosen(params, count, first % len(params))
         for number, item in enumerate(of_one):
             if number not in kept:
                 item.add_marker("thorough")
+        if not EVERY and alike(params):
+            left = [item for item in of_one if item.get_closest_marker("thorough") is not None]
+            for item in others(left, WEEK):
+                item.add_marker("other_week")
 
 
-def chosen(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
+def others(cases: Sequence[Case], week: str) -> list[Case]:
+    """The cases of other weeks than this one: a third, and at least one, is of it. Three weeks in a row have all."""
+    year, number = week.split("-W")
+    turn = (date.fromisocalendar(int(year), int(number), 1).toordinal() // 7) % TURNS
+    if len(cases) < TURNS:
+        return []
+    return [case for at, case in enumerate(cases) if at % TURNS != turn]
+
+
+def alike(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether cases differ in recipes and flags alone: tests of a folder then share these among them."""
+    values = [_comparable(value) for case in cases for value in case.values()]
+    return all(isinstance(value, bool) or value in RECIPES for value in values)
+
+
+def chosen(cases: Sequence[Mapping[str, Any]], count: int, first: int = 0) -> set[int]:
     """Which of a test's cases are a sample: `count` of them, the first one among them.
 
     Each next one has the most values, and pairs of values, that none before it has; among equals, the one that stands
@@ -51,8 +86,8 @@ def chosen(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
         return set(range(len(cases)))
     values = [{(name, type(value), _comparable(value)) for name, value in case.items()} for case in cases]
     has = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in values]
-    left, kept, away = set(range(1, len(cases))), [0], list(range(len(cases)))
-    seen = set(has[0])
+    left, kept, away = set(range(len(cases))) - {first}, [first], [abs(at - first) for at in range(len(cases))]
+    seen = set(has[first])
     while left and len(kept) < count:
         best = max(left, key=lambda at: (len(has[at] - seen), away[at], -at))
         left.remove(best)
@@ -70,8 +105,10 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def parted(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests of the first tier, and those of the second."""
-    every = list(items)
-    second = [item for item in every if item.get_closest_marker("thorough") is not None]
-    return [item for item in every if item.get_closest_marker("thorough") is None], second
+def parted(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item], list[pytest.Item]]:
+    """The tests of the first tier, those of the second, and what is of other weeks."""
+    parts: tuple[list[pytest.Item], list[pytest.Item], list[pytest.Item]] = ([], [], [])
+    for item in items:
+        thorough, other = (item.get_closest_marker(name) is not None for name in ("thorough", "other_week"))
+        parts[2 if other else int(thorough)].append(item)
+    return parts
