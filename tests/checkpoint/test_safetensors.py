@@ -434,7 +434,7 @@ def test_a_box_is_the_rows_that_it_says(data: Any) -> None:
     matrix = numbers.view(-1, shape[-1])
     runs = rows_of(shape, box)
     assert bool(runs) == (0 not in box.shape)
-    plane = Plane(1, 1)
+    plane = Plane(1, 1, torch.uint8)
     pieces = [matrix[entries_of(plane, matrix.shape, rows, shape[-1])] for rows in runs]
     found = torch.cat(pieces).flatten() if pieces else numbers.new_empty(0)
     assert torch.equal(found, numbers[box.slices].flatten())
