@@ -14,8 +14,18 @@ from layoutc.runtime.torch_private import call_in_inductor
 _library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyped-call]
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> None:
-    """Defines an operator of torch.ops.layoutc: `run` computes on every device, `fake` gives shapes and dtypes.
+def of_weights(schema: str) -> Any:
+    """Defines an operator that the class of a quantized weight computes, in its table."""
+
+    def no_weight(*_: Any) -> Any:
+        raise TypeError(f"layoutc.{schema.partition('(')[0]} takes a quantized weight")
+
+    return define(schema, no_weight, no_weight)
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
+    """Defines an operator of torch.ops.layoutc, and returns it: `run` computes on every device, `fake` gives shapes
+    and dtypes.
 
     What Inductor writes calls `run` itself, under a name beside the operator's.
     """
@@ -29,6 +39,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags:
         return fake(*args)
 
     torch.library.register_fake(f"layoutc::{name}", traced_as, lib=_library)
+    return getattr(torch.ops.layoutc, name).default
 
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:

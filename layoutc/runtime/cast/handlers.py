@@ -18,6 +18,7 @@ from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import cuts_and_joins, einsum, table
 from layoutc.runtime.dispatch import handlers as dispatch
+from layoutc.runtime.dispatch.fallback import outputs_of
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
 from layoutc.runtime.errors import LayoutError
@@ -216,11 +217,7 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
         return [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, CastOnGather)]
     if not schema_of(func).is_mutable:
         return []
-    arguments = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            arguments.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, CastOnGather)]
+    return [tensor for tensor in outputs_of(func, args, kwargs) if isinstance(tensor, CastOnGather)]
 
 
 def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -260,8 +257,7 @@ _REDUCTIONS = (
 )
 _AS = {  # by what the same operator does with a quantized weight
     dispatch.view: _view,
-    cuts_and_joins.new_zeros: _new,
-    cuts_and_joins.new_empty: _new,
+    cuts_and_joins.new: _new,
     cuts_and_joins.empty_like: _empty_like,
     dispatch.clone: _copied,
     dispatch.to_copy: _copied,

@@ -49,7 +49,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     _check_straight(func, tensor)
     tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
     names = [name for name in tensor.store.planes if _travels(layout, name)]
-    sent = [_bytes(tensor.store.planes[name]) for name in names]
+    sent = [rejoining.as_bytes(tensor.store.planes[name]) for name in names]
     received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
     planes = with_copies(tensor.store.planes, layout.shared)
     stacked: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, *rest = args
     _check_straight(func, tensor)
     return tensor.with_planes(  # type: ignore[no-any-return]
-        tensor.map_planes(lambda plane: func(_bytes(plane), *rest).view(plane.dtype))
+        tensor.map_planes(lambda plane: func(rejoining.as_bytes(plane), *rest).view(plane.dtype))
     )
 
 
@@ -119,7 +119,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     names = [name for name in tensor.store.planes if _travels(tensor.LAYOUT, name)]
     first = pieces[0].store.planes
     sizes = [first[name].numel() * first[name].element_size() for name in names]
-    sent = torch.cat([_bytes(piece.store.planes[name]).view(-1) for piece in pieces for name in names])
+    sent = torch.cat([rejoining.as_bytes(piece.store.planes[name]).view(-1) for piece in pieces for name in names])
     each = [sum(sizes)] * world
     received = c10d_functional.wait_tensor(c10d_functional.all_to_all_single(sent, each, each, group))
     parts: list[Any] = []
@@ -166,7 +166,7 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
 
     values = _initial_values(tensor, [initial_values.complete_matrix(tensor.store)], send, waits)
-    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor.store.planes.values()]
+    works = [func([rejoining.as_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor.store.planes.values()]
     return _done(tensor, works, waits, values)
 
 
@@ -195,8 +195,8 @@ def _initial_values(
     rows = prod(target.shape[:-1])
     values = torch.empty(rows, target.shape[-1], dtype=dtype, device=target.device)
     fitting = [value for value in every if value is not None and value.dtype == dtype]
-    sent = [_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
-    work = send(_bytes(values, into=True), sent if len(sent) == len(every) else [])
+    sent = [rejoining.as_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
+    work = send(rejoining.as_bytes(values, into=True), sent if len(sent) == len(every) else [])
     if waits:
         work.wait()
     return values
@@ -294,18 +294,6 @@ def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
 def _travels(layout: Layout, name: str) -> bool:
     """Whether ranks may hold different values in a plane: one that covers all rows of some columns belongs to those."""
     return name not in layout.shared or name in layout.shared_by_columns
-
-
-def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
-    """A plane as it is sent: contiguous uint8, which every backend knows. into: it is received into, so never a
-    copy."""
-    if into and not plane.is_contiguous():
-        raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
-    plane = plane.contiguous()
-    if plane.dtype == torch.uint8:
-        return plane
-    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
-    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -138,9 +138,7 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     if isinstance(tensor.store.planes, StackedPlanes) and dim == 0 and size * tensor.store.planes.world == total:
         return unstacked(tensor)
     starts = range(0, total, size) if size else (0,)
-    if _scatters(tensor, dim) and 0 < size < total:
-        return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
-    pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+    pieces = [_some(tensor, dim, start, min(start + size, total), func) for start in starts]
     for name, stack in tensor.stacked.items() if dim == 0 else ():  # DTensor splits what it has gathered
         for piece, own in zip(pieces, stack.chunk(len(pieces)), strict=True):
             piece.store.planes[name] = own
@@ -216,11 +214,9 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if callers.syncing_replicas() is not None:
             return func(*ddp_replicas.dense(args), **kwargs)  # type: ignore[no-any-return]
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
-    if dim == first.dim() - 1 > 0:
-        return _join_columns(pieces)
+    shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
     if dim:
-        return _join_between(pieces, dim)
-    shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+        return _join_inside(pieces, dim, shape)
     matrix = (sum(piece.store.matrix[0] for piece in pieces), first.store.matrix[1])
     shared, each = first.LAYOUT.shared, [piece.store.planes for piece in pieces]
     planes = {n: each[0][n].clone() if n in shared else torch.cat([one[n] for one in each]) for n in each[0]}
@@ -253,45 +249,33 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
     return all(s.planes[n] is own or torch.equal(s.planes[n], own) for s in stores[1:] for n, own in ours.items())
 
 
-def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
-    """Pieces joined along the columns: planes are m-major, so columns of the weight are columns of each plane."""
-    first, k = pieces[0], sum(piece.store.matrix[1] for piece in pieces)
-    planes = with_copies(first.store.planes, first.LAYOUT.shared_along_rows)
-    for name in first.store.planes.keys() - first.LAYOUT.shared_along_rows:
-        planes[name] = torch.cat([piece.store.planes[name] for piece in pieces], 1)
-    return first.with_planes(planes, (*first.shape[:-1], k), matrix=(first.store.matrix[0], k))
-
-
-def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
-    """Pieces joined along a middle dim, as rows of each expert; all of them are whole blocks."""
-    first, planes = pieces[0], {}
-    shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
+def _join_inside(pieces: list[QuantizedTensor], dim: int, shape: tuple[int, ...]) -> QuantizedTensor:
+    """Pieces joined along the columns, or along a middle dim (rows of each expert), where all are whole blocks. Planes
+    are m-major, so columns of the weight are columns of each plane."""
+    first, layout = pieces[0], pieces[0].LAYOUT
+    columns = dim == first.dim() - 1
+    planes = {}
     for name, plane in first.store.planes.items():
-        if first.LAYOUT.stored[name].rows_per_value is None:
+        if name in (layout.shared_along_rows if columns else layout.shared):
             planes[name] = plane.clone()
-        else:
-            each = [p.store.planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
-            planes[name] = torch.cat(each, 1).reshape(-1, plane.shape[-1])
-    return first.with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))
+            continue
+        each = [piece.store.planes[name] for piece in pieces]
+        each = each if columns else [one.reshape(prod(shape[:dim]), -1, plane.shape[-1]) for one in each]
+        joined = torch.cat(each, 1)
+        planes[name] = joined if columns else joined.reshape(-1, plane.shape[-1])
+    return first.with_planes(planes, shape, matrix=(first.store.matrix[0] if columns else prod(shape[:-1]), shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
-def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_empty: a plain tensor; for torch.distributed one of the class, with uninitialized planes, if the recipe can
-    hold the size."""
-    return _new(torch.empty, args, kwargs) if callers.makes_shards() else like_plain(func, args, kwargs)
+def new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_empty, new_zeros: a plain tensor; for torch.distributed one of the class, if the recipe can hold the size.
 
-
-def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros: a plain tensor; for torch.distributed one of the class, if the recipe can hold the size.
-
-    It dequantizes to exact zeros: all bytes of its rows are those of codes of 0. Planes that all rows share are copies
-    of the tensor's.
+    Zeros dequantize to exact zeros: all bytes of its rows are those of codes of 0. Planes that all rows share are
+    copies of the tensor's.
     """
-    return _new(torch.zeros, args, kwargs) if callers.makes_shards() else like_plain(func, args, kwargs)
-
-
-def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    if not callers.makes_shards():
+        return like_plain(func, args, kwargs)
+    make: Any = torch.zeros if func is torch.ops.aten.new_zeros.default else torch.empty
     tensor, size = args[0], tuple(args[1])
     options = {
         "device": kwargs.get("device") or tensor.device,

@@ -18,13 +18,7 @@ from layoutc.runtime.products import autograd
 from layoutc.runtime.torch_private import traced, transform, tree_leaves, tree_map, version_of, without_torch_function
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-
-def _no_weight(*_: Any) -> Any:
-    raise TypeError("layoutc.values takes a quantized weight")
-
-
-library.define("values(Tensor weight) -> Tensor", _no_weight, _no_weight)
-_values: Any = torch.ops.layoutc.values.default
+_values = library.of_weights("values(Tensor weight) -> Tensor")
 HANDLERS = {_values: lambda func, args, kwargs: args[0].dequantize()}
 
 

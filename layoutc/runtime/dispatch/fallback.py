@@ -38,7 +38,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
             f"{func}: {label} keeps its shape, order and memory; for another, call the operator without the underscore"
         )
     strict.count_dequantize(str(func), label)
-    targets = [value for value in _outputs(func, args, kwargs) if isinstance(value, QuantizedTensor)]
+    targets = [value for value in outputs_of(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if targets:
         update_warnings.warn_inexact_update(func, targets, tree_leaves((args, kwargs)))
     else:
@@ -63,10 +63,10 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return result
     # Requantizes the copies that the operator wrote, and returns the quantized tensors in their place.
     back: dict[int, QuantizedTensor] = {}
-    written = _outputs(func, plain_args, plain_kwargs)
-    places = [value for argument, value in _given(func, args, kwargs) if argument.name in ("index", "indices")]
+    written = outputs_of(func, plain_args, plain_kwargs)
+    places = [value for argument, value in given(func, args, kwargs) if argument.name in ("index", "indices")]
     nowhere = any(isinstance(place, torch.Tensor) and place.numel() == 0 for place in tree_leaves(places))
-    for target, values in zip(_outputs(func, args, kwargs), written, strict=True):
+    for target, values in zip(outputs_of(func, args, kwargs), written, strict=True):
         if isinstance(target, QuantizedTensor):
             back[id(values)] = target
             if nowhere:  # many recipes' codes of dequantized values are others
@@ -75,16 +75,16 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tree_map(lambda value: back.get(id(value), value), result)
 
 
-def _given(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, Any]]:
+def given(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, Any]]:
     """An operator's arguments, as its schema has them, with their values; None where a call leaves one out."""
     for position, argument in enumerate(schema_of(func).arguments):
         yield argument, args[position] if position < len(args) else kwargs.get(argument.name)
 
 
-def _outputs(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+def outputs_of(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that an operator writes; the elements of those that are lists."""
     outputs: list[Any] = []
-    for argument, value in _given(func, args, kwargs):
+    for argument, value in given(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
             outputs += value if isinstance(value, list | tuple) else [value]
     return outputs

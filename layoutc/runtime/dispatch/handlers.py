@@ -248,6 +248,12 @@ def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return func(torch.empty(tensor.shape, device="meta", dtype=tensor.dtype), *args[1:], **options)  # type: ignore[no-any-return]
 
 
+LIKE = (
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.rand_like.default, aten.randn_like.default),
+)
+
+
 def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
 
@@ -381,6 +387,10 @@ def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+PRODUCTS = (
+    *(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten._grouped_mm.default),
+    *WITH_BIAS,
+)
 
 
 def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:

@@ -7,7 +7,7 @@ exchange how many rows each has and where in a block they begin, so that all agr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Sequence, ValuesView
 from math import prod
 from typing import Any
 
@@ -22,14 +22,14 @@ from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.storage import initial_values
-from layoutc.runtime.storage.planes import with_copies
+from layoutc.runtime.storage.planes import MadePlanes, with_copies
 from layoutc.runtime.torch_private import c10d_functional, is_fake, process_group
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.stored_form import with_halo
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
-class StackedPlanes(MutableMapping[str, Tensor]):
+class StackedPlanes(MadePlanes):
     """The planes of several tensors stacked along the rows, where no tensor ends with a block.
 
     The stack is not a tensor of the recipe. It can be split into its tensors again, which DTensor does after gathering
@@ -40,6 +40,7 @@ class StackedPlanes(MutableMapping[str, Tensor]):
         """stacks: planes of all tensors, stacked; common: planes that are equal in all of them; message: of the
         error."""
         self.stacks, self.common, self.world, self.message = stacks, common, world, message
+        self.names = stacks | common
 
     def apart(self) -> list[dict[str, Tensor]]:
         """The planes of each tensor."""
@@ -50,20 +51,12 @@ class StackedPlanes(MutableMapping[str, Tensor]):
         """All tensors, for whoever asks where they are and how large."""
         return (self.stacks | self.common).values()
 
+    def refused(self) -> LayoutError:
+        """What any other use raises."""
+        return ShardAlignmentError(self.message)
+
     def __getitem__(self, name: str) -> Tensor:
-        raise ShardAlignmentError(self.message)
-
-    def __setitem__(self, name: str, plane: Tensor) -> None:
-        raise ShardAlignmentError(self.message)
-
-    def __delitem__(self, name: str) -> None:
-        raise ShardAlignmentError(self.message)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stacks | self.common)
-
-    def __len__(self) -> int:
-        return len(self.stacks) + len(self.common)
+        raise self.refused()
 
 
 def cuts_blocks(tensor: QuantizedTensor, world: int) -> bool:
@@ -128,7 +121,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
             raise ShardAlignmentError(message)
     names = [name for name in tensor.store.planes if layout.stored[name].rows_per_value is not None]
     sent = [
-        _as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
+        as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
         for name in names
     ]
     planes, facts = with_copies(tensor.store.planes, layout.shared), layout.planes(cuts.rows, k)
@@ -156,7 +149,7 @@ def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group:
     names = [name for name in tensor.store.planes if name not in common]
     received = [tensor.store.planes[name] for name in names]
     if not tensor.is_meta:
-        received = _gathered([_as_bytes(plane) for plane in received], world, group)
+        received = _gathered([as_bytes(plane) for plane in received], world, group)
     stacks = {}
     for name, plane in zip(names, received, strict=True):
         own = tensor.store.planes[name]
@@ -203,9 +196,9 @@ def scatter_(
     for name, plane in output.store.planes.items():
         per_value = layout.stored[name].rows_per_value
         most = plane.shape[0] if per_value is None else sent_blocks(padded, per_value)
-        sent = [_as_bytes(_padded_rows(one, name, most)) for one in outgoing]
+        sent = [as_bytes(_padded_rows(one, name, most)) for one in outgoing]
         received[name] = plane.new_empty(most, *plane.shape[1:])
-        scattered(_as_bytes(received[name]), sent)
+        scattered(as_bytes(received[name]), sent)
     for work in works if waits else ():
         work.wait()
     own, before, after = header.tolist()
@@ -237,11 +230,13 @@ def _padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
     return full
 
 
-def _as_bytes(plane: Tensor) -> Tensor:
-    """(rows, bytes of a row), uint8, which every backend knows; a view of a contiguous plane."""
-    if not plane.numel():
-        return plane.new_empty(plane.shape[0], 0, dtype=torch.uint8)
-    if not plane.is_contiguous():
-        raise LayoutError("a collective takes whole planes, not some columns of one: clone the tensor first")
+def as_bytes(plane: Tensor, *, into: bool = False) -> Tensor:
+    """A plane as it is sent: contiguous uint8, which every backend knows. into: it is received into, so never a
+    copy."""
+    if into and not plane.is_contiguous():
+        raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
+    plane = plane.contiguous()
+    if plane.dtype == torch.uint8:
+        return plane
     # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
-    return plane.view(-1).view(torch.uint8).view(plane.shape[0], -1)
+    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())

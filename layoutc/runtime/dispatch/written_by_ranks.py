@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import callers, strict
-from layoutc.runtime.dispatch.fallback import fallback
+from layoutc.runtime.dispatch.fallback import fallback, given
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.torch_private import c10d_functional, schema_of, tree_leaves
+from layoutc.runtime.torch_private import c10d_functional, tree_leaves
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -64,15 +64,8 @@ def may_wait(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
     On a card, a synchronous collective runs on the caller's stream, and its work is a Python object around a null
     pointer: waiting for that crashes the process.
     """
-    return tensor.device.type == "cpu" or bool(_argument(func, args, kwargs, "async_op", True))
-
-
-def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
-    """An operator's argument by name, whether it was passed by position or by keyword."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, default)
-    return default
+    asked = next((value for argument, value in given(func, args, kwargs) if argument.name == "async_op"), None)
+    return tensor.device.type == "cpu" or asked is None or bool(asked)
 
 
 def refuse_flat_parameters(pieces: Any) -> None:

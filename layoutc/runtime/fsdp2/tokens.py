@@ -116,12 +116,11 @@ def _run(x: Tensor, takes: list[int], sends: list[int], group: str, recipe: str 
     return operators.dequantize(cls, read, filled, columns, SIDE, x.dtype)[:count]
 
 
-library.define(
+_exchange = library.define(
     "exchange_tokens(Tensor x, SymInt[] takes, SymInt[] sends, str group, str? recipe) -> Tensor",
     _run,
     lambda x, takes, sends, group, recipe: x.new_empty((sum(takes), x.shape[1])),
 )
-_exchange: Any = torch.ops.layoutc.exchange_tokens.default
 
 
 def _filled(rows: Tensor, recipe: Any) -> Tensor:

@@ -52,9 +52,8 @@ def _lower(lowerings: Any, x: Any, recipe: str, by_rows: bool = False) -> Any:
     return rows if by_rows else lowerings[aten.amax.default](rows, [0], True)
 
 
-def _fake(x: Tensor, recipe: str, by_rows: bool = False) -> Tensor:
-    return x.new_empty((x.shape[0] if by_rows else 1,))
-
-
-library.define("amax(Tensor x, str recipe, bool by_rows=False) -> Tensor", _run, _fake)
-_amax: Any = torch.ops.layoutc.amax.default
+_amax = library.define(
+    "amax(Tensor x, str recipe, bool by_rows=False) -> Tensor",
+    _run,
+    lambda x, recipe, by_rows=False: x.new_empty((x.shape[0] if by_rows else 1,)),
+)

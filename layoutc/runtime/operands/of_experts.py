@@ -85,19 +85,17 @@ def warps_of(tile: int) -> int:
     return max(WARPS, min(tile // 512, 16))
 
 
-library.define(
+sum_of_experts = library.define(
     "sum_of_experts(Tensor y, Tensor rows, Tensor? weights, Tensor ends) -> Tensor",
     _sum_of_experts,
     lambda y, rows, weights, ends: y.new_empty((rows.shape[0], y.shape[1])),
 )
-library.define(
+"""(y (rows, columns), rows (tokens, chosen), weights (tokens, chosen) or None, ends) -> (tokens, columns): for each
+token the sum of its rows of y, in fp32 in the order of `rows`; each is multiplied by its weight before, as torch
+multiplies tensors of their dtypes. Rows from ends[-1] on, of no expert, are left out, whatever they hold."""
+of_experts = library.define(
     "of_experts(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
     _of_experts,
     lambda grad, y, rows, weights, ends: (torch.empty_like(y), torch.empty_like(weights)),
 )
-sum_of_experts: Any = torch.ops.layoutc.sum_of_experts.default
-"""(y (rows, columns), rows (tokens, chosen), weights (tokens, chosen) or None, ends) -> (tokens, columns): for each
-token the sum of its rows of y, in fp32 in the order of `rows`; each is multiplied by its weight before, as torch
-multiplies tensors of their dtypes. Rows from ends[-1] on, of no expert, are left out, whatever they hold."""
-of_experts: Any = torch.ops.layoutc.of_experts.default
 """(grad (tokens, columns), y, rows, weights, ends) -> the gradients of y and of weights; 0 from row ends[-1] on."""

@@ -7,7 +7,6 @@ rows are moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,12 +81,13 @@ def _of_experts(grad: Tensor, y: Tensor, rows: Tensor, weights: Tensor, ends: Te
     return [of_y, of_weights, *(planes or _quantized(cls, of_y))]
 
 
-library.define(
+gated_quantized = library.define(
     "gated_quantized(Tensor both, str recipe) -> Tensor[]",
     _gated,
     lambda both, recipe: _planes(operators.recipe_of(recipe), (both.shape[0], both.shape[1] // 2), both),
 )
-library.define(
+"""(both (rows, 2 * columns), a recipe's key) -> codes and scales of silu(gates) * the others."""
+gated_backward_quantized = library.define(
     "gated_backward_quantized(Tensor grad, Tensor both, str? recipe) -> Tensor[]",
     _gated_backward,
     lambda grad, both, recipe: [
@@ -95,7 +95,9 @@ library.define(
         *([] if recipe is None else _planes(operators.recipe_of(recipe), both.shape, both)),
     ],
 )
-library.define(
+"""(gradient of the product, both, key or None) -> the gradient of both, the product, and with a key codes and scales of
+that gradient."""
+of_experts_quantized = library.define(
     "of_experts_quantized(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends, str recipe) -> Tensor[]",
     _of_experts,
     lambda grad, y, rows, weights, ends, recipe: [
@@ -103,10 +105,4 @@ library.define(
         *_planes(operators.recipe_of(recipe), y.shape, y),
     ],
 )
-gated_quantized: Any = torch.ops.layoutc.gated_quantized.default
-"""(both (rows, 2 * columns), a recipe's key) -> codes and scales of silu(gates) * the others."""
-gated_backward_quantized: Any = torch.ops.layoutc.gated_backward_quantized.default
-"""(gradient of the product, both, key or None) -> the gradient of both, the product, and with a key codes and scales of
-that gradient."""
-of_experts_quantized: Any = torch.ops.layoutc.of_experts_quantized.default
 """As `of_experts`, and codes and scales of the gradient of y."""

@@ -49,13 +49,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}  # of operators that take weights; 
 
 def operator(schema: str, run: Callable[..., list[Tensor]]) -> Any:
     """Defines an operator of torch.ops.layoutc that the class of a quantized weight runs, and gives it a handler."""
-    name = schema[: schema.index("(")]
-
-    def no_weight(*_: Any) -> Any:
-        raise TypeError(f"layoutc.{name} takes a quantized weight")
-
-    library.define(schema, no_weight, no_weight)
-    defined = getattr(torch.ops.layoutc, name).default
+    defined = library.of_weights(schema)
     HANDLERS[defined] = lambda func, args, kwargs: run(*args, **kwargs)
     return defined
 

@@ -293,6 +293,5 @@ def _fake_by_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]))
 
 
-library.define("by_groups(Tensor a, Tensor b, Tensor ends) -> Tensor", _run_by_groups, _fake_by_groups)
-_by_groups: Any = torch.ops.layoutc.by_groups.default
+_by_groups = library.define("by_groups(Tensor a, Tensor b, Tensor ends) -> Tensor", _run_by_groups, _fake_by_groups)
 """(tokens, c) by (experts, c, f) -> (tokens, f); (a, tokens) by (tokens, b) -> (experts, a, b)."""

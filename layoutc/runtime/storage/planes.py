@@ -58,17 +58,15 @@ def owner(handle: Tensor) -> GatheredPlanes | None:
     return claim() if claim is not None else None
 
 
-class TracedPlanes(MutableMapping[str, Tensor]):
-    """GatheredPlanes as a graph sees them: each plane is a copy that the graph makes when it runs."""
+class MadePlanes(MutableMapping[str, Tensor]):
+    """Planes that are made at each use: none is there to be replaced."""
 
-    def __init__(self, handle: Tensor, names: Sequence[str], ask: Callable[[str], Tensor]) -> None:
-        """ask: records in the graph that a plane is copied, and returns that copy."""
-        self.handle, self.names, self.ask = handle, names, ask
+    names: Collection[str]
+    refusal = "planes that are made at each use can't be replaced"
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.names:
-            raise KeyError(name)
-        return self.ask(name)
+    def refused(self) -> LayoutError:
+        """What writing raises."""
+        return LayoutError(self.refusal)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -80,18 +78,35 @@ class TracedPlanes(MutableMapping[str, Tensor]):
         return name in self.names
 
     def __setitem__(self, name: str, plane: Tensor) -> None:
-        raise LayoutError("a gathered weight has no planes to replace in a compiled graph")
+        raise self.refused()
 
     def __delitem__(self, name: str) -> None:
-        raise LayoutError("a gathered weight has no planes to replace in a compiled graph")
+        raise self.refused()
 
 
-class CutPlanes(MutableMapping[str, Tensor]):
+class TracedPlanes(MadePlanes):
+    """GatheredPlanes as a graph sees them: each plane is a copy that the graph makes when it runs."""
+
+    refusal = "a gathered weight has no planes to replace in a compiled graph"
+
+    def __init__(self, handle: Tensor, names: Sequence[str], ask: Callable[[str], Tensor]) -> None:
+        """ask: records in the graph that a plane is copied, and returns that copy."""
+        self.handle, self.names, self.ask = handle, names, ask
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.ask(name)
+
+
+class CutPlanes(MadePlanes):
     """The planes of a piece of GatheredPlanes, cut anew from the weight's planes at each use.
 
     Backward gathers other planes into the memory of forward's, so a piece that autograd has saved must look at what the
     weight holds now. If both passes gather the same planes, a piece has views of them, like any other.
     """
+
+    refusal = "a piece of a gathered weight has no planes of its own to replace"
 
     def __init__(
         self,
@@ -102,10 +117,11 @@ class CutPlanes(MutableMapping[str, Tensor]):
     ) -> None:
         """window: of the (m, k) `matrix` whose planes `base` holds. A piece of a piece is a window of the whole
         weight."""
-        self.base: MutableMapping[str, Tensor] = base.base if isinstance(base, CutPlanes) else base
-        self.matrix: tuple[int, int] = base.matrix if isinstance(base, CutPlanes) else matrix
-        self.window: Rect = window.moved(base.window.r0, base.window.c0) if isinstance(base, CutPlanes) else window
-        self.cut = cut
+        inner = base if isinstance(base, CutPlanes) else None
+        self.base: MutableMapping[str, Tensor] = base if inner is None else inner.base
+        self.matrix: tuple[int, int] = matrix if inner is None else inner.matrix
+        self.window: Rect = window if inner is None else window.moved(inner.window.r0, inner.window.c0)
+        self.names, self.cut = self.base, cut
         self.handle: Tensor | None = getattr(self.base, "handle", None)
 
     def _now(self) -> dict[str, Tensor]:
@@ -113,21 +129,6 @@ class CutPlanes(MutableMapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._now()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.base
-
-    def __setitem__(self, name: str, plane: Tensor) -> None:
-        raise LayoutError("a piece of a gathered weight has no planes of its own to replace")
-
-    def __delitem__(self, name: str) -> None:
-        raise LayoutError("a piece of a gathered weight has no planes of its own to replace")
 
     def items(self) -> ItemsView[str, Tensor]:
         """All planes, cut once."""
@@ -138,11 +139,13 @@ class CutPlanes(MutableMapping[str, Tensor]):
         return self._now().values()
 
 
-class ScatteredPlanes(MutableMapping[str, Tensor]):
+class ScatteredPlanes(MadePlanes):
     """The planes of rows first..last of each `total` rows, `lead` times (some rows of each expert): copied at each use.
 
     No strides describe such rows as one matrix. So writes go to each run of adjacent rows separately.
     """
+
+    refusal = "rows that are not adjacent have no planes to replace"
 
     def __init__(
         self,
@@ -155,6 +158,7 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
         """rows: (lead, total, first, last), in whole blocks. runs: makes the pieces of adjacent rows, as views.
         columns: makes the tensor of some columns of all of these rows."""
         self.base, self.stored, self.rows, self.runs, self.columns = base, stored, rows, runs, columns
+        self.names = base
 
     def __getitem__(self, name: str) -> Tensor:
         plane, block = self.base[name], self.stored[name].rows_per_value
@@ -163,18 +167,6 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
         lead, total, first, last = self.rows
         cut = plane.reshape(lead, total // block, -1)[:, first // block : last // block]
         return cut.reshape(lead * (last - first) // block, -1)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __setitem__(self, name: str, plane: Tensor) -> None:
-        raise LayoutError("rows that are not adjacent have no planes to replace")
-
-    def __delitem__(self, name: str) -> None:
-        raise LayoutError("rows that are not adjacent have no planes to replace")
 
 
 def with_copies(planes: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:

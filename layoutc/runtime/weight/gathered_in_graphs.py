@@ -197,22 +197,19 @@ _COPIES = 5  # the place of `copies` in arguments
 
 # A recorded CUDA graph would always read the memory that the weight had when it was recorded.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-library.define(
+_dequantize: Callable[..., Tensor] = library.define(
     "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",
     _run_dequantize,
     _fake_dequantize,
     _TAGS,
 )
-library.define(
+_lay_out: Callable[..., list[Tensor]] = library.define(
     "lay_out_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, bool swizzled, "
     "bool copies=True) -> Tensor[]",
     _run_lay_out,
     _fake_lay_out,
     _TAGS,
 )
-library.define(
+_plane: Callable[..., Tensor] = library.define(
     "plane_gathered(Tensor handle, SymInt m, SymInt k, str recipe, str name) -> Tensor", _run_plane, _fake_plane, _TAGS
 )
-_dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize_gathered.default
-_lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out_gathered.default
-_plane: Callable[..., Tensor] = torch.ops.layoutc.plane_gathered.default

@@ -340,42 +340,37 @@ def _fake_lay_out(
     return _typed(layout, results, [empty_of(facts, planes[0]) for facts in results.values()], typed)
 
 
-library.define(
+_quantize: Callable[..., list[Tensor]] = library.define(
     "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations, Tensor? seed=None) -> Tensor[]",
     _run_quantize,
     _fake_quantize,
 )
-library.define(
+_quantize_buffers: Callable[..., list[Tensor]] = library.define(
     "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled, bool typed, "
     "Tensor? seed=None) -> Tensor[]",
     _run_quantize_buffers,
     _fake_quantize_buffers,
 )
-library.define(
+_draw_seed: Callable[..., Tensor] = library.define(
     "draw_seed(Tensor x) -> Tensor",
     draw_seed,
     lambda x: x.new_empty((1,), dtype=torch.int64),
     (torch.Tag.nondeterministic_seeded,),
 )
-library.define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
-library.define(
+_shared_amax: Callable[..., Tensor] = library.define(
+    "shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax
+)
+_stored_amax: Callable[..., Tensor] = library.define(
     "stored_amax(Tensor amax, str layout) -> Tensor", _run_stored_amax, lambda amax, _: torch.empty_like(amax)
 )
-library.define(
+_dequantize: Callable[..., Tensor] = library.define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
     run_dequantize,
     _fake_dequantize,
 )
-library.define(
+_lay_out: Callable[..., list[Tensor]] = library.define(
     "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled, bool typed=False) "
     "-> Tensor[]",
     run_lay_out,
     _fake_lay_out,
 )
-_quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
-_quantize_buffers: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize_buffers.default
-_draw_seed: Callable[..., Tensor] = torch.ops.layoutc.draw_seed.default
-_shared_amax: Callable[..., Tensor] = torch.ops.layoutc.shared_amax.default
-_stored_amax: Callable[..., Tensor] = torch.ops.layoutc.stored_amax.default
-_dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize.default
-_lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out.default
