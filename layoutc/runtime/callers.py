@@ -21,14 +21,8 @@ _FRAMES = 16  # the most between nn.Module._apply and a handler: the function th
 _NEAR = 8  # the most frames between a stager and a handler: __torch_dispatch__, and dispatch modes
 _PLUMBING = ("__torch_dispatch__", "__torch_function__", "handle_torch_function", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
-_BETWEEN = (
-    "layoutc.",
-    "torch.overrides",
-    "torch._ops",
-    "torch._library",
-    "torch.utils.",
-    "contextlib",
-)  # from a call to its handler
+# From a call to its handler:
+_BETWEEN = ("layoutc.", "torch.overrides", "torch._ops", "torch._library", "torch.utils.", "contextlib")
 _OF_MODES = ("torch._compile", "torch._dynamo")  # around a user's __torch_dispatch__, which compilers leave alone
 STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others allocate their copies
 _CHECKPOINTS = "torch.distributed.checkpoint"
@@ -37,11 +31,7 @@ _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 def keeps_the_weight() -> bool:
     """True if the result of detach() is still a model's weight: a parameter, or an input of a traced graph."""
-    for frame in _above():
-        name = _module(frame)
-        if not name.startswith("torch.distributed.tensor"):
-            return name.startswith(_KEEPERS)
-    return False
+    return _first_outside(_above(), "torch.distributed.tensor").startswith(_KEEPERS)
 
 
 def is_near(*modules: str) -> bool:
@@ -107,11 +97,7 @@ def parallelizes() -> bool:
 
 def initializes() -> bool:
     """True if a function of torch.nn.init called the operator whose handler runs, on a tensor or on a DTensor of it."""
-    for frame in _frames():
-        name = _module(frame)
-        if not name.startswith((*_BETWEEN, "torch.distributed.tensor")):
-            return name == "torch.nn.init"
-    return False
+    return _first_outside(_frames(), *_BETWEEN, "torch.distributed.tensor") == "torch.nn.init"
 
 
 def initializer_by_elements() -> str:
@@ -122,11 +108,8 @@ def initializer_by_elements() -> str:
 def makes_shards() -> bool:
     """True if code of torch.distributed called the operator whose handler runs, as FSDP2, DTensor and DCP do; false for
     calls on a DTensor, which DTensor only passes on."""
-    for frame in _above():
-        name = _module(frame)
-        if not name.startswith((*_BETWEEN, *_OF_MODES, "torch.nn.functional", "torch.distributed.tensor._dispatch")):
-            return name.startswith("torch.distributed.")
-    return False
+    between = (*_BETWEEN, *_OF_MODES, "torch.nn.functional", "torch.distributed.tensor._dispatch")
+    return _first_outside(_above(), *between).startswith("torch.distributed.")
 
 
 def merging() -> tuple[str, Any]:
@@ -189,6 +172,11 @@ def _above() -> Iterator[FrameType]:
         own = _module(frame).startswith(("layoutc.runtime", "torch._ops")) or frame.f_code.co_name in _PLUMBING
         if not own:
             yield frame
+
+
+def _first_outside(frames: Iterator[FrameType], *modules: str) -> str:
+    """The module of the first frame of none of some modules and what is below them; "" if there is none."""
+    return next((name for frame in frames if not (name := _module(frame)).startswith(modules)), "")
 
 
 def _module(frame: FrameType) -> str:

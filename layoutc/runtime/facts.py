@@ -240,12 +240,9 @@ class Layout:
         """Planes whose values cover all rows: all shards and parts of a weight hold equal copies of them."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
 
-    def shared_in(self, which: PassName) -> tuple[str, ...]:
-        """The planes in `shared` that a pass needs."""
-        return self._shared_in[which]
-
     @cached_property
-    def _shared_in(self) -> Mapping[PassName, tuple[str, ...]]:
+    def shared_in(self) -> Mapping[PassName, tuple[str, ...]]:
+        """The planes in `shared` that each pass needs."""
         needed = {
             which: {name for orientation in orientations for name in self.sources[orientation]}
             for which, orientations in self.serves.items()

@@ -161,8 +161,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             wanted = "rowwise" if is_left != operand.is_transposed else "columnwise"
             operand = operand.in_use((read_as(operand, wanted),))
         operands.append(operand)
-    handler = dispatch.linear if func is aten.linear.default else dispatch.product
-    return handler(func, tuple(operands), kwargs)
+    return dispatch.product(func, tuple(operands), kwargs)
 
 
 def _in_low_precision(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -263,7 +262,6 @@ _AS = {  # by what the same operator does with a quantized weight
     dispatch.to_copy: _copied,
     dispatch.pin_memory: _copied,
     dispatch.like_plain: dispatch.like_plain,
-    dispatch.linear: _product,
     dispatch.product: _product,
 }
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -63,7 +63,7 @@ class Source:
         layout, travels = self.weight.recipe.LAYOUT, {slot.name for slot in self.weight.slots}
         (m, k), which = self.matrix.shape, self.weight.gathering.route.which
         found = {name: facts for name, facts in self.facts.items() if name not in travels}
-        found |= {name: layout.planes(m, k)[name] for name in layout.shared_in(which)}
+        found |= {name: layout.planes(m, k)[name] for name in layout.shared_in[which]}
         if layout.shares_amax:
             found[""] = Facts(layout.amax_shape(k), torch.float32)
         return found
@@ -72,7 +72,7 @@ class Source:
         """Takes it."""
         self.amax, self.stays = memory.pop("", None), memory
         gathering, layout = self.weight.gathering, self.weight.recipe.LAYOUT
-        shared = {name: memory[name] for name in layout.shared_in(gathering.route.which)}
+        shared = {name: memory[name] for name in layout.shared_in[gathering.route.which]}
         self.weight.gathering = replace(gathering, shared=shared)
 
     def holds(self) -> bool:
@@ -129,7 +129,7 @@ class IntoRow:
             for name, start, _ in weight.slots:
                 own = made.entries(name).reshape(-1).view(torch.uint8)
                 sent[start : start + own.numel()].copy_(own)
-            shared = {name: planes[name] for name in made.LAYOUT.shared_in(weight.gathering.route.which)}
+            shared = {name: planes[name] for name in made.LAYOUT.shared_in[weight.gathering.route.which]}
             weight.gathering = replace(weight.gathering, shared=shared)
 
     def by_kernels(self, sent: Tensor) -> None:

@@ -304,7 +304,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return self
 
     def _stable_hash_for_caching(self) -> str:
-        """As flattening.stable_hash. The recipe counts: graphs differ, though the flattened tensors are the same."""
+        """As flattening.digest. The recipe counts: graphs differ, though the flattened tensors are the same."""
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

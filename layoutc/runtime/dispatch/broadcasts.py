@@ -95,14 +95,9 @@ def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
     if frame is None or frame.f_globals.get("__name__") != "torch.distributed._state_dict_utils":
         return source
     param = frame.f_locals.get("local_state")
-    local = local_tensor(param) if isinstance(param, DTensor) else None
-    if (
-        not isinstance(param, DTensor)
-        or not isinstance(local, QuantizedTensor)
-        or local.store.planes is not target.store.planes
-    ):
+    if not isinstance(param, DTensor) or not isinstance(local := local_tensor(param), QuantizedTensor):
         return source
-    return received(param, target, source)
+    return received(param, target, source) if local.store.planes is target.store.planes else source
 
 
 def received(param: DTensor, like: QuantizedTensor, found: Tensor) -> Tensor:
@@ -127,7 +122,8 @@ def _exchanged(
     whole = _whole(like, found, slices, shape)
     for group in groups:
         described: list[Any] = [None] * group.size()
-        dist.all_gather_object(described, _described(whole), group=group)
+        mine = None if whole is None else (whole.LAYOUT.layout_id, tuple(whole.store.planes))
+        dist.all_gather_object(described, mine, group=group)
         sources = [rank for rank, one in enumerate(described) if one is not None]
         if not sources or group.size() == 1:
             continue
@@ -162,10 +158,6 @@ def _cut(whole: Tensor, slices: Slices) -> Tensor:
     return whole
 
 
-def _described(whole: QuantizedTensor | None) -> tuple[str, tuple[str, ...]] | None:
-    return None if whole is None else (whole.LAYOUT.layout_id, tuple(whole.store.planes))
-
-
 def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[int, ...]) -> QuantizedTensor | None:
     """The weight of that shape that this rank has broadcast, of which `found` is a part, quantized or as values.
 
@@ -176,11 +168,10 @@ def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[in
         return found.sent  # type: ignore[no-any-return]
     for writes in list(_sent.values()):
         whole = writes.sent
-        if whole is None or (tuple(whole.shape), whole.dtype) != (shape, found.dtype):
+        is_like = whole is not None and whole.LAYOUT.layout_id == like.LAYOUT.layout_id
+        if not is_like or (tuple(whole.shape), whole.dtype) != (shape, found.dtype):
             continue
-        if whole.LAYOUT.layout_id != like.LAYOUT.layout_id or (
-            not found.numel() and whole.weight_name != like.weight_name
-        ):
+        if not found.numel() and whole.weight_name != like.weight_name:
             continue
         values = _cut(whole, slices)
         values = values.dequantize() if isinstance(values, QuantizedTensor) else values

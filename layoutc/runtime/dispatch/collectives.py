@@ -76,12 +76,6 @@ def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return waited
 
 
-def wrap(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """_wrap_tensor_autograd: a tensor that waits when it is first used."""
-    waits: Tensor = AsyncCollectiveTensor(args[0])
-    return waits
-
-
 def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """broadcast: every plane of the source rank, also those that cover all rows; asynchronous."""
     tensor, *rest = args
@@ -275,20 +269,16 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
     _check_rows_of(func, tensor)
     if tensor.store.halo.rows:
-        raise LayoutError(_cut_inside(func, tensor))
+        raise LayoutError(
+            f"{func}: {tensor.label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight "
+            "with full_tensor() first, or cut it into whole blocks"
+        )
 
 
 def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
     (_, k), last = tensor.store.matrix, tensor.shape[-1:]
     if tensor.transposed or tensor.dim() < 2 or last != (k,):
         raise LayoutError(f"{func}: {tensor.label()} must be sent as rows of {k} columns, not transposed or flattened")
-
-
-def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
-    return (
-        f"{func}: {tensor.label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight with "
-        "full_tensor() first, or cut it into whole blocks"
-    )
 
 
 def _travels(layout: Layout, name: str) -> bool:
@@ -309,5 +299,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data: merges.assigned,  # plain values that are assigned to a tensor's data
     None: fallback,  # every other operator
 }
-if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every supported torch
-    HANDLERS[c10d_functional._wrap_tensor_autograd.default] = wrap
+if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every supported torch: it waits at its first use
+    HANDLERS[c10d_functional._wrap_tensor_autograd.default] = lambda func, args, kwargs: AsyncCollectiveTensor(args[0])

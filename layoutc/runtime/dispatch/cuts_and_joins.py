@@ -20,7 +20,7 @@ from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.dispatch.written_by_ranks import refuse_flat_parameters
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
-from layoutc.runtime.storage.planes import CutPlanes, ScatteredPlanes, with_copies
+from layoutc.runtime.storage.planes import CutPlanes, ScatteredPlanes
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

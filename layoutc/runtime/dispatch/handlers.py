@@ -35,18 +35,6 @@ Kwargs = dict[str, Any]
 
 
 # -------------------------------------------------------------------------------------------------------------- aliases
-def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """detach, alias: the same planes."""
-    tensor: QuantizedTensor = args[0]
-    return tensor.alias()
-
-
-def detach_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """detach_, which only inference mode dispatches: the tensor itself, which records nothing there."""
-    tensor: QuantizedTensor = args[0]
-    return tensor
-
-
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """view, _unsafe_view: any shape with the same number of elements, since their order stays; of a transposed tensor,
     any leading dims. [] is one element."""
@@ -54,13 +42,10 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     if tensor.transposed and tuple(size[-2:]) != tuple(tensor.shape[-2:]):
         raise InexactView(func, tensor, "is transposed; a view of other last dims would not be contiguous")
     numel = tensor.numel()
-    if -1 in size:
-        stated = prod(extent for extent in size if extent != -1)
-        if size.count(-1) > 1 or stated == 0 or numel % stated:
-            raise RuntimeError(f"{func}: shape {size} is invalid for {tensor.label()} of {numel} elements")
+    if size.count(-1) == 1 and (stated := -prod(size)):
         size[size.index(-1)] = numel // stated
-    if prod(size) != numel or any(extent < 0 for extent in size):
-        raise RuntimeError(f"{func}: shape {size} is invalid for {tensor.label()} of {numel} elements")
+    if prod(size) != numel or min(size, default=0) < 0:
+        raise RuntimeError(f"{func}: shape {list(args[1])} is invalid for {tensor.label()} of {numel} elements")
     return tensor.alias(size)  # type: ignore[no-any-return]
 
 
@@ -170,11 +155,6 @@ def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     pinned = tensor.with_planes(tensor.map_planes(lambda plane: plane.pin_memory()))
     initial_values.carry(pinned.store, tensor.store)
     return pinned
-
-
-def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """is_pinned: true if every plane is pinned."""
-    return all(plane.is_pinned() for plane in args[0].store.planes.values())
 
 
 def record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
@@ -373,35 +353,31 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
 
 # ------------------------------------------------------------------------------------------------------------- products
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, matmul, grouped_mm: dequantizes to the activation's dtype and multiplies.
+    """linear, mm, bmm, addmm, baddbmm, mv, matmul, grouped_mm: dequantizes to the activation's dtype and multiplies.
 
     The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
-    and addmm are products in low precision where those are wanted.
+    and addmm are products in low precision where those are wanted. Only inference mode dispatches linear as a whole.
     """
     if not kwargs and (made := linear_products.matrix_product(func, args)) is not None:
         return made
     first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
-    plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]
+    plain = [
+        _operand(a, i == first or func is aten.linear.default, dtype) if isinstance(a, QuantizedTensor) else a
+        for i, a in enumerate(args)
+    ]
     return func(*plain, **kwargs)  # type: ignore[no-any-return]
 
 
 WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 PRODUCTS = (
-    *(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten._grouped_mm.default),
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default),
+    aten._grouped_mm.default,
     *WITH_BIAS,
 )
 
 
-def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """linear, which only inference mode dispatches as a whole: x @ weight.t() + bias with rowwise values in x's
-    dtype."""
-    x, weight = args[0], args[1]
-    plain = weight.values_of("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
-    return func(x, plain, *args[2:], **kwargs)  # type: ignore[no-any-return]
-
-
 def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) -> Tensor:
-    """Left operands contract their last dim, right operands the one before it."""
+    """Left operands contract their last dim, and so do weights of linear; right operands the one before it."""
     contracts_k = is_left != tensor.transposed
     return tensor.values_of("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)

@@ -35,32 +35,31 @@ def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator
         return Selection(Rect(0, 0, 0, k), piece)
     if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
         if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
-            raise _inexact(tensor, operator, f"columns {start} to {stop}", layout.column_multiple, "columns")
+            raise UnsupportedOperator(
+                f"{operator}: columns {start} to {stop} of {tensor.label()} would cut a block: {layout.name} is exact "
+                f"at multiples of {layout.column_multiple} columns; for a plain copy, call .dequantize() first"
+            )
         return Selection(Rect(0, m, start, stop), piece, tensor.store.halo)
     if any(size != 1 for size in shape[:dim]):
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not adjacent rows"
         )
-    step = prod(shape[dim + 1 :])
-    if start * step % k or stop * step % k:
+    first, last = (entry * prod(shape[dim + 1 :]) for entry in (start, stop))
+    if first % k or last % k:
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not whole rows"
         )
-    return _rows_selection(tensor, start * step // k, stop * step // k, piece)
-
-
-def _rows_selection(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Selection:
-    """The piece of the tensor's own rows start..stop, start < stop: all blocks that they touch."""
-    (m, k), block, around = tensor.store.matrix, tensor.LAYOUT.block_rows, tensor.store.halo
-    first, last = around.before + start, around.before + stop
+    block, around = layout.block_rows, tensor.store.halo  # all blocks that the rows touch
+    ends = first == 0, last // k == tensor.store.rows
+    first, last = around.before + first // k, around.before + last // k
     r0, r1 = first // block * block, min(up(last, block), m)
     halo = Halo(
         first - r0,
         r1 - last,
-        first > r0 and (start > 0 or around.tied_before),
-        r1 > last and (stop < tensor.store.rows or around.tied_after),
+        first > r0 and (not ends[0] or around.tied_before),
+        r1 > last and (not ends[1] or around.tied_after),
     )
-    return Selection(Rect(r0, r1, 0, k), shape, halo)
+    return Selection(Rect(r0, r1, 0, k), piece, halo)
 
 
 def dim_of(dim: int, rank: int) -> int:
@@ -90,10 +89,3 @@ def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] 
     m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
     fits = columns == k or m % layout.multiple_m == 0
     return (up(m, layout.multiple_m), columns) if fits and columns % layout.multiple_k == 0 and columns > 0 else None
-
-
-def _inexact(tensor: QuantizedTensor, operator: Any, what: str, multiple: int, axis: str) -> UnsupportedOperator:
-    return UnsupportedOperator(
-        f"{operator}: {what} of {tensor.label()} would cut a block: {tensor.LAYOUT.name} is exact at multiples of "
-        f"{multiple} {axis}; for a plain copy, call .dequantize() first"
-    )

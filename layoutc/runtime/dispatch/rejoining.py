@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
-from layoutc.ints.sizes import up
+from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
-from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.planes import MadePlanes, with_copies
@@ -138,9 +137,13 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
 
 def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
     """Of each rank of a group: its own rows, and the rows of its halo before and after them. Collective."""
-    numbers = torch.tensor([tensor.store.rows, *tensor.store.halo[:2]], dtype=torch.int64, device=tensor.device)
-    gathered = gather_bytes(numbers.view(torch.uint8), group).view(torch.int64).view(-1, 3).tolist()
+    gathered = gather_bytes(_extent(tensor, tensor.device), group).view(torch.int64).view(-1, 3).tolist()
     return [(n, before, after) for n, before, after in gathered]
+
+
+def _extent(tensor: QuantizedTensor, device: torch.device) -> Tensor:
+    extent = tensor.store.rows, *tensor.store.halo[:2]
+    return torch.tensor(extent, dtype=torch.int64, device=device).view(torch.uint8)
 
 
 def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group: Any, message: str) -> QuantizedTensor:
@@ -186,12 +189,8 @@ def scatter_(
         works.append(func([into], [sent] if pieces else pieces, *rest, **kwargs)[1])
 
     outgoing: Sequence[QuantizedTensor] = pieces[0] if pieces else ()
-    numbers = [
-        torch.tensor([one.store.rows, *one.store.halo[:2]], dtype=torch.int64, device=output.device).view(torch.uint8)
-        for one in outgoing
-    ]
     header = torch.empty(3, dtype=torch.int64, device=output.device)
-    scattered(header.view(torch.uint8), numbers)
+    scattered(header.view(torch.uint8), [_extent(one, output.device) for one in outgoing])
     received, padded = dict[str, Tensor](), Cuts(rows * world, rows, world)
     for name, plane in output.store.planes.items():
         per_value = layout.stored[name].rows_per_value
@@ -203,18 +202,15 @@ def scatter_(
         work.wait()
     own, before, after = header.tolist()
     matrix, halo = (own + before + after, output.store.matrix[1]), Halo(before, after)
-    entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in received.items()}
+    entries = dict(received)
+    for name, plane in received.items():
+        if (per_value := layout.stored[name].rows_per_value) is not None:
+            entries[name] = plane[: cdiv(matrix[0] - after, per_value) - before // per_value]
     output.store.planes.clear()
     output.store.planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
     output.store.matrix, output.store.halo = matrix, halo
     output.padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
     return works[-1]
-
-
-def _entries(layout: Layout, name: str, matrix: tuple[int, int], halo: Halo) -> int | None:
-    """How many entries of a plane cover a piece's own rows; None: all of them."""
-    per_value = layout.stored[name].rows_per_value
-    return None if per_value is None else -(-(matrix[0] - halo.after) // per_value) - halo.before // per_value
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes

@@ -21,9 +21,8 @@ aten = torch.ops.aten
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     # the same planes under the same or another outer shape
-    aten.detach.default: handlers.alias,
-    aten.detach_.default: handlers.detach_,
-    aten.alias.default: handlers.alias,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, args, kwargs: args[0].alias()),
+    aten.detach_.default: lambda func, args, kwargs: args[0],  # of inference mode alone, which records nothing
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default), handlers.view),
     aten.unsqueeze.default: or_values(handlers.unsqueeze),
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), or_values(handlers.squeeze)),
@@ -51,11 +50,10 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: handlers.copy_,
     aten.zero_.default: handlers.zero_,
     aten.record_stream.default: handlers.record_stream,
-    aten.is_pinned.default: handlers.is_pinned,
+    aten.is_pinned.default: lambda func, args, kwargs: all(p.is_pinned() for p in args[0].store.planes.values()),
     aten.equal.default: handlers.equal,
     aten.is_set_to.default: handlers.is_set_to,
     # products: k contracted reads rowwise values, m contracted reads those for backward
-    aten.linear.default: handlers.linear,
     **dict.fromkeys(handlers.PRODUCTS, handlers.product),
     # products in low precision: of linear layers, and of experts
     **experts.HANDLERS,

@@ -114,7 +114,7 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
     if layout.shared:
         # Codes that may still be read when the shard is quantized anew must keep their scale.
         stays = sharding is None or not (sharding.frees_after_pass or on_gather.is_awaited(sharding.param()))
-        planes = {name: shard.store.planes[name] for name in layout.shared_in(route.which)}
+        planes = {name: shard.store.planes[name] for name in layout.shared_in[route.which]}
         gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
         gathering.joined = gathered_of(sharding).joined

@@ -23,13 +23,6 @@ class Side(NamedTuple):
     orders: list[int]
 
 
-class _Facts(NamedTuple):
-    """What is the same for all tensors of an operand."""
-
-    kinds: list[int]
-    orders: list[int]
-
-
 def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: int, *, is_left: bool) -> Side:
     """An operand from the buffers of an orientation, whose scales are swizzled where the recipe says so.
 
@@ -53,16 +46,15 @@ def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def facts(operand: Operand) -> _Facts:
-    """As numbers: looking up members of enums takes the host longer than the views do."""
+def facts(operand: Operand) -> tuple[list[int], list[int]]:
+    """Kinds and orders of scales, as numbers: looking up members of enums takes the host longer than the views do."""
     swizzled = operand.scale.itemsize == 1  # those of 1x32 and 1x16
-    kinds, orders = [ScalingType.__members__[operand.scaling]], [SwizzleType.NO_SWIZZLE]
-    if swizzled:
-        orders = [SwizzleType.SWIZZLE_32_4_4]
+    kinds = [ScalingType.__members__[operand.scaling]]
+    orders = [SwizzleType.SWIZZLE_32_4_4 if swizzled else SwizzleType.NO_SWIZZLE]
     if operand.tensor_scale is not None:
         kinds.append(ScalingType.TensorWise)
         orders.append(SwizzleType.NO_SWIZZLE)
-    return _Facts([int(kind.value) for kind in kinds], [int(order.value) for order in orders])
+    return [int(kind.value) for kind in kinds], [int(order.value) for order in orders]
 
 
 def as_read(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:

@@ -8,7 +8,7 @@ bytes, and reading it raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ def check_whole(store: PlaneStore, label: str) -> None:
     if not (pieces := store.writes.waiting):
         return
     rows = ", ".join(f"{p.covers.r0} to {p.covers.r1}" for p in pieces[:4]) + (", ..." if len(pieces) > 4 else "")
-    need = max((need for piece in pieces if piece.missing for need in piece.needs), key=lambda rect: rect.area)
+    lacking = [piece for piece in pieces if _lacks(piece, pieces)]
+    need = max((need for piece in lacking for need in piece.needs), key=lambda rect: rect.area)
     raise LayoutError(
         f"{label}: bytes were copied into rows {rows}, whose scales also cover rows {need.r0} to {need.r1}: "
         "copy all of those, from the same quantized weight, or write the whole weight. It holds what it held before"
@@ -79,23 +80,22 @@ def hold(
     part, waiting = target.part, target.writes.waiting
     assert part is not None
     covers = covers_of(target, part)
-    new = Piece(target, source, covers, needs, 0, write)
-    new.missing = sum(need.area for need in needs) - new.needed_of(covers)
-    for old in [old for old in waiting if old.covers.meet(covers).area]:  # written a second time
-        waiting.remove(old)
-        for other in waiting:
-            other.missing += other.needed_of(old.covers)
+    new = Piece(target, source, covers, needs, write)
+    waiting[:] = [old for old in waiting if not old.covers.meet(covers).area]  # the others are written a second time
     for old in waiting:
         _check_agree(old, new, label)
-    for old in waiting:
-        old.missing -= old.needed_of(covers)
-        new.missing -= new.needed_of(old.covers)
     waiting.append(new)
-    if any(piece.missing for piece in waiting):
+    if any(_lacks(piece, waiting) for piece in waiting):
         return []
     ready = list(waiting)
     waiting.clear()
     return ready
+
+
+def _lacks(piece: Piece, waiting: Sequence[Piece]) -> bool:
+    """Whether pieces that wait, of which none covers what another does, lack some of what a piece needs."""
+    there = (need.meet(other.covers).area for other in waiting for need in piece.needs)
+    return sum(there) < sum(need.area for need in piece.needs)
 
 
 def forget(store: PlaneStore) -> None:

@@ -39,19 +39,14 @@ class Stack(NamedTuple):
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
-    """Bytes that wait to be written into `target`: the elements that they cover, the elements that must be there before
-    they can be written, and how many of those are missing. write: writes them."""
+    """Bytes that wait to be written into `target`: the elements that they cover, and those that must be there before
+    they can be written. write: writes them."""
 
     target: PlaneStore
     source: PlaneStore
     covers: Rect
     needs: tuple[Rect, ...]
-    missing: int
     write: Callable[[], None]
-
-    def needed_of(self, other: Rect) -> int:
-        """How many elements of a rectangle this piece needs, counted once for each need."""
-        return sum(need.meet(other).area for need in self.needs)
 
 
 class Seal(NamedTuple):

@@ -110,36 +110,24 @@ def add_inner(cls: type[PlaneTensor], planes: Iterable[str]) -> None:
     AttributeError."""
     for name in planes:
         setattr(cls, f"plane_{name}", property(partial(_plane, name)))
-    setattr(cls, _HANDLE, property(_handle))
+    setattr(cls, _HANDLE, property(partial(_plane, _HANDLE)))
 
 
 def _plane(name: str, tensor: PlaneTensor) -> Tensor:
-    if (found := tensor.store.planes.get(name)) is None:
+    planes = tensor.store.planes
+    found: Tensor | None = getattr(planes, "handle", None) if name == _HANDLE else planes.get(name)
+    if found is None:
         raise AttributeError(name)  # after which Python asks __getattr__, which says more
     return found
 
 
-def _handle(tensor: PlaneTensor) -> Tensor:
-    found: Tensor | None = getattr(tensor.store.planes, "handle", None)
-    if found is None:
-        raise AttributeError(_HANDLE)
-    return found
-
-
-def _nothing(*_: Any) -> None:
-    """Stands for the weak reference to the shard and for the gather while tracing: a graph finds both when it runs."""
-
-
-_UNKNOWN = Home(_nothing, _nothing)  # type: ignore[arg-type]
-
-
-def stable_hash(tensor: PlaneTensor) -> str:
-    """A hash for compile caches: equal in all processes for tensors that compile to the same code, else different."""
-    return digest(tensor.KEY, tensor)
+#: The shard and the gather while tracing: a graph finds both when it runs.
+_UNKNOWN = Home(lambda: None, lambda *_: {})
 
 
 def digest(key: str, tensor: torch.Tensor) -> str:
-    """A hash of `key`, which says what kind of wrapper it is, and of all that a graph can depend on except values.
+    """A hash for compile caches, equal in all processes for tensors that compile to the same code: of `key`, which says
+    what kind of wrapper it is, and of all that a graph can depend on except values.
 
     That includes what a weight is multiplied with, which its layout id leaves out, and how this runtime traces graphs:
     torch keeps compiled graphs on disk, and would run those of another spec or of an older layoutc.

@@ -158,19 +158,11 @@ def _now(
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
-def _fake_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
-    return handle.new_empty(_sizes(window), dtype=dtype)
-
-
 def _fake_lay_out(
     handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
 ) -> list[Tensor]:
     named = _names(operators.recipe_of(recipe).LAYOUT, *_sizes(window), orientation, swizzled)
     return [operators.empty_of(facts, handle) for facts in named.values()]
-
-
-def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
-    return operators.empty_of(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
 
 
 # ------------------------------------------------------------------------------------------------- in Inductor's graphs
@@ -200,7 +192,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 _dequantize: Callable[..., Tensor] = library.define(
     "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",
     _run_dequantize,
-    _fake_dequantize,
+    lambda handle, window, recipe, orientation, dtype: handle.new_empty(_sizes(window), dtype=dtype),
     _TAGS,
 )
 _lay_out: Callable[..., list[Tensor]] = library.define(
@@ -211,5 +203,10 @@ _lay_out: Callable[..., list[Tensor]] = library.define(
     _TAGS,
 )
 _plane: Callable[..., Tensor] = library.define(
-    "plane_gathered(Tensor handle, SymInt m, SymInt k, str recipe, str name) -> Tensor", _run_plane, _fake_plane, _TAGS
+    "plane_gathered(Tensor handle, SymInt m, SymInt k, str recipe, str name) -> Tensor",
+    _run_plane,
+    lambda handle, m, k, recipe, name: operators.empty_of(
+        operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle
+    ),
+    _TAGS,
 )

@@ -239,14 +239,6 @@ def _typed(layout: Layout, names: Iterable[str], buffers: list[Tensor], typed: b
     return [one if one.dtype == dtype else one.view(dtype) for one, dtype in zip(buffers, wanted, strict=True)]
 
 
-def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return library.own(recipe_of(recipe).shared_amax(x), x)
-
-
-def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
-    return library.own(_levels[layout](amax), amax)
-
-
 def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     """Planes, as `Layout.sources` names them -> new memory with the (m, k) values."""
     cls = recipe_of(recipe)
@@ -324,14 +316,6 @@ def _fake_quantize_buffers(
     return made
 
 
-def _fake_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return x.new_empty(recipe_of(recipe).LAYOUT.amax_shape(x.shape[1]), dtype=torch.float32)
-
-
-def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
-    return planes[0].new_empty((m, k), dtype=dtype)
-
-
 def _fake_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool, typed: bool = False
 ) -> list[Tensor]:
@@ -358,15 +342,19 @@ _draw_seed: Callable[..., Tensor] = library.define(
     (torch.Tag.nondeterministic_seeded,),
 )
 _shared_amax: Callable[..., Tensor] = library.define(
-    "shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax
+    "shared_amax(Tensor x, str recipe) -> Tensor",
+    lambda x, recipe: library.own(recipe_of(recipe).shared_amax(x), x),
+    lambda x, recipe: x.new_empty(recipe_of(recipe).LAYOUT.amax_shape(x.shape[1]), dtype=torch.float32),
 )
 _stored_amax: Callable[..., Tensor] = library.define(
-    "stored_amax(Tensor amax, str layout) -> Tensor", _run_stored_amax, lambda amax, _: torch.empty_like(amax)
+    "stored_amax(Tensor amax, str layout) -> Tensor",
+    lambda amax, layout: library.own(_levels[layout](amax), amax),
+    lambda amax, _: torch.empty_like(amax),
 )
 _dequantize: Callable[..., Tensor] = library.define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
     run_dequantize,
-    _fake_dequantize,
+    lambda planes, m, k, recipe, orientation, dtype: planes[0].new_empty((m, k), dtype=dtype),
 )
 _lay_out: Callable[..., list[Tensor]] = library.define(
     "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled, bool typed=False) "

@@ -110,13 +110,8 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
             dtype or self.dtype,
             transposed=self.transposed if transposed is None else transposed,
         )
-        other.weight_name, other.peers, other.padding, other.sent = (
-            self.weight_name,
-            self.peers,
-            self.padding,
-            self.sent,
-        )
-        other.own_products, other.fused = self.own_products, self.fused
+        other.weight_name, other.peers, other.padding = self.weight_name, self.peers, self.padding
+        other.sent, other.own_products, other.fused = self.sent, self.own_products, self.fused
         return other
 
     def with_planes(

@@ -158,10 +158,8 @@ def _check_planes(
         if not plane.is_meta and plane.nbytes > plane.untyped_storage().nbytes():
             raise DamagedError(f"{name} of {weight} has more elements than the file has bytes for it")
         expected = facts[name].shape if name in facts else None
-        rows = layout.stored[name].rows_per_value if expected else None
-        if expected and rows is not None and halo.rows:
-            entries = cdiv(matrix[0] - halo.after, rows) - halo.before // rows
-            expected = (entries, *expected[1:])
+        if expected and halo.rows and (rows := layout.stored[name].rows_per_value) is not None:
+            expected = (cdiv(matrix[0] - halo.after, rows) - halo.before // rows, *expected[1:])
         if expected != tuple(plane.shape) or facts[name].dtype != plane.dtype:
             raise DamagedError(
                 f"{name} of a weight of shape {shape} in {layout.name} should be {expected}, but the file has "
@@ -187,10 +185,6 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point
-
-
 def is_facts(value: Any) -> bool:
     """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
     if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
@@ -209,20 +203,14 @@ def is_facts(value: Any) -> bool:
 
 
 _STATE: dict[str, Callable[[Any], bool]] = {
-    "recipe": _is_text,
-    "layout_id": _is_text,
+    **dict.fromkeys(("recipe", "layout_id", "spec_sha256", "module"), _is_text),
     "language": is_size,
-    "spec_sha256": _is_text,
     "facts": is_facts,
-    "module": _is_text,
     "shape": is_shape,
-    "dtype": lambda value: _is_text(value) and _is_float(vars(torch).get(value)),
-    "matrix": lambda value: is_shape(value) and len(value) == 2,
-    "halo": lambda value: is_shape(value) and len(value) == 2,
+    "dtype": lambda value: _is_text(value) and getattr(vars(torch).get(value), "is_floating_point", False) is True,
+    **dict.fromkeys(("matrix", "halo"), lambda value: is_shape(value) and len(value) == 2),
     "orientations": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
-    "transposed": lambda value: isinstance(value, bool),
-    "requires_grad": lambda value: isinstance(value, bool),
-    "parameter": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("transposed", "requires_grad", "parameter"), lambda value: isinstance(value, bool)),
     "crc32": lambda value: isinstance(value, dict) and all(map(is_size, value.values())),
 }
 
@@ -246,12 +234,12 @@ def with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, .
     for name, facts in layout.planes(matrix[0], matrix[1]).items():
         if name not in planes:
             continue
-        rows = layout.stored[name].rows_per_value
-        if rows is None:
+        if name in layout.shared:
             filled[name] = planes[name]
             continue
-        entries = filled[name] = planes[name].new_zeros(facts.shape)
-        entries[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
+        filled[name] = planes[name].new_zeros(facts.shape)
+        first = halo.before // (layout.stored[name].rows_per_value or 1)
+        filled[name][first : first + len(planes[name])] = planes[name]
     return filled
 
 

@@ -145,7 +145,8 @@ class QuantizedTensor(PlaneTensor):
         """Inverse of __tensor_flatten__. Raises ValueError for another layout id."""
         return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
 
-    _stable_hash_for_caching = flattening.stable_hash
+    def _stable_hash_for_caching(self) -> str:
+        return flattening.digest(self.KEY, self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__create_chunk_list__", "__get_tensor_shard__") and (method := staging.chunk_protocol(self, name)):
