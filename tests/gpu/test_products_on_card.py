@@ -56,7 +56,7 @@ def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = 
 
 def ways(name: str, how: Mode = "low_precision", tokens: int = TOKENS) -> linear.Ways:
     held = module(name).quantize(torch.empty(M, K, device="cuda"))
-    return linear.ways_of(held, torch.empty(tokens, K, device="cuda"), how)
+    return linear.plan_of(held, torch.empty(tokens, K, device="cuda"), how).ways
 
 
 @pytest.mark.parametrize("how", ["low_precision", "reference"])

@@ -292,14 +292,13 @@ def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
         recipes = [*FORMS.get(state, (None, None)), target]
         modules = [one and importlib.import_module(f"layoutc.recipes.{one}") for one in recipes]
         kernels = [one and importlib.import_module(f"{one.__name__}.kernels").KERNELS for one in modules]
-        first, second, weight = (one and one.Tensor for one in modules)
+        *moments, weight = (one and one.Tensor for one in modules)
         orientations = weight.LAYOUT.orientations if weight else ()
         master = torch.bfloat16 if masters == "bf16" else torch.float32
-        form = launches.Form(master, first, second, weight, tuple(orientations), torch.float32)
+        form = launches.Form(master, tuple(moments), weight, tuple(orientations), torch.float32)
         plan, table = launches._tiles(form), (batches.ROWS[0], True, True)
-        constants = launches.constants_of(
-            rules.ADAMW, form, tuple(kernels), plan, table, launch.level_of(divmod(capability, 10))
-        )
+        level = launch.level_of(divmod(capability, 10))
+        constants = launches.constants_of(rules.ADAMW, form, kernels, plan, table, level)
         types: list[str | None] = ["*i64", "*i64", "*fp32", "*i32", "*i64", "*fp32"]
         types += ["*fp32" if one and one.codebooks else None for one in kernels[:2]]
         types.append("fp32" if kernels[2] and kernels[2].takes_input_max else None)

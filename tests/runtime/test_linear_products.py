@@ -74,7 +74,7 @@ def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, us
     x, w, g = inputs(recipe)
     found = run(recipe, x, w, g, how, use=use)
     expected = product(x, w.t()), product(g, w), product(g.t(), x)
-    ways = linear.ways_of(make(recipe, M, K), x, how)
+    ways = linear.plan_of(make(recipe, M, K), x, how).ways
     rounds = how != "dequantize" and module(module(recipe).LAYOUT.products.activation[0]).LAYOUT.not_weights
     for one, whole, way in list(zip(found, expected, ways, strict=True))[: 2 if rounds else 3]:
         # scaled_mm with RowWise scales gives bf16, whatever it is asked for.
@@ -160,7 +160,7 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     fits = tokens % 128 == 0 or activation.LAYOUT.operands["columnwise"].scaling != "BlockWise1x128"
     out, *saved = linear.forward(x, held, None, "low_precision", True)
     assert out.shape == (tokens, M)
-    ways = linear.ways_of(held, x, "low_precision")
+    ways = linear.plan_of(held, x, "low_precision").ways
     stated = module(recipe).LAYOUT.products
     assert ways.forward == ways.grad_input == "kernel"
     assert (ways.grad_weight == "kernel") == (stated.grad_weight is not None and fits)
@@ -343,7 +343,7 @@ def test_matrix_products_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_sizes_that_kernels_do_not_take(recipe: str, tokens: int, expected: tuple[str, ...]) -> None:
     x = torch.empty(tokens, K, device="meta")
-    assert linear.ways_of(make(recipe, M, K), x, "low_precision") == expected
+    assert linear.plan_of(make(recipe, M, K), x, "low_precision").ways == expected
 
 
 @on_cpus
@@ -429,7 +429,7 @@ def test_gradients_of_saved_inputs_are_those_of_saved_codes(
     assert all(same_bits(*both) for both in zip(*made, strict=True))
     assert kept[1] == x.nbytes
     activation = module(module(recipe).LAYOUT.products.activation[0])
-    if linear.ways_of(make(recipe, M, K), x, how).grad_weight != "dequantize" and not activation.LAYOUT.stochastic:
+    if linear.plan_of(make(recipe, M, K), x, how).ways.grad_weight != "dequantize" and not activation.LAYOUT.stochastic:
         assert kept[0] < x.nbytes / 2
 
 

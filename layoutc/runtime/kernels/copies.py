@@ -57,14 +57,6 @@ def copies_out(
     return _copies(copy_out_kernel, fields, rows, others, (DTYPES[dtype],), ())
 
 
-def as_words(sources: Sequence[Tensor]) -> list[Tensor] | None:
-    """Tensors of bytes as larger elements, which are copied faster; None if one does not consist of these."""
-    size = WORD.itemsize
-    if any((one.data_ptr() | one.numel()) % size or one.storage_offset() % size for one in sources):
-        return None
-    return [one.view(WORD) for one in sources]
-
-
 def _fields(
     ranks: int, numels: Sequence[int], starts: Sequence[int], addresses: Sequence[int]
 ) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from layoutc.runtime import installed
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch, plans
-from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.launch_plan import LaunchPlan, launched
 
 TILE, WARPS = 4096, 8
 CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
@@ -38,8 +38,10 @@ def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:
         by = torch.full((), divisor, dtype=torch.float32, device=out.device)  # a card multiplies by a number's inverse
         torch.div(sum_in_order(parts), by, out=out)
         return
-    key = "rank_sum", parts.shape, parts.dtype, parts.device, divisor
-    plans.cache.of(key, lambda: _plan(parts, out, divisor))(parts, out)
+    from layoutc.runtime.triton.reductions import rank_sum_kernel
+
+    ranks, numel = parts.shape
+    launched(rank_sum_kernel, cdiv(numel, TILE), (parts, out, numel, ranks, *scaling(divisor), TILE), WARPS)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -48,15 +50,6 @@ def sum_in_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _plan(parts: Tensor, out: Tensor, divisor: int) -> LaunchPlan:
-    from layoutc.runtime.triton.reductions import rank_sum_kernel
-
-    ranks, numel = parts.shape
-    number, divides = scaling(divisor)
-    args = parts, out, numel, ranks, number, divides, TILE
-    return LaunchPlan.of(rank_sum_kernel, cdiv(numel, TILE), args, WARPS)
 
 
 def scaling(divisor: int) -> tuple[float, bool]:

@@ -159,10 +159,8 @@ class ByRule(MasterWeights):
             local = entry.local
             if not isinstance(local, QuantizedTensor) or not launches.why_apart(local):
                 target = local
-        first, *rest = (local_of(state[name]) for name in self._rule.moments)
-        return Member(
-            master, first, rest[0] if rest else None, state["step"], target, group, number, states.place_of(entry.param)
-        )
+        moments = tuple([local_of(state[name]) for name in self._rule.moments])
+        return Member(master, moments, state["step"], target, group, number, states.place_of(entry.param))
 
     def _moves(self, group: dict[str, Any]) -> bool:
         return isinstance(group["lr"], Tensor) or bool(group["lr"])
@@ -191,15 +189,14 @@ class ByRule(MasterWeights):
         if not member.master.numel():
             return
         step, settings = int(member.step), tuple(map(float, self._rule.settings(self.param_groups[member.group])))
-        held = [moment for moment in (member.first, member.second) if moment is not None]
-        moments = [states.read(moment) for moment in held]
+        moments = [states.read(moment) for moment in member.moments]
         master, grad = as_matrix(member.master), as_matrix(grad).to(torch.float32)
         plain = master.dtype == torch.float32
         values = master if plain else master.to(torch.float32)
-        quick = not plain or any(isinstance(moment, QuantizedTensor) for moment in held)
+        quick = not plain or any(isinstance(moment, QuantizedTensor) for moment in member.moments)
         grad = -grad if settings[-1] else grad
         self._rule.update(values, grad, moments, step, settings, self._rule.decoupled, quick)
-        for moment, one in zip(held, moments, strict=True):
+        for moment, one in zip(member.moments, moments, strict=True):
             states.write(moment, one)
         if not plain:
             chance = Chance(self.param_groups[0]["seed"], member.number, step, member.place)
@@ -217,10 +214,10 @@ def _runs(member: Member, grad: Tensor) -> bool:
     """Whether kernels update a shard."""
     if type(grad) is not Tensor or grad.dtype not in launch.FLOATS or not grad.is_contiguous():
         return False
-    return _has_kernels(member.master, (member.first, member.second))
+    return _has_kernels(member.master, member.moments)
 
 
-def _has_kernels(master: Tensor, moments: Iterable[Tensor | None]) -> bool:
+def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:
     if not launch.usable(master) or not master.is_contiguous():
         return False
     return all(type(one).quantizing_kernels(master) for one in moments if isinstance(one, QuantizedTensor))

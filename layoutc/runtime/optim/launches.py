@@ -33,8 +33,7 @@ class Member(NamedTuple):
     """A shard that one kernel updates. target: the weight, where the kernel writes it too."""
 
     master: Tensor
-    first: Tensor
-    second: Tensor | None
+    moments: tuple[Tensor, ...]
     step: Tensor
     target: Tensor | None
     group: int
@@ -43,16 +42,14 @@ class Member(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All that a step writes, as plain tensors."""
-        held = (self.first, self.second, self.target)
-        return [self.step, self.master, *chain.from_iterable(map(planes_of, held))]
+        return [self.step, self.master, *chain.from_iterable(map(planes_of, (*self.moments, self.target)))]
 
 
 class Form(NamedTuple):
     """What members of one launch share."""
 
     master: torch.dtype
-    first: type[QuantizedTensor] | None
-    second: type[QuantizedTensor] | None
+    moments: tuple[type[QuantizedTensor] | None, ...]
     target: Any  # a recipe's class, a dtype, or None
     orientations: tuple[str, ...]
     grad: torch.dtype
@@ -60,7 +57,7 @@ class Form(NamedTuple):
     @property
     def is_quick(self) -> bool:
         """Whether the arithmetic is that of masters or moments that are rounded."""
-        return self.master != torch.float32 or self.first is not None or self.second is not None
+        return self.master != torch.float32 or any(self.moments)
 
 
 def planes_of(tensor: Tensor | None) -> list[Tensor]:
@@ -114,7 +111,7 @@ class Updates:
         self._numbers = torch.tensor(places, dtype=torch.int32).to(device)
         self._grads = torch.zeros(len(members), dtype=torch.int64, device=device)
         self._addresses: tuple[int, ...] = ()
-        self._counting = Plans()
+        self._every = Plans()  # all launches of a step, by what of the scaler's they are given
         self._kept: list[Tensor] = []  # pinned memory that captured graphs read
         self._seed_given = 0
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -163,14 +160,13 @@ class Updates:
         self._point_to(grads)
         count, given = len(self.members), [one for one in (skipped, scale) if one is not None]
 
-        def counting() -> LaunchPlan:
+        def plan() -> LaunchPlan:
             own = self._steps, self._groups, self.options, self._scalars
             args = *own[:3], skipped, scale, own[3], count, 128, self._rule.name, self._rule.decoupled
-            return LaunchPlan.of(scalars_kernel, cdiv(count, 128), args, 4, bound=own)
+            first = LaunchPlan.of(scalars_kernel, cdiv(count, 128), args, 4, bound=own)
+            return LaunchPlan.joined([first, *self._launches])
 
-        self._counting.of((skipped is None, scale is None), counting)(*given)
-        for plan in self._launches:
-            plan()
+        self._every.of((skipped is None, scale is None), plan)(*given)
 
     def _point_to(self, grads: Sequence[Tensor]) -> None:
         addresses = tuple(map(Tensor.data_ptr, grads))
@@ -195,13 +191,13 @@ class Updates:
         tables, alone = batches.tables_of(self._device, shapes, fields, wide, span, span)
         assert not alone
         example = self.members[slots[0]].master
-        first, second, target = (_kernels(cls, example) for cls in (form.first, form.second, form.target))
-        books = [launch.codebooks(one.codebooks, self._device) if one else None for one in (first, second)]
+        *moments, target = kernels = [_kernels(cls, example) for cls in (*form.moments, form.target)]
+        books = [launch.codebooks(one.codebooks, self._device) if one else None for one in (*moments, None)][:2]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
         for table in tables:
             facts = table.rows, table.aligned and grads_aligned, table.even
-            constants, own = constants_of(self._rule, form, (first, second, target), plan, facts, level), table.entries
+            constants, own = constants_of(self._rule, form, kernels, plan, facts, level), table.entries
             args, bound = (own, *tensors, input_max, *constants), [own, *tensors]
             yield LaunchPlan.of(update_kernel, table.programs, args, plan.warps, plan.registers, bound=bound)
 
@@ -210,7 +206,8 @@ class Updates:
         rows = []
         for slot in slots:
             member = self.members[slot]
-            planes = [_addresses(member.first, 3), _addresses(member.second, 3), _addresses(member.target, 6)]
+            first, second = (*member.moments, None)[:2]
+            planes = [_addresses(first, 3), _addresses(second, 3), _addresses(member.target, 6)]
             m, k = as_matrix(member.master).shape
             rows.append((m, k, slot, member.master.data_ptr(), *chain.from_iterable(planes)))
         return list(zip(*rows, strict=True)), [False, True, False] + [True] * (_FIELDS - 3)
@@ -232,7 +229,7 @@ class Tiling(NamedTuple):
 
 def _tiles(form: Form) -> Tiling:
     """By what was fastest on an H100 (tests/bench/optimizer_tiles.py)."""
-    coded = [cls.LAYOUT.column_multiple for cls in (form.first, form.second) if cls is not None]
+    coded = [cls.LAYOUT.column_multiple for cls in form.moments if cls is not None]
     rows, block_k = 1, 1
     if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
         rows, block_k = form.target.LAYOUT.block_rows, form.target.LAYOUT.column_multiple
@@ -251,14 +248,12 @@ def _tiles(form: Form) -> Tiling:
 
 def _form(member: Member, grad: Tensor) -> Form:
     target = member.target
+    kind: Any = None if target is None else target.dtype
     orientations: tuple[str, ...] = ()
     if isinstance(target, QuantizedTensor):
-        kind: Any = type(target)
-        orientations = target.orientations
-    else:
-        kind = None if target is None else target.dtype
-    first, second = (type(one) if isinstance(one, QuantizedTensor) else None for one in (member.first, member.second))
-    return Form(member.master.dtype, first, second, kind, orientations, grad.dtype)
+        kind, orientations = type(target), target.orientations
+    moments = tuple([type(one) if isinstance(one, QuantizedTensor) else None for one in member.moments])
+    return Form(member.master.dtype, moments, kind, orientations, grad.dtype)
 
 
 def _places(members: Sequence[Member]) -> tuple[int, ...]:
@@ -288,7 +283,7 @@ def _kernels(cls: Any, x: Tensor) -> Any:
 
 
 def constants_of(
-    rule: Rule, form: Form, kernels: tuple[Any, Any, Any], plan: Tiling, table: tuple[int, bool, bool], level: int
+    rule: Rule, form: Form, kernels: Sequence[Any], plan: Tiling, table: tuple[int, bool, bool], level: int
 ) -> tuple[Any, ...]:
     """The constants of `update_kernel`, in its order.
 
@@ -299,9 +294,9 @@ def constants_of(
     *moments, target = kernels
     rows, aligned, even = table
     found: list[Any] = [DTYPES[form.grad], DTYPES[form.master]]
-    for at, (cls, one) in enumerate(zip((form.first, form.second), moments, strict=True)):
-        tiles = (one.dequantize_tile, one.quantize_tile) if one else (None, None)
-        found += [*tiles, _kinds(cls or torch.float32) if at < len(rule.moments) else 0]
+    for cls, one in zip(form.moments, moments, strict=True):
+        found += [*((one.dequantize_tile, one.quantize_tile) if one else (None, None)), _kinds(cls or torch.float32)]
+    found += [None, None, 0] * (2 - len(moments))
     served = target.serves if target else {}
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
     found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]

@@ -18,27 +18,28 @@ Update = Callable[[Tensor, Tensor, Sequence[Tensor], int, Sequence[float], bool,
 class Rule:
     """An optimizer's arithmetic.
 
-    name: of the kernels'. moments: names in `optimizer.state`. update: in plain torch. decoupled: decay shrinks values;
-    else it is added to gradients.
+    name: of the kernels'. moments: names in `optimizer.state`. options: of a parameter group, in the order of kernels.
+    update: in plain torch. decoupled: decay shrinks values; else it is added to gradients.
     """
 
     name: str
     moments: tuple[str, ...]
+    options: tuple[str, ...]
     update: Update
     decoupled: bool
 
     def settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a step takes of a parameter group, in the order of kernels; numbers, or tensors of one."""
-        lr, decay, maximize = group["lr"], group["weight_decay"], group.get("maximize") or 0
-        if self.name == "sgd":
-            return lr, group["momentum"], group["dampening"], group["nesterov"], decay, maximize
-        return (lr, *group["betas"], group.get("eps", 0), decay, maximize)
+        given = [group.get(name, 0) for name in self.options]
+        own = [one for each in given for one in (each if isinstance(each, tuple | list) else (each,))]
+        return group["lr"], *own, group["weight_decay"], group.get("maximize") or 0
 
 
-ADAMW = Rule("adam", ("exp_avg", "exp_avg_sq"), reference.adam, True)
-ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), reference.adam, False)
-SGD = Rule("sgd", ("momentum_buffer",), reference.sgd, False)
-LION = Rule("lion", ("exp_avg",), reference.lion, True)
+_BETAS = ("betas", "eps")
+ADAMW = Rule("adam", ("exp_avg", "exp_avg_sq"), _BETAS, reference.adam, True)
+ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), _BETAS, reference.adam, False)
+SGD = Rule("sgd", ("momentum_buffer",), ("momentum", "dampening", "nesterov"), reference.sgd, False)
+LION = Rule("lion", ("exp_avg",), _BETAS, reference.lion, True)
 
 _KNOWN = {"lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov"}
 _KNOWN |= {"foreach", "fused", "capturable", "use_triton"}  # how, not what

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import installed
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -96,10 +97,9 @@ def zeros(like: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
         return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     layout = cls.LAYOUT
     m, k = prod(like.shape[:-1]), like.shape[-1]
-    planes = {}
-    for name, (shape, dtype) in layout.written(m, k, layout.orientations).items():
-        planes[name] = torch.empty(shape, dtype=dtype, device=like.device)
-        layout.fill_with_zeros(name, planes[name])
+    planes = launch.new(layout.written(m, k, layout.orientations), like.device)
+    for name, plane in planes.items():
+        layout.fill_with_zeros(name, plane)
     return cls(planes, like.shape, torch.float32, matrix=(m, k))
 
 

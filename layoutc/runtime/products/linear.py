@@ -80,16 +80,9 @@ def products_without_kernel() -> Counter[str]:
     return Counter(_without_kernel)
 
 
-def ways_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Ways:
-    """How the products of a weight with x (..., k), or with gradients (..., m), are computed.
-
-    A piece that cuts blocks, and a transposed weight, are dequantized.
-    """
-    return plan_of(weight, x, mode).ways
-
-
 def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
-    """Of a weight with x, or gradients: looked up where sizes are numbers. In a traced graph they may be symbols."""
+    """Of a weight with x (..., k), or with gradients (..., m). A piece that cuts blocks, and a transposed weight, are
+    dequantized. It is looked up where sizes are numbers: in a traced graph they may be symbols."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
     odd = bool(weight.store.halo.rows) or weight.transposed

@@ -38,24 +38,16 @@ def complete_(
         return
     layout, cls = target.LAYOUT, type(target)
     given = next(name for name in target.orientations if name not in rest)
-    held = cls(
-        {name: target.store.planes[name] for name in layout.sources[given]},
-        target.shape,
-        torch.float32,
-        matrix=target.store.matrix,
-        orientations=(given,),
-        halo=target.store.halo,
-    )
+
+    def part(orientations: tuple[str, ...], dtype: torch.dtype) -> QuantizedTensor:
+        planes = {name: target.store.planes[name] for one in orientations for name in layout.sources[one]}
+        matrix, halo = target.store.matrix, target.store.halo
+        return cls(planes, target.shape, dtype, matrix=matrix, orientations=orientations, halo=halo)
+
+    held = part((given,), torch.float32)
     matrix = weights.as_matrix(held.dequantize(torch.float32), (target.store.rows, target.store.matrix[1]))
     amax = target.store.planes["amax"] if "amax" in planes else None
     current = agree_on_amax(cls, matrix, amax, None if amax is not None else groups, tag)
-    others = cls(
-        {name: target.store.planes[name] for orientation in rest for name in layout.sources[orientation]},
-        target.shape,
-        target.dtype,
-        matrix=target.store.matrix,
-        orientations=rest,
-        halo=target.store.halo,
-    )
+    others = part(rest, target.dtype)
     weights.overwrite_(cls, [others], with_halos([layout], [matrix], [row_sharding]), [current])
     written([target])
