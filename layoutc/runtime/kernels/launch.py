@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,25 +189,20 @@ def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return made
 
 
-class Like(NamedTuple):
-    """What a launch that makes buffers depends on, but for values."""
-
-    source: Hashable
-    orientations: tuple[str, ...]
-    swizzled: bool
+Like = tuple[Any, ...]  # what a launch that makes buffers depends on, but for values; it ends in orientations, swizzled
 
 
 def quantized_like(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool) -> Like:
     """Of x. typed: in dtypes that products read."""
     kind = None if amax is None else (amax.dtype, amax.shape)
-    return Like((x.shape, x.stride(), x.dtype, kind, x.device, typed), orientations, swizzled)
+    return x.shape, x.stride(), x.dtype, kind, x.device, typed, orientations, swizzled
 
 
 def laid_out_like(
     m: int, k: int, device: torch.device, orientations: tuple[str, ...], swizzled: bool, planes: int
 ) -> Like:
     """Of so many planes of an (m, k) weight."""
-    return Like(("lay_out", m, k, device, planes), orientations, swizzled)
+    return "lay_out", m, k, device, planes, orientations, swizzled
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> int:

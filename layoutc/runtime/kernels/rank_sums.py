@@ -23,7 +23,7 @@ from layoutc.runtime import installed
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch, plans
-from layoutc.runtime.kernels.launch_plan import LaunchPlan, launched
+from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
 TILE, WARPS = 4096, 8
 CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
@@ -38,10 +38,15 @@ def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:
         by = torch.full((), divisor, dtype=torch.float32, device=out.device)  # a card multiplies by a number's inverse
         torch.div(sum_in_order(parts), by, out=out)
         return
-    from layoutc.runtime.triton.reductions import rank_sum_kernel
 
-    ranks, numel = parts.shape
-    launched(rank_sum_kernel, cdiv(numel, TILE), (parts, out, numel, ranks, *scaling(divisor), TILE), WARPS)
+    def plan() -> LaunchPlan:
+        from layoutc.runtime.triton.reductions import rank_sum_kernel
+
+        ranks, numel = parts.shape
+        args = parts, out, numel, ranks, *scaling(divisor), TILE
+        return LaunchPlan.of(rank_sum_kernel, cdiv(numel, TILE), args, WARPS)
+
+    plans.cache.of(("rank_sum", parts.shape, parts.dtype, parts.device, divisor), plan)(parts, out)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

@@ -45,21 +45,20 @@ class Reading:
 
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        read = self._read_of(launch.readable(planes))
+        read = self.read_of(launch.readable(planes))
         if not (m and k):
             return torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
         (values,) = self.values_plan((m, k), dtype, read, orientation)(*read.values())
         return values
 
-    def _read_of(self, planes: Planes) -> dict[str, Tensor]:
+    def read_of(self, planes: Planes) -> dict[str, Tensor]:
         """The planes that dequantizing reads, in its order."""
         return {name: planes[name] for name in ("amax", *self._written) if name in planes}
 
     def values_plan(
-        self, shape: tuple[int, int], dtype: torch.dtype, planes: Planes, orientation: str, parts: Parts | None = None
+        self, shape: tuple[int, int], dtype: torch.dtype, read: Planes, orientation: str, parts: Parts | None = None
     ) -> LaunchPlan:
-        """What makes the (m, k) values of such planes. They may be other tensors each time, as gathers bring them."""
-        read = self._read_of(planes)
+        """What makes the (m, k) values of planes as `read_of` gives them: others each time, as gathers bring them."""
         device = next(iter(read.values())).device
 
         def plan() -> LaunchPlan:
@@ -88,7 +87,7 @@ class Reading:
         found: list[LaunchPlan] = []
         alone: list[Alone] = []
         for (in_parts, even), members in kinds.items():
-            read = [self._read_of(weights[at] if in_parts else launch.readable(weights[at])) for at in members]
+            read = [self.read_of(weights[at] if in_parts else launch.readable(weights[at])) for at in members]
             those, own_parts = [outs[at] for at in members], [parts[at] for at in members]
             tables, others = self._tables_of_kind(read, those, own_parts, tile, even)
             # A launch keeps no memory but that of the table and the first amax: only dtypes are looked at of others.

@@ -118,7 +118,8 @@ class Kernels(Reading):
             seed = draw_seed(x)
         x = launch.in_rows(x)
         like = launch.quantized_like(x, amax, orientations, swizzled, typed)
-        plan = plans.cache.of((self, like), lambda: self._quantizing_buffers(x, amax, seed, like, typed))
+        key, planned = (self, like), lambda: self._quantizing_buffers(x, amax, seed, like, typed)
+        plan: LaunchPlan = plans.cache.get(key) or plans.cache.of(key, planned)
         made = plan(*[one for one in (x, amax, seed) if one is not None])
         return self._buffers(shared, dict(zip(plan.new, made, strict=True)), orientations, swizzled)
 
@@ -126,7 +127,7 @@ class Kernels(Reading):
         self, x: Tensor, amax: Tensor | None, seed: Tensor | None, like: Like, typed: bool
     ) -> LaunchPlan:
         """What quantizes matrices like x straight into buffers, and planes that serve as buffers."""
-        (m, k), orientations = x.shape, like.orientations
+        (m, k), (*_, orientations, swizzled) = x.shape, like
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
         made = buffers.new(self.layout, m, k, orientations, x.device)
         read = {one.plane for one in buffers.entries(self.layout, orientations)}
@@ -134,7 +135,7 @@ class Kernels(Reading):
         planes = launch.new({name: one for name, one in facts.items() if name in read}, x.device)
         choice = partial(self._choice, self.buffer_sizes or self.quantize_sizes, orientations, x.dtype, k)
         cover = buffers.cover(self.padding, m, k) if made else (m, k)
-        plan = self._quantizing(x, amax, seed, planes, made, choice, cover, like.swizzled)
+        plan = self._quantizing(x, amax, seed, planes, made, choice, cover, swizzled)
         return plan.making(self._new(planes, made, orientations, typed))
 
     def quantize_batch(
@@ -241,12 +242,13 @@ class Kernels(Reading):
         """What returns the buffers `names` as the launch for `like` made them; None if there is none, or it does not
         write them all. typed: in the dtypes of `Layout.operand_dtypes`."""
         plan: LaunchPlan | None = plans.cache.get((self, like))
-        entries = {one.name: one for one in buffers.entries(self.layout, like.orientations)}
-        if plan is None or any(one.plane and one.is_swizzled and like.swizzled for one in entries.values()):
+        *_, orientations, swizzled = like
+        entries = {one.name: one for one in buffers.entries(self.layout, orientations)}
+        if plan is None or any(one.plane and one.is_swizzled and swizzled for one in entries.values()):
             return None
         dtypes = self.layout.operand_dtypes if typed else {}
         wanted = [entries[name] for name in names]
-        flat = [one.is_flat or (one.is_swizzled and like.swizzled) for one in wanted]
+        flat = [one.is_flat or (one.is_swizzled and swizzled) for one in wanted]
         return plan.returning([(one.source, dtypes.get(one.name), to) for one, to in zip(wanted, flat, strict=True)])
 
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype, k: int) -> Choice:
@@ -303,7 +305,7 @@ class Kernels(Reading):
             launches = self._laying_out(planes, made, m, k, swizzled, None) if made else LaunchPlan([])
             return launches.reading(moved).making(self._new({}, made, orientations, False))
 
-        found = plans.cache.of((self, like), plan)
+        found: LaunchPlan = plans.cache.get((self, like)) or plans.cache.of((self, like), plan)
         new = dict(zip(found.new, found(*[planes[name] for name in moved]), strict=True))
         return self._buffers(planes, new, orientations, swizzled)
 
@@ -374,8 +376,8 @@ class Kernels(Reading):
         """All buffers of the orientations, in the layout's order: planes that serve as they are, and `made` ones."""
         result: dict[str, Tensor] = {}
         for name, plane, is_flat, is_swizzled in buffers.entries(self.layout, orientations):
-            new = made.get((plane is not None, plane or name))
-            buffer = planes[plane] if new is None and plane is not None else made[False, name] if new is None else new
+            source = plane is not None, plane or name
+            buffer = made[source] if source in made else planes[source[1]]
             if is_swizzled and swizzled:
                 buffer = self._in_order(name, buffer) if plane or self.by_reference else buffer.flatten()
             result[name] = buffer.flatten() if is_flat else buffer

@@ -165,7 +165,8 @@ class RecipeMethods:
         held = bool(m and k) and all(name in planes for name in sources)  # else they are gathered for this one time
         if not held or (kernels := cls.usable_kernels(planes[sources[0]], dtype)) is None:
             return None
-        return kernels.values_plan((m, k), dtype, {name: planes[name] for name in sources}, orientation)
+        read = kernels.read_of({name: planes[name] for name in sources})
+        return kernels.values_plan((m, k), dtype, read, orientation)
 
     @classmethod
     def lay_out(
