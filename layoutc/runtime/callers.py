@@ -86,8 +86,7 @@ def caller() -> FrameType | None:
 
 def is_called_from(package: str) -> bool:
     """True if a module of the package called the operator whose handler runs."""
-    frame = caller()
-    return frame is not None and _module(frame).startswith(package)
+    return _first_outside(_frames(), *_BETWEEN).startswith(package)
 
 
 def parallelizes() -> bool:
@@ -98,11 +97,6 @@ def parallelizes() -> bool:
 def initializes() -> bool:
     """True if a function of torch.nn.init called the operator whose handler runs, on a tensor or on a DTensor of it."""
     return _first_outside(_frames(), *_BETWEEN, "torch.distributed.tensor") == "torch.nn.init"
-
-
-def initializer_by_elements() -> str:
-    """The function of torch.nn.init on the stack that fills a tensor and then writes single elements; "" if none is."""
-    return next((name for name in ("sparse_", "dirac_") if find("torch.nn.init", name) is not None), "")
 
 
 def makes_shards() -> bool:

@@ -49,7 +49,8 @@ def redrawn(func: Any, target: QuantizedTensor, values: Tensor) -> Tensor:
 
 def check_elements(label: str) -> None:
     """Raises UnsupportedOperator for an initializer whose second step weights refuse, before its first one."""
-    if name := callers.initializer_by_elements():
+    fills = (name for name in ("sparse_", "dirac_") if callers.find("torch.nn.init", name) is not None)
+    if name := next(fills, ""):  # and then writes single elements
         raise UnsupportedOperator(
             f"torch.nn.init.{name} writes single elements, and {label} is written in whole rows; write "
             f"weight.copy_(torch.nn.init.{name}(torch.empty(weight.shape), ...))"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +23,6 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been looked at
-_watching: list[Any] = []  # the hook's handle, once it is registered
 
 
 def warn_once(what: str, message: str) -> None:
@@ -77,10 +77,10 @@ def note_average(target: QuantizedTensor) -> bool:
     return averages
 
 
+@cache
 def watch() -> None:
     """From now on, warns of optimizers that step quantized weights themselves."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @left_by_compilers
