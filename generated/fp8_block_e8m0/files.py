@@ -11,13 +11,13 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
         },
-        parts=[
+        parts=(
             (
                 "{module}.experts.gate_up_proj",
                 ("{module}.experts.{expert}.w1.weight", "{module}.experts.{expert}.w3.weight"),
             ),
             ("{module}.experts.down_proj", ("{module}.experts.{expert}.w2.weight",)),
-        ],
+        ),
         config={
             "quant_method": "fp8",
             "fmt": "e4m3",

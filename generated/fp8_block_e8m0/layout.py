@@ -4,8 +4,7 @@
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one rowwise scale covers 128 rows.
-If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
-own.
+Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
 Each pass gathers rowwise_data and rowwise_scale: 1.00006 B/element.
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed; scale transposed.

@@ -12,46 +12,16 @@ from .layout import LAYOUT
 
 ELEMENT_HALF_RANGE = tl.constexpr(448.0)  # half the range from -448 to 448
 OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
+encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
-
-
-@triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """bf16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=32640, NAN_FROM=32641)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, divisor), by the reference's operations in the same order."""
-    scale = encode_scale(lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX), CVT_LEVEL)
-    scale = encode_scale(
-        tl.where(decode_scale(scale, CVT_LEVEL) == 0, OF_ZEROS, decode_scale(scale, CVT_LEVEL)), CVT_LEVEL
-    )
-    divisor = tl.where(decode_scale(scale, CVT_LEVEL) == 0, 1.0, decode_scale(scale, CVT_LEVEL))
+    scale = encode_scale(lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX))
+    scale = encode_scale(tl.where(decode_scale(scale) == 0, OF_ZEROS, decode_scale(scale)))
+    divisor = tl.where(decode_scale(scale) == 0, 1.0, decode_scale(scale))
     return scale, divisor
 
 
@@ -66,14 +36,14 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
         block_amax = rowwise_amax
-        scale, divisor = scales(block_amax, opts.CVT_LEVEL)
+        scale, divisor = scales(block_amax)
         scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
         lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 0))
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 128, 1)
         block_amax = lt.block_amax(tile, 128, 1, opts.CVT_LEVEL)
-        scale, divisor = scales(block_amax, opts.CVT_LEVEL)
+        scale, divisor = scales(block_amax)
         scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
         lt.store_codes(encode(scaled, opts.CVT_LEVEL), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(128, 1))
@@ -86,7 +56,7 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 0)))
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 1, opts.TILE_K)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     if opts.COLUMNWISE:
@@ -94,7 +64,7 @@ def dequantize_tile(planes, amax, at, opts):
         scale = lt.bits_of_half(
             lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 1))
         )
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 128, 1)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

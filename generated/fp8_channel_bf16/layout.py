@@ -5,8 +5,7 @@ column.
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
-If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
-own.
+Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data and columnwise_scale:
 1.01562 B/element. A weight that stays gathered after forward gets all of them at once: 2.01562 B/element.
 rowwise: has its own codes: blocks are 1xall rowwise, 128x1 columnwise.

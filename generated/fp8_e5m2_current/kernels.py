@@ -11,22 +11,7 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(57344.0)
-
-
-@triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e5m2 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=0x7D, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=0x7D)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e5m2 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e5)
-    return lt.from_codes(codes, MANTISSA=2, BIAS=15, SIGN_BIT=7, INF_FROM=124, NAN_FROM=125)
+encode, decode = lt.to_e5m2, lt.from_e5m2  # rounded to nearest, ties to even
 
 
 @triton.jit

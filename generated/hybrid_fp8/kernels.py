@@ -12,42 +12,10 @@ from .layout import LAYOUT
 
 ROWWISE_INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 COLUMNWISE_ELEMENT_MAX = tl.constexpr(57344.0)
-
-
-@triton.jit
-def encode_rowwise(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
-
-
-@triton.jit
-def decode_rowwise(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
-
-
-@triton.jit
-def encode_scale_rowwise(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded up; saturating."""
-    if CVT_LEVEL >= 100:
-        return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
-
-
-@triton.jit
-def decode_scale_rowwise(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale_rowwise(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
+encode_rowwise, decode_rowwise = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
+encode_scale_rowwise, decode_scale_rowwise = lt.up_to_e8m0, lt.from_e8m0  # rounded up
+over_scale_rowwise = lt.over_e8m0
+encode_columnwise, decode_columnwise = lt.to_e5m2, lt.from_e5m2  # rounded to nearest, ties to even
 
 
 @triton.jit
@@ -59,23 +27,7 @@ def scales_rowwise(amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def encode_columnwise(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e5m2 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=0x7D, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=0x7D)
-
-
-@triton.jit
-def decode_columnwise(codes, CVT_LEVEL: tl.constexpr):
-    """e5m2 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e5)
-    return lt.from_codes(codes, MANTISSA=2, BIAS=15, SIGN_BIT=7, INF_FROM=124, NAN_FROM=125)
-
-
-@triton.jit
-def scales_columnwise(amax, CVT_LEVEL: tl.constexpr):
+def scales_columnwise(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(COLUMNWISE_ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -104,7 +56,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
         block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales_columnwise(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales_columnwise(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.store_codes(
             encode_columnwise(scaled, opts.CVT_LEVEL), columnwise_data, to_columnwise_data, at, opts.EVEN,
@@ -126,7 +78,7 @@ def dequantize_tile(planes, amax, at, opts):
             lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL
         )
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale_rowwise(scale, opts.CVT_LEVEL)
+        factor = decode_scale_rowwise(scale)
         blocks = lt.to_blocks(element, 1, 32)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     if opts.COLUMNWISE:

@@ -12,56 +12,30 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(0.0)
 ELEMENT_SPAN = tl.constexpr(7.0)  # from 0 to 7
+encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
+encode_zero, decode_zero = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> uint3 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=3, LOWEST=0, FRACTION=0, NAN=0x07, OFFSET=0)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """uint3 codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=3, FRACTION=0, OFFSET=0)
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """bf16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=32640, NAN_FROM=32641)
-
-
-@triton.jit
-def encode_zero(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_zero(codes, CVT_LEVEL: tl.constexpr):
-    """bf16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=32640, NAN_FROM=32641)
-
-
-@triton.jit
-def scales(lowest, highest, CVT_LEVEL: tl.constexpr):
+def scales(lowest, highest):
     """lowest and highest -> (scale, zero, divisor), by the reference's operations in the same order."""
     lowest = lt.minimum(lowest, 0)
     highest = lt.maximum(highest, 0)
-    scale = encode_scale(lt.divide_by(highest - lowest, ELEMENT_SPAN), CVT_LEVEL)
-    divisor = tl.where(decode_scale(scale, CVT_LEVEL) == 0, 1.0, decode_scale(scale, CVT_LEVEL))
-    zero = encode_zero((lowest - (decode_scale(scale, CVT_LEVEL) * ELEMENT_MIN)) + 0, CVT_LEVEL)
+    scale = encode_scale(lt.divide_by(highest - lowest, ELEMENT_SPAN))
+    divisor = tl.where(decode_scale(scale) == 0, 1.0, decode_scale(scale))
+    zero = encode_zero((lowest - (decode_scale(scale) * ELEMENT_MIN)) + 0)
     return scale, zero, divisor
 
 
@@ -74,13 +48,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
     lowest = lt.block_lowest(blocks)
     highest = lt.block_highest(blocks)
-    scale, zero, divisor = scales(lowest, highest, opts.CVT_LEVEL)
-    scaled = lt.from_blocks(
-        lt.divide(blocks - decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None], divisor[:, None, :, None])
-    )
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=3, LOW_FIRST=True
-    )
+    scale, zero, divisor = scales(lowest, highest)
+    scaled = lt.from_blocks(lt.divide(blocks - decode_zero(zero)[:, None, :, None], divisor[:, None, :, None]))
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=3, LOW_FIRST=True)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 64))
     lt.store_blocks(rowwise_zero, zero, at, opts.EVEN, BLOCK=(1, 64))
 
@@ -89,12 +59,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, rowwise_zero = planes[0], planes[1], planes[2]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=3, LOW_FIRST=True), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=3, LOW_FIRST=True))
     scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64)))
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 64)
     zero = lt.bits_of_half(lt.load_blocks(rowwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64)))
-    values = lt.from_blocks(blocks * factor[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None])
+    values = lt.from_blocks(blocks * factor[:, None, :, None] + decode_zero(zero)[:, None, :, None])
     return values
 
 

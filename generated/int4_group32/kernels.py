@@ -89,14 +89,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 @triton.jit
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
-    rowwise_data, rowwise_scale, rowwise_zero, columnwise_data, columnwise_scale, columnwise_zero = (
-        planes[0],
-        planes[1],
-        planes[2],
-        planes[3],
-        planes[4],
-        planes[5],
-    )
+    rowwise_data = planes[0]
+    rowwise_scale = planes[1]
+    rowwise_zero = planes[2]
+    columnwise_data = planes[3]
+    columnwise_scale = planes[4]
+    columnwise_zero = planes[5]
     if opts.ROWWISE:
         element = decode(
             lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL

@@ -12,42 +12,27 @@ from .layout import LAYOUT
 
 ELEMENT_HALF_RANGE = tl.constexpr(7.5)  # half the range from -8 to 7
 OF_ZEROS = tl.constexpr(0.0078125)  # the scale of a block whose own would be 0
+encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int4_offset codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """bf16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=32640, NAN_FROM=32641)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, divisor), by the reference's operations in the same order."""
-    scale = encode_scale(lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX), CVT_LEVEL)
-    scale = encode_scale(
-        tl.where(decode_scale(scale, CVT_LEVEL) == 0, OF_ZEROS, decode_scale(scale, CVT_LEVEL)), CVT_LEVEL
-    )
-    divisor = tl.where(decode_scale(scale, CVT_LEVEL) == 0, 1.0, decode_scale(scale, CVT_LEVEL))
+    scale = encode_scale(lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX))
+    scale = encode_scale(tl.where(decode_scale(scale) == 0, OF_ZEROS, decode_scale(scale)))
+    divisor = tl.where(decode_scale(scale) == 0, 1.0, decode_scale(scale))
     return scale, divisor
 
 
@@ -70,11 +55,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 128) bfloat16
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
-    scale, divisor = scales(block_amax, opts.CVT_LEVEL)
+    scale, divisor = scales(block_amax)
     scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-    )
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
@@ -82,9 +65,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
     scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128)))
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 128)
     values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

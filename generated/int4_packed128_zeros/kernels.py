@@ -13,56 +13,41 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
+encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int4_offset codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> bf16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=32639, NAN=0x7FC0, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """bf16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=32640, NAN_FROM=32641)
-
-
-@triton.jit
-def encode_zero(x, CVT_LEVEL: tl.constexpr):
+def encode_zero(x):
     """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
 
 
 @triton.jit
-def decode_zero(codes, CVT_LEVEL: tl.constexpr):
+def decode_zero(codes):
     """int4_offset codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
 
 
 @triton.jit
-def scales(lowest, highest, CVT_LEVEL: tl.constexpr):
+def scales(lowest, highest):
     """lowest and highest -> (scale, zero, multiplier), by the reference's operations in the same order."""
     lowest = lt.minimum(lowest, 0)
     highest = lt.maximum(highest, 0)
-    scale = encode_scale((highest - lowest) * INVERSE_ELEMENT_SPAN, CVT_LEVEL)
-    multiplier = tl.where(
-        decode_scale(scale, CVT_LEVEL) == 0, 1.0, lt.minimum(lt.rdiv(1.0, decode_scale(scale, CVT_LEVEL)), lt.F32_MAX)
-    )
-    zero = encode_zero(lt.like(lowest, ELEMENT_MIN) - (lowest * multiplier), CVT_LEVEL)
+    scale = encode_scale((highest - lowest) * INVERSE_ELEMENT_SPAN)
+    multiplier = tl.where(decode_scale(scale) == 0, 1.0, lt.minimum(lt.rdiv(1.0, decode_scale(scale)), lt.F32_MAX))
+    zero = encode_zero(lt.like(lowest, ELEMENT_MIN) - (lowest * multiplier))
     return scale, zero, multiplier
 
 
@@ -99,11 +84,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     lowest = lt.block_lowest(blocks)
     highest = lt.block_highest(blocks)
-    scale, zero, multiplier = scales(lowest, highest, opts.CVT_LEVEL)
-    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None])
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-    )
+    scale, zero, multiplier = scales(lowest, highest)
+    scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None])
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
     lt.store_blocks(rowwise_zero, zero, at, opts.EVEN, BLOCK=(1, 128))
 
@@ -112,12 +95,12 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, rowwise_zero = planes[0], planes[1], planes[2]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
     scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128)))
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 128)
     zero = lt.load_blocks(rowwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128)).to(tl.int32)
-    blocks -= decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
+    blocks -= decode_zero(zero)[:, None, :, None]
     values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values
 

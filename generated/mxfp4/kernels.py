@@ -11,38 +11,9 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
-
-
-@triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
-
-
-@triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded up; saturating."""
-    if CVT_LEVEL >= 100:
-        return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
+encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.up_to_e8m0, lt.from_e8m0  # rounded up
+over_scale = lt.over_e8m0
 
 
 @triton.jit
@@ -113,7 +84,7 @@ def dequantize_tile(planes, amax, at, opts):
             LOW_FIRST=True,
         )  # fmt: skip
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 1, 32)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     if opts.COLUMNWISE:
@@ -122,7 +93,7 @@ def dequantize_tile(planes, amax, at, opts):
             LOW_FIRST=True,
         )  # fmt: skip
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 32, 1)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

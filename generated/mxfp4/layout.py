@@ -5,8 +5,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 32.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
-If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
-own.
+Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
 Forward gathers rowwise_data and rowwise_scale: 0.53125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 0.53125 B/element. A weight that stays gathered after forward gets all of them at once: 1.0625
 B/element.

@@ -11,20 +11,7 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 INVERSE_ELEMENT_POWER = tl.constexpr(0.25)  # 1 / 4, the largest power of two up to 6
-
-
-@triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL >= 100:
-        return lt.convert_to_e2m1(x)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
+encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
 
 
 @triton.jit
@@ -84,12 +71,10 @@ def dequantize_tile(planes, amax, at, opts):
 def lay_out_tile(planes, buffers, at, opts):
     """Lays out a tile of planes into all buffers that are not planes as they are."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    to_rowwise_data, to_rowwise_scale, to_columnwise_data, to_columnwise_scale = (
-        buffers[0],
-        buffers[1],
-        buffers[2],
-        buffers[3],
-    )
+    to_rowwise_data = buffers[0]
+    to_rowwise_scale = buffers[1]
+    to_columnwise_data = buffers[2]
+    to_columnwise_scale = buffers[3]
     # orientations.rowwise.data: transposed, packed along m
     lt.repack_codes(
         rowwise_data, to_rowwise_data, at, opts.TILE_M, opts.TILE_K, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True, DIMS="km",

@@ -6,8 +6,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 2.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one rowwise scale covers 32 rows.
-If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
-own.
+Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
 Each pass gathers rowwise_data and rowwise_scale: 0.53125 B/element.
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed.

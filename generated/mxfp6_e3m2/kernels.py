@@ -11,6 +11,8 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0357142873108387)  # fp32(1 / 28)
+encode_scale, decode_scale = lt.up_to_e8m0, lt.from_e8m0  # rounded up
+over_scale = lt.over_e8m0
 
 
 @triton.jit
@@ -22,29 +24,9 @@ def encode(x, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """e3m2 codes -> fp32, exact."""
     return lt.from_codes(codes, MANTISSA=2, BIAS=3, SIGN_BIT=5, INF_FROM=32, NAN_FROM=32)
-
-
-@triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded up; saturating."""
-    if CVT_LEVEL >= 100:
-        return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
 
 
 @triton.jit
@@ -98,19 +80,15 @@ def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     if opts.ROWWISE:
-        element = decode(
-            lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True), opts.CVT_LEVEL
-        )
+        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True))
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 1, 32)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     if opts.COLUMNWISE:
-        element = decode(
-            lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True), opts.CVT_LEVEL
-        )
+        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True))
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
+        factor = decode_scale(scale)
         blocks = lt.to_blocks(element, 32, 1)
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

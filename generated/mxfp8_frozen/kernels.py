@@ -11,42 +11,9 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
-
-
-@triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
-
-
-@triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded up; saturating."""
-    if CVT_LEVEL >= 100:
-        return lt.convert_up_to_e8m0(x)
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
+encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.up_to_e8m0, lt.from_e8m0  # rounded up
+over_scale = lt.over_e8m0
 
 
 @triton.jit
@@ -91,7 +58,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 32)
     values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

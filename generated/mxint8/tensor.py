@@ -35,8 +35,7 @@ class MXINT8Tensor(Recipe):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived; scales of blocks that cuts split arrive more than
-        once, and are copied."""
+        """The whole weight: its planes are views of what arrived, and copies of scales of blocks that cuts split."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

@@ -14,34 +14,8 @@ from .layout import LAYOUT
 ELEMENT_MAX = tl.constexpr(6.0)
 SCALE_MAX = tl.constexpr(448.0)
 OF_ZEROS = tl.constexpr(0.125)  # the scale of a block whose own would be 0
-
-
-@triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
-
-
-@triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e4m3 codes; rounded to nearest, ties to even; saturating."""
-    if CVT_LEVEL:
-        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=127)
-    return lt.to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
+encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 # Layout id 5e892d5dbaca. Don't edit: run `layoutc build`.
 """How files of other programs hold weights of nvfp4_compressed_tensors_experts."""
 
-from layoutc.runtime.bindings.facts import Binding, BoundPlane
+from layoutc.runtime.bindings.facts import EXPERTS, FUSED, Binding, BoundPlane
 
 FILES = {
     "compressed_tensors": Binding(
@@ -14,13 +14,7 @@ FILES = {
             "rowwise_level": BoundPlane("{module}.weight_global_scale", "F32", 32, of_matrices=True),
         },
         ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=[
-            (
-                "{module}.experts.gate_up_proj",
-                ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
-            ),
-            ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
-        ],
+        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -42,11 +36,6 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
-        fused=(
-            ("q_proj", "k_proj", "v_proj"),
-            ("q_a_proj", "kv_a_proj_with_mqa"),
-            ("gate_proj", "up_proj"),
-            ("w1", "w3"),
-        ),
+        fused=FUSED,
     ),
 }

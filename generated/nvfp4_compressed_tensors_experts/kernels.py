@@ -12,19 +12,8 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
+encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit

@@ -9,8 +9,7 @@ It is for activations and gradients, not for weights: it rounds elements by rand
 another one each time it is quantized.
 
 Shards may be cut at any row. A cut at a multiple of 16 rows is free: one columnwise scale covers 16 rows.
-If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
-own.
+Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
 0.5625 B/element. A matrix that stays gathered after forward gets all of them at once: 1.125 B/element.
 rowwise: has its own codes: blocks are 1x16 rowwise, 16x1 columnwise.

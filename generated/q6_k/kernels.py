@@ -13,50 +13,37 @@ from .layout import LAYOUT
 
 OF_SCALES_ELEMENT_MAX = tl.constexpr(127.0)
 ELEMENT_MAX = tl.constexpr(31.0)
+encode_scale_of_scales, decode_scale_of_scales = lt.to_f16, lt.from_f16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode_of_scales(x, CVT_LEVEL: tl.constexpr):
+def encode_of_scales(x):
     """fp32 -> i8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=8, LOWEST=-128, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit
-def decode_of_scales(codes, CVT_LEVEL: tl.constexpr):
+def decode_of_scales(codes):
     """i8 codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
 
 
 @triton.jit
-def encode_scale_of_scales(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale_of_scales(codes, CVT_LEVEL: tl.constexpr):
-    """f16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=10, BIAS=15, SIGN_BIT=15, INF_FROM=31744, NAN_FROM=31745)
-
-
-@triton.jit
-def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
+def scales_of_scales(amax):
     """amax -> (scale, divisor), by the reference's operations in the same order."""
-    scale = encode_scale_of_scales(lt.minimum(lt.divide_by(amax, OF_SCALES_ELEMENT_MAX), lt.F32_MAX), CVT_LEVEL)
-    divisor = tl.where(decode_scale_of_scales(scale, CVT_LEVEL) == 0, 1.0, decode_scale_of_scales(scale, CVT_LEVEL))
+    scale = encode_scale_of_scales(lt.minimum(lt.divide_by(amax, OF_SCALES_ELEMENT_MAX), lt.F32_MAX))
+    divisor = tl.where(decode_scale_of_scales(scale) == 0, 1.0, decode_scale_of_scales(scale))
     return scale, divisor
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int6 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=6, LOWEST=-32, FRACTION=0, NAN=0x3F, OFFSET=32)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int6 codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=6, FRACTION=0, OFFSET=32)
 
@@ -64,24 +51,24 @@ def decode(codes, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def encode_scale(x, CVT_LEVEL: tl.constexpr):
     """Scales of blocks -> (codes, scale), with one scale of each super-block."""
-    scale, divisor = scales_of_scales(lt.block_amax(x, 1, 16, CVT_LEVEL), CVT_LEVEL)
+    scale, divisor = scales_of_scales(lt.block_amax(x, 1, 16, CVT_LEVEL))
     blocks = lt.to_blocks(x, 1, 16)
-    codes = encode_of_scales(lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None])), CVT_LEVEL)
+    codes = encode_of_scales(lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None])))
     return codes, scale
 
 
 @triton.jit
-def decode_scale(stored, CVT_LEVEL: tl.constexpr):
+def decode_scale(stored):
     """Inverse of encode_scale: fp32."""
     codes, scale = stored
-    return decode_of_scales(codes, CVT_LEVEL) * lt.spread(decode_scale_of_scales(scale, CVT_LEVEL), codes)
+    return decode_of_scales(codes) * lt.spread(decode_scale_of_scales(scale), codes)
 
 
 @triton.jit
 def scales(amax, CVT_LEVEL: tl.constexpr):
     """amax -> (scale, divisor), by the reference's operations in the same order."""
     scale = encode_scale(lt.minimum(lt.divide_by(amax, ELEMENT_MAX), lt.F32_MAX), CVT_LEVEL)
-    divisor = tl.where(decode_scale(scale, CVT_LEVEL) == 0, 1.0, decode_scale(scale, CVT_LEVEL))
+    divisor = tl.where(decode_scale(scale) == 0, 1.0, decode_scale(scale))
     return scale, divisor
 
 
@@ -95,9 +82,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
     scale, divisor = scales(block_amax, opts.CVT_LEVEL)
     scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=6, LOW_FIRST=True
-    )
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=6, LOW_FIRST=True)
     lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 16))
     lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 256))
 
@@ -106,13 +91,13 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, rowwise_super = planes[0], planes[1], planes[2]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True))
     codes = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 16)).to(tl.int32)
     super = lt.bits_of_half(
         lt.load_blocks(rowwise_super, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 256), UNIT=(1, 16))
     )
     scale = (codes, super)
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 16)
     values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

@@ -12,39 +12,26 @@ from . import reference
 from .layout import LAYOUT
 
 ELEMENT_HALF_RANGE = tl.constexpr(127.0)  # half the range from -127 to 127
+encode_scale, decode_scale = lt.to_f16, lt.from_f16  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int8 codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> f16 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codes(
-        x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=31743, NAN=0x7E00, ROUNDING="nearest"
-    )
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """f16 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=10, BIAS=15, SIGN_BIT=15, INF_FROM=31744, NAN_FROM=31745)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     whole = lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX)
-    scale = encode_scale(whole, CVT_LEVEL)
+    scale = encode_scale(whole)
     multiplier = tl.where(whole == 0, 1.0, lt.minimum(lt.rdiv(1.0, whole), lt.F32_MAX))
     return scale, multiplier
 
@@ -56,9 +43,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_scale = planes[1]  # (m, k // 32) float16
     blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
     block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 32))
 
 
@@ -66,9 +53,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
     scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)))
-    factor = decode_scale(scale, opts.CVT_LEVEL)
+    factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 32)
     values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values

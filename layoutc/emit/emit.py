@@ -67,7 +67,7 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
     lines, containers = files_lines(plan.layout), container_lines(plan.layout)
     if lines or containers:
-        names = ("MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")
+        names = ("EXPERTS", "FUSED", "MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")
         used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join([*lines, *containers])))
         of_recipe = {"header": recipe.header, "name": recipe.name, "imports": used}
         view = of_recipe | {"files": lines, "containers": containers, "codebooks": codebook_lines(plan.layout)}

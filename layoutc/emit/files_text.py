@@ -10,6 +10,13 @@ from layoutc.layout.layout import Layout
 from layoutc.spec.notation import AS_STORED, MATRICES
 
 CODEBOOK = "CODEBOOK"  # the name of the elements' own
+# What the runtime has a name for, as most recipes state it.
+_OF_EXPERT = "{module}.experts.{expert}."
+EXPERTS = (
+    ("{module}.experts.gate_up_proj", (f"{_OF_EXPERT}gate_proj.weight", f"{_OF_EXPERT}up_proj.weight")),
+    ("{module}.experts.down_proj", (f"{_OF_EXPERT}down_proj.weight",)),
+)
+FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("w1", "w3"))
 LINE = 116  # characters of values
 
 
@@ -46,7 +53,9 @@ def _binding(binding: Binding) -> list[str]:
     shape = f"({', '.join(map(json.dumps, binding.shape))})" if binding.shape else ""
     groups = "None" if binding.groups is None else f"({', '.join(map(json.dumps, binding.groups))})"
     codebook, text = binding.codebook, binding.text
-    parts = [f"({json.dumps(whole)}, {_strings(parts)})," for whole, parts in binding.parts]
+    parts = _tuple([f"({json.dumps(whole)}, {_strings(parts)})" for whole, parts in binding.parts])
+    parts = "EXPERTS" if binding.parts == EXPERTS else parts
+    fused = "FUSED" if binding.fused == FUSED else _tuple([_strings(group) for group in binding.fused])
     return [
         f'"{binding.name}": Binding(',
         f'    name="{binding.name}",',
@@ -59,11 +68,11 @@ def _binding(binding: Binding) -> list[str]:
         *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {CODEBOOK}),"] if codebook else []),
         *([f"    text=({json.dumps(text[0])}, {json.loads(text[1])!r}, {_strings(text[2])}),"] if text else []),
         *([f"    ignored={_strings(binding.ignored)},"] if binding.ignored else []),
-        *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else []),
+        *([f"    parts={parts},"] if binding.parts else []),
         f"    config={json.loads(binding.config)!r},",
         f"    recognized={_strings(binding.recognized)},",
         *([f'    plain="{binding.plain}",'] if binding.plain else []),
-        *([f"    fused={_tuple([_strings(group) for group in binding.fused])},"] if binding.fused else []),
+        *([f"    fused={fused},"] if binding.fused else []),
         "),",
     ]
 

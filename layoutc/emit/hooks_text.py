@@ -51,5 +51,5 @@ def hooks_text(plan: Plan) -> HooksText:
         pre_doc += f". Shards of multiples of {plan.shard_rows} rows are sent as they lie: {plan.shard_reason}"
     gathered = (*plan.forward.planes, *plan.backward.planes)
     split = any(plane.per_m not in (None, 1) for plane in gathered)
-    copied = "; scales of blocks that cuts split arrive more than once, and are copied" if split else ""
+    copied = ", and copies of scales of blocks that cuts split" if split else ""
     return HooksText(f"{pre_doc}.", f"The whole {plan.noun}: its planes are views of what arrived{copied}.")

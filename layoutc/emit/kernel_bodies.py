@@ -74,7 +74,7 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     layout, sizes = kernels.layout, Sizes(kernels.layout)
     lines = plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
     if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
-        lines.append(named("buffers", (f"to_{move.buffer.name}" for move in kernels.lay_out.moves)))
+        lines += named("buffers", (f"to_{move.buffer.name}" for move in kernels.lay_out.moves))
         lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if layout.swizzle else []
     codebooks = codebooks_of(layout)
     if any(book.steps is not None for book in codebooks.values()):

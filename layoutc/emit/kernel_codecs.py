@@ -29,10 +29,23 @@ class Function:
     doc: str
     body: Lines
 
+    @property
+    def name(self) -> str:
+        """What it is called by."""
+        return self.signature.partition("(")[0]
 
-def functions(kernels: Kernels) -> tuple[Function, ...]:
-    """The functions that a recipe's tile functions call, in the order of use."""
-    writes, result = isinstance(kernels.quantize, QuantizeKernel), list[Function]()
+
+@dataclass(frozen=True)
+class Alias:
+    """Functions of the runtime under the names that a recipe has for them. unleveled: take no conversion level."""
+
+    line: str
+    unleveled: frozenset[str] = frozenset()
+
+
+def functions(kernels: Kernels) -> tuple[tuple[Alias, ...], tuple[Function, ...]]:
+    """What a recipe's tile functions call, in the order of use: functions of the runtime, and the recipe's own."""
+    writes, result = isinstance(kernels.quantize, QuantizeKernel), list[Alias | Function]()
     for suffix, quantization in arithmetics_of(kernels.layout).items():
         served = [source for source in kernels.sources if source.suffix == suffix]  # none of a level's own
         eights = bool(served) and all(source.nibbles is not None for source in served)
@@ -42,35 +55,42 @@ def functions(kernels: Kernels) -> tuple[Function, ...]:
         result += _over_scale(quantization, suffix)
         result.append(_scales(quantization, suffix))
         result += _block_error(quantization, suffix, any(source.units for source in served))
-    result = [one for one in result if writes or one.signature.startswith(("decode", "over"))]
+    own = [one for one in result if isinstance(one, Function)]
+    own = [one for one in own if writes or one.signature.startswith(("decode", "over"))]
     moves = kernels.lay_out.moves if isinstance(kernels.lay_out, LayOutKernel) else ()
     origins = (_origin(move, kernels.layout) for move in moves if isinstance(move, SwizzleMove))
-    return (*result, *_gemm_place(kernels.layout), *origins)
+    aliases = tuple(one for one in result if isinstance(one, Alias))
+    return aliases, (*own, *_gemm_place(kernels.layout), *origins)
 
 
-def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps: int | None) -> list[Function]:
+def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps: int | None) -> list[Alias | Function]:
     """Codecs of the element, the scale and the zero point.
 
     only_software: kernels call the element's encoder only if the card has no conversion. steps: see `_codec`.
     """
     prefix = rule_text.prefix_of(suffix)
-    element, rounding = quantization.element, quantization.element_rounding
-    codecs = list(_codec("", element, f"{prefix}ELEMENT", rounding, suffix, only_software, steps))
+    coded = {("", "ELEMENT"): (quantization.element, quantization.element_rounding)}
     if not (quantization.scale.is_f32 or quantization.scales):
-        codecs += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
+        coded["_scale", "SCALE"] = quantization.scale, quantization.rounding
     if quantization.zero is not None and quantization.zeros is None:
-        codecs += _codec("_zero", quantization.zero, f"{prefix}ZERO", "nearest", suffix)
+        coded["_zero", "ZERO"] = quantization.zero, "nearest"
+    codecs = list[Alias | Function]()
+    for (what, kind), (fmt, rounding) in coded.items():
+        own, names = f"{what}{suffix}", conversions.named(fmt, rounding)
+        if names is not None:
+            pair = (f"encode{own}", f"decode{own}")
+            called = f"{', '.join(pair)} = lt.{names.encode}, lt.{names.decode}"
+            unleveled = frozenset(name for name, takes in zip(pair, names.levels, strict=True) if not takes)
+            codecs.append(Alias(f"{called}  # {rule_text.ROUNDED[rounding]}", unleveled))
+        elif what:
+            codecs += _codec(own, fmt, f"{prefix}{kind}", rounding)
+        else:
+            codecs += _codec(own, fmt, f"{prefix}{kind}", rounding, only_software, steps)
     return codecs
 
 
 def _codec(
-    what: str,
-    fmt: Format,
-    prefix: str,
-    rounding: str,
-    suffix: str,
-    only_software: bool = False,
-    steps: int | None = None,
+    own: str, fmt: Format, prefix: str, rounding: str, only_software: bool = False, steps: int | None = None
 ) -> tuple[Function, Function]:
     """How a format is encoded, and decoded. steps: where in the codebooks the encoder finds those of a long one."""
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
@@ -82,12 +102,12 @@ def _codec(
     taken = ", bits" if software.takes_bits else ", codebooks" if software.takes_codebooks else ""
     return (
         Function(
-            f"encode{what}{suffix}(x{taken}, CVT_LEVEL: tl.constexpr)",
+            f"encode{own}(x{taken}, CVT_LEVEL: tl.constexpr)",
             f"fp32 -> {fmt.name} codes; {rule_text.ROUNDED[rounding]}; saturating.",
             _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
         ),
         Function(
-            f"decode{what}{suffix}(codes, CVT_LEVEL: tl.constexpr)",
+            f"decode{own}(codes, CVT_LEVEL: tl.constexpr)",
             f"{fmt.name} codes -> fp32, exact.",
             _body(decoding, "codes", prefix),
         ),
@@ -102,7 +122,7 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
     return (f"if {has_it}:", f"    return {converted(codec.hardware, value, prefix)}", software)
 
 
-def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
+def _over_scale(quantization: Quantization, suffix: str) -> list[Alias | Function]:
     """1 / a decoded scale, for a rule that needs it and a scale that has only an exponent: no division."""
     program = quantization.definition.program(quantization.conditions)
     if (
@@ -111,6 +131,8 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
         or not any("1 / from_scale" in expression for _, expression in program)
     ):
         return []
+    if (names := conversions.named(quantization.scale, quantization.rounding)) is not None:
+        return [Alias(f"over_scale{suffix} = lt.{names.over}")]
     conversion = conversions.Conversion("over_exponents", conversions.exponent_constants(quantization.scale))
     return [
         Function(

@@ -31,10 +31,11 @@ def codebooks_line(codebooks: Codebooks) -> str:
     return f"codebooks = planes[6]  # ({places(codebooks.items())},) float32"
 
 
-def named(of: str, names: Iterable[str]) -> str:
-    """A line that gives names to the first entries of a tuple, whose shapes quantize_tile and layout.py have."""
+def named(of: str, names: Iterable[str]) -> list[str]:
+    """Lines that give names to the first entries of a tuple, whose shapes quantize_tile and layout.py have."""
     names = tuple(names)
-    return f"{', '.join(names)} = {', '.join(f'{of}[{index}]' for index in range(len(names)))}"
+    line = f"{', '.join(names)} = {', '.join(f'{of}[{index}]' for index in range(len(names)))}"
+    return [line] if len(line) <= 116 else [f"{name} = {of}[{index}]" for index, name in enumerate(names)]
 
 
 def blocks_of(source: SourceKernel) -> dict[str, str]:
@@ -52,7 +53,7 @@ def transformed(function: str, values: str, transform: Transform) -> str:
 # ----------------------------------------------------------------------------------------------------------- dequantize
 def dequantize_body(kernels: Kernels) -> Lines:
     planes = (plane for source in kernels.sources for plane in source.source.planes)
-    lines = [named("planes", (plane.name for plane in planes))]
+    lines = named("planes", (plane.name for plane in planes))
     if kernels.layout.tensor_amax:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
@@ -153,7 +154,7 @@ def _read_elements(source: SourceKernel, codebooks: Codebooks) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- lay out
 def lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
-    lines = [named("planes", lay_out.planes), named("buffers", (f"to_{move.buffer.name}" for move in lay_out.moves))]
+    lines = named("planes", lay_out.planes) + named("buffers", (f"to_{move.buffer.name}" for move in lay_out.moves))
     lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if kernels.layout.swizzle else []
     for move in lay_out.moves:
         lines += [comment(move), _move(move)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import compress
 
 from layoutc.emit import kernel_codecs
 from layoutc.emit.arithmetic_text import ConstantText, constants_of
-from layoutc.emit.code import Lines, wrapped
+from layoutc.emit.code import Lines, balanced, wrapped
 from layoutc.emit.kernel_bodies import TileFunction, tile_functions
-from layoutc.emit.kernel_codecs import Function
+from layoutc.emit.kernel_codecs import Alias, Function
 from layoutc.emit.rule_text import prefix_of
 from layoutc.layout.layout import is_swizzled
 from layoutc.plan.codebooks import codebooks_of
@@ -18,6 +19,7 @@ from layoutc.plan.kernels import Kernels, NoKernels, QuantizeKernel, arithmetics
 from layoutc.plan.tiles import Tile
 from layoutc.spec.formats import Format, codebook_thresholds
 
+_LEVEL = ", CVT_LEVEL: tl.constexpr"
 WIDTH = 116  # of a line in a function's body, which the template indents by 4
 
 
@@ -31,6 +33,7 @@ class KernelsText:
     gemm_scale: bool
     from_reference: bool
     constants: Lines
+    aliases: Lines
     functions: tuple[Function, ...]
     tiles: tuple[TileFunction, ...]
     facts: Lines
@@ -38,7 +41,9 @@ class KernelsText:
 
 def kernels_text(kernels: Kernels, header: str) -> KernelsText:
     """The text of a recipe's kernels. `header`: the first lines of each of its files."""
-    functions, tiles = kernel_codecs.functions(kernels), _tile_functions(kernels)
+    aliases, functions = kernel_codecs.functions(kernels)
+    functions, tiles = _leveled(aliases, functions, tile_functions(kernels))
+    tiles = tuple(replace(one, body=wrapped(tuple(map(_of_options, one.body)), WIDTH)) for one in tiles)
     bodies = (*(one.body for one in functions), *(one.body for one in tiles))
     words = "\n".join(line for body in bodies for line in body)
     return KernelsText(
@@ -48,15 +53,40 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
         gemm_scale=_orders_by_torch(kernels),
         from_reference=any("reference." in line for line in (*_constants(kernels, words), *_facts(kernels))),
         constants=_constants(kernels, words),
+        aliases=tuple(one.line for one in aliases),
         functions=functions,
         tiles=tiles,
         facts=_facts(kernels),
     )
 
 
-def _tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
-    made = tile_functions(kernels)
-    return tuple(replace(one, body=wrapped(tuple(map(_of_options, one.body)), WIDTH)) for one in made)
+def _leveled(
+    aliases: tuple[Alias, ...], functions: tuple[Function, ...], tiles: tuple[TileFunction, ...]
+) -> tuple[tuple[Function, ...], tuple[TileFunction, ...]]:
+    """Functions that take a conversion level only where they read it, and what calls them so."""
+    passed = {name for tile in tiles for name in re.findall(r"CODE=(\w+)", " ".join(tile.body))}  # with a level
+    unread, known = {name for one in aliases for name in one.unleveled}, set[str]()
+    while unread - known:
+        known = set(unread)
+        functions = tuple(replace(one, body=_without_level(one.body, known)) for one in functions)
+        tiles = tuple(replace(one, body=_without_level(one.body, known)) for one in tiles)
+        unread |= {one.name for one in functions if _LEVEL in one.signature and "CVT_LEVEL" not in str(one.body)}
+        unread -= passed
+    own = (replace(one, signature=one.signature.replace(_LEVEL, "")) if one.name in known else one for one in functions)
+    return tuple(own), tiles
+
+
+def _without_level(lines: Lines, names: Collection[str]) -> Lines:
+    """Lines that call functions of these names without their last argument, the conversion level."""
+    return tuple(line if "CVT_LEVEL" not in line else _uncalled(line, names) for line in lines)
+
+
+def _uncalled(line: str, names: Collection[str]) -> str:
+    for opened in reversed([*re.finditer(rf"(?<![.\w])(?:{'|'.join(sorted(names))})\(", line)]):  # inner calls first
+        inside = line[opened.end() :]
+        end = next(one.start() for one in re.finditer(r"\)", inside) if balanced(inside[: one.start()]))
+        line = line[: opened.end()] + inside[:end].removesuffix(", CVT_LEVEL") + inside[end:]
+    return line
 
 
 def _of_options(line: str) -> str:

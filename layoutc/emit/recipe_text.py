@@ -193,8 +193,8 @@ def _shard_lines(plan: Plan) -> list[str]:
         f"Shards may be cut at any row. A cut at a multiple of {plan.shard_rows} rows is free: {plan.shard_reason}."
     ]
     if plan.block_rows > 1:
-        cost = "If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no"
-        return [*lines, f"{cost} buffers of their own."]
+        cost = "both sides store and send its scales, and have no buffers of their own"
+        return [*lines, f"Where a cut splits a block, {cost}."]
     return [*lines, "At other cuts, the shards on both sides have no buffers of their own."]
 
 

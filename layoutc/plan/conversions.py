@@ -62,21 +62,50 @@ class Codec:
     level: int = 0
 
 
+@dataclass(frozen=True)
+class Named:
+    """The functions of a format that the runtime has by its name, which choose the way themselves.
+
+    levels: whether the two take the level of the card's conversions, which decides. over: 1 / decoded, of exponents.
+    """
+
+    encode: str
+    decode: str
+    levels: tuple[bool, bool]
+    over: str = ""
+
+
 # Formats that cards cast to, by torch dtype: Triton's dtype, and the code that the card gives NaN.
 _CASTS = {"float8_e4m3fn": (Dtype("float8e4nv"), 0x7F), "float8_e5m2": (Dtype("float8e5"), 0x7F)}
 E2M1 = Format("", exponent=2, mantissa=1, bias=1)
+_E8M0 = Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,))
 # Conversions of cards with compute capability 10, by format and rounding.
 _INSTRUCTIONS = {
     (E2M1, "nearest"): "convert_to_e2m1",
     (Format("", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
     (Format("", exponent=3, mantissa=2, bias=3), "nearest"): "convert_to_e3m2",
-    (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
+    (_E8M0, "up"): "convert_up_to_e8m0",
+}
+_NAMED = {
+    (E2M1, "nearest"): Named("to_e2m1", "from_e2m1", (True, True)),
+    (_E8M0, "up"): Named("up_to_e8m0", "from_e8m0", (True, False), "over_e8m0"),
+}
+_NAMED_BY_TORCH = {
+    "float8_e4m3fn": Named("to_e4m3", "from_e4m3", (True, True)),
+    "float8_e5m2": Named("to_e5m2", "from_e5m2", (True, True)),
+    "bfloat16": Named("to_bf16", "from_bf16", (False, False)),
+    "float16": Named("to_f16", "from_f16", (False, False)),
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
 LARGEST_HELD = 16  # values of elements that programs hold; longer codebooks are looked up in memory
 _ROOM = 0.99  # of one code, for a guess by lines
 _MOST_LINES = 8  # more take longer than a search by halves
 SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
+
+
+def named(fmt: Format, rounding: str) -> Named | None:
+    """The functions of a format that the runtime has by its name, if it has."""
+    return _NAMED.get((fmt, rounding)) or (_NAMED_BY_TORCH.get(fmt.torch or "") if rounding == "nearest" else None)
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:

@@ -7,6 +7,16 @@ from typing import Any, NamedTuple
 
 REST = 0  # the size of a dim that takes what is left
 MATRICES = -1  # the size of a dim with an entry for each matrix of a weight of experts
+# Experts of transformers' models, which are stacked there, gate over up.
+EXPERTS = (
+    (
+        "{module}.experts.gate_up_proj",
+        ("{module}.experts.{expert}.gate_proj.weight", "{module}.experts.{expert}.up_proj.weight"),
+    ),
+    ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
+)
+# Modules that engines join into one.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class Codes(NamedTuple):

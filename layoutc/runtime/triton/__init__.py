@@ -49,6 +49,19 @@ from layoutc.runtime.triton.conversions import (
     convert_to_e2m3,
     convert_to_e3m2,
     convert_up_to_e8m0,
+    from_bf16,
+    from_e2m1,
+    from_e4m3,
+    from_e5m2,
+    from_e8m0,
+    from_f16,
+    over_e8m0,
+    to_bf16,
+    to_e2m1,
+    to_e4m3,
+    to_e5m2,
+    to_f16,
+    up_to_e8m0,
 )
 from layoutc.runtime.triton.hadamard import hadamard, unhadamard
 from layoutc.runtime.triton.nibbles import load_nibbles, store_fp4, store_nibbles

@@ -1,4 +1,4 @@
-"""Conversions of cards with compute capability 10, which older cards do not have, as Triton functions.
+"""Formats by their names, and conversions of cards with compute capability 10, which older cards do not have.
 
 An instruction converts two values. Functions that convert one value pass 0 as the other, whose code is 0 in every
 format here. The bytes are those of to_small_codes and to_exponents: COMPARISONS are the pairs, which take a tile of
@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import cast_to_codes, to_exponents, to_small_codes
+from layoutc.runtime.triton.codes import (
+    cast_from_codes,
+    cast_to_codes,
+    from_codes,
+    from_exponents,
+    over_exponents,
+    to_codes,
+    to_exponents,
+    to_small_codes,
+)
 from layoutc.runtime.triton.tiles import pack
 
 
@@ -79,30 +88,121 @@ def _eight_codes(v0, v1, v2, v3, v4, v5, v6, v7):
     )
 
 
+# ----------------------------------------------------------------------------------------------- formats by their names
+@triton.jit
+def to_e4m3(x, CVT_LEVEL: tl.constexpr):
+    """fp32 -> e4m3 codes, int32: to nearest even, saturating."""
+    if CVT_LEVEL:
+        return cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=0x7F, CANONICAL=0x7F)
+    return to_small_codes(x, CVT_LEVEL, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=0x7F)
+
+
+@triton.jit
+def from_e4m3(codes, CVT_LEVEL: tl.constexpr):
+    """e4m3 codes -> fp32, exact."""
+    if CVT_LEVEL:
+        return cast_from_codes(codes, DTYPE=tl.float8e4nv)
+    return from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
+
+
+@triton.jit
+def to_e5m2(x, CVT_LEVEL: tl.constexpr):
+    """fp32 -> e5m2 codes, int32: to nearest even, saturating."""
+    if CVT_LEVEL:
+        return cast_to_codes(x, DTYPE=tl.float8e5, NAN=0x7D, CANONICAL=0x7F)
+    return to_small_codes(x, CVT_LEVEL, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=0x7D)
+
+
+@triton.jit
+def from_e5m2(codes, CVT_LEVEL: tl.constexpr):
+    """e5m2 codes -> fp32, exact."""
+    if CVT_LEVEL:
+        return cast_from_codes(codes, DTYPE=tl.float8e5)
+    return from_codes(codes, MANTISSA=2, BIAS=15, SIGN_BIT=7, INF_FROM=124, NAN_FROM=125)
+
+
+@triton.jit
+def to_e2m1(x, CVT_LEVEL: tl.constexpr):
+    """fp32 -> e2m1 codes, int32: to nearest even, saturating; NaN gives the largest code."""
+    if CVT_LEVEL >= 100:
+        return convert_to_e2m1(x)
+    return to_small_codes(x, CVT_LEVEL, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=0x07)
+
+
+@triton.jit
+def from_e2m1(codes, CVT_LEVEL: tl.constexpr):
+    """e2m1 codes -> fp32, exact; on all cards alike."""
+    return from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
+
+
+@triton.jit
+def up_to_e8m0(x, CVT_LEVEL: tl.constexpr):
+    """Non-negative fp32 -> e8m0 codes, int32: rounded up to a power of two, saturating."""
+    if CVT_LEVEL >= 100:
+        return convert_up_to_e8m0(x)
+    return to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="up")
+
+
+@triton.jit
+def from_e8m0(codes):
+    """e8m0 codes -> fp32, exact."""
+    return from_exponents(codes, BIAS=127, NAN_FROM=255)
+
+
+@triton.jit
+def over_e8m0(codes):
+    """1 / from_e8m0(codes), exact."""
+    return over_exponents(codes, BIAS=127, NAN_FROM=255)
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 -> the bits of bf16, int32: to nearest even, saturating."""
+    return to_codes(x, MANTISSA=7, BIAS=127, SUBNORMALS=True, SIGN_BIT=15, LAST=0x7F7F, NAN=0x7FC0, ROUNDING="nearest")
+
+
+@triton.jit
+def from_bf16(bits):
+    """The bits of bf16 -> fp32, exact."""
+    return from_codes(bits, MANTISSA=7, BIAS=127, SIGN_BIT=15, INF_FROM=0x7F80, NAN_FROM=0x7F81)
+
+
+@triton.jit
+def to_f16(x):
+    """fp32 -> the bits of fp16, int32: to nearest even, saturating."""
+    return to_codes(x, MANTISSA=10, BIAS=15, SUBNORMALS=True, SIGN_BIT=15, LAST=0x7BFF, NAN=0x7E00, ROUNDING="nearest")
+
+
+@triton.jit
+def from_f16(bits):
+    """The bits of fp16 -> fp32, exact."""
+    return from_codes(bits, MANTISSA=10, BIAS=15, SIGN_BIT=15, INF_FROM=0x7C00, NAN_FROM=0x7C01)
+
+
 # -------------------------------------------------------- conversions, and the arithmetic that must give the same codes
 @triton.jit
 def _cast_to_e4m3(x):
-    return cast_to_codes(x, tl.float8e4nv, 0x7F, 0x7F)
+    return to_e4m3(x, 90)
 
 
 @triton.jit
 def _e4m3(x):
-    return to_small_codes(x, 0, 3, 7, 7, 448.0, 126, 0x7F)
+    return to_e4m3(x, 0)
 
 
 @triton.jit
 def _cast_to_e5m2(x):
-    return cast_to_codes(x, tl.float8e5, 0x7D, 0x7F)
+    return to_e5m2(x, 90)
 
 
 @triton.jit
 def _e5m2(x):
-    return to_small_codes(x, 0, 2, 15, 7, 57344.0, 123, 0x7D)
+    return to_e5m2(x, 0)
 
 
 @triton.jit
 def _e2m1(x):
-    return to_small_codes(x, 0, 1, 1, 3, 6.0, 7, 7)
+    return to_e2m1(x, 0)
 
 
 @triton.jit
@@ -143,7 +243,7 @@ def _convert_up_to_e8m0(x):
 
 @triton.jit
 def _e8m0(x):
-    return to_exponents(tl.abs(x), 127, 254, 0xFF, "up")
+    return up_to_e8m0(tl.abs(x), 0)
 
 
 # (PTX's name of a conversion, the conversion, the arithmetic), by the level that uses it (launch.level_of).

@@ -52,6 +52,7 @@ def quantize_kernel(
     STEP_M: tl.constexpr = COVER_M if COVER_M else TILE_M
     STEP_K: tl.constexpr = COVER_K if COVER_K else TILE_K
     WHOLE_ROWS: tl.constexpr = ROWWISE_ROWS + COLUMNWISE_ROWS > 0
+    planes = (p0, p1, p2, p3, p4, p5, None)  # elements search codebooks that the program holds
     if ROWS:
         fields, row, column, m, k = member_of(table, STEP_M, 0 if WHOLE_ROWS else STEP_K, ROWS, ALIGNED)
         x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
@@ -59,18 +60,12 @@ def quantize_kernel(
         stride_k = 1
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
-        planes = (
-            _plane_of(fields, 0, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 0 else p0,
-            _plane_of(fields, 1, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 1 else p1,
-            _plane_of(fields, 2, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 2 else p2,
-            _plane_of(fields, 3, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 3 else p3,
-            _plane_of(fields, 4, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 4 else p4,
-            _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED) if PLANES > 5 else p5,
-            None,
-        )
+        planes = [
+            _plane_of(fields, i, DTYPES, SCALARS, ROWS, ALIGNED) if i < PLANES else planes[i]
+            for i in (0, 1, 2, 3, 4, 5, 6)
+        ]
     else:
         row, column = tile_of(m, cover_k, STEP_M, 0 if WHOLE_ROWS else STEP_K)
-        planes = (p0, p1, p2, p3, p4, p5, None)  # elements search codebooks that the program holds
     if AMAXES:
         amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
@@ -146,19 +141,16 @@ def dequantize_kernel(
 
     Of planes in parts, tiles cover each part: the rows of one rank after those of another.
     """
+    planes = (p0, p1, p2, p3, p4, p5)
     if ROWS:
         fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
         out = plane_like(out, fields, 0, ROWS, ALIGNED)
-        planes = (
-            plane_like(p0, fields, 1, ROWS, ALIGNED) if p0 is not None else p0,
-            plane_like(p1, fields, 2, ROWS, ALIGNED) if p1 is not None else p1,
-            plane_like(p2, fields, 3, ROWS, ALIGNED) if p2 is not None else p2,
-            plane_like(p3, fields, 4, ROWS, ALIGNED) if p3 is not None else p3,
-            plane_like(p4, fields, 5, ROWS, ALIGNED) if p4 is not None else p4,
-            plane_like(p5, fields, 6, ROWS, ALIGNED) if p5 is not None else p5,
-        )
+        planes = [
+            plane_like(planes[i], fields, 1 + i, ROWS, ALIGNED) if planes[i] is not None else planes[i]
+            for i in (0, 1, 2, 3, 4, 5)
+        ]
         if PARTED:
             part_rows = tl.load(fields + 10 * ROWS).to(tl.int32)
             part_bytes = tl.load(fields + 11 * ROWS)
@@ -166,21 +158,13 @@ def dequantize_kernel(
                 part_bytes = tl.multiple_of(part_bytes, 16)
     else:
         row, column = tile_of(m, k, TILE_M, TILE_K)
-        planes = (p0, p1, p2, p3, p4, p5)
     if PARTED:
         covered = round_up(part_rows, TILE_M)
         part = row // covered
         row -= part * covered
         out += part * part_rows * k
         m = tl.minimum(m - part * part_rows, part_rows)  # the last parts may have fewer rows, or none
-        planes = (
-            _in_part(planes[0], part, part_bytes) if PARTED & 1 else planes[0],
-            _in_part(planes[1], part, part_bytes) if PARTED & 2 else planes[1],
-            _in_part(planes[2], part, part_bytes) if PARTED & 4 else planes[2],
-            _in_part(planes[3], part, part_bytes) if PARTED & 8 else planes[3],
-            _in_part(planes[4], part, part_bytes) if PARTED & 16 else planes[4],
-            _in_part(planes[5], part, part_bytes) if PARTED & 32 else planes[5],
-        )
+        planes = [_in_part(planes[i], part, part_bytes) if PARTED >> i & 1 else planes[i] for i in (0, 1, 2, 3, 4, 5)]
     at = (row, column, m, k)
     p0, p1, p2, p3, p4, p5 = planes
     values = DEQUANTIZE(
@@ -207,28 +191,20 @@ def lay_out_kernel(
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Lays out: each program moves one tile of codes, and the scales of its blocks, into every buffer."""
+    planes = (p0, p1, p2, p3, p4, p5)
+    buffers = (b0, b1, b2, b3, b4, b5)
     if ROWS:
         fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        planes = (
-            plane_like(p0, fields, 0, ROWS, ALIGNED) if p0 is not None else p0,
-            plane_like(p1, fields, 1, ROWS, ALIGNED) if p1 is not None else p1,
-            plane_like(p2, fields, 2, ROWS, ALIGNED) if p2 is not None else p2,
-            plane_like(p3, fields, 3, ROWS, ALIGNED) if p3 is not None else p3,
-            plane_like(p4, fields, 4, ROWS, ALIGNED) if p4 is not None else p4,
-            plane_like(p5, fields, 5, ROWS, ALIGNED) if p5 is not None else p5,
-        )
-        buffers = (
-            plane_like(b0, fields, PLANES + 0, ROWS, ALIGNED) if b0 is not None else b0,
-            plane_like(b1, fields, PLANES + 1, ROWS, ALIGNED) if b1 is not None else b1,
-            plane_like(b2, fields, PLANES + 2, ROWS, ALIGNED) if b2 is not None else b2,
-            plane_like(b3, fields, PLANES + 3, ROWS, ALIGNED) if b3 is not None else b3,
-            plane_like(b4, fields, PLANES + 4, ROWS, ALIGNED) if b4 is not None else b4,
-            plane_like(b5, fields, PLANES + 5, ROWS, ALIGNED) if b5 is not None else b5,
-        )
+        planes = [
+            plane_like(planes[i], fields, i, ROWS, ALIGNED) if planes[i] is not None else planes[i]
+            for i in (0, 1, 2, 3, 4, 5)
+        ]
+        buffers = [
+            plane_like(buffers[i], fields, PLANES + i, ROWS, ALIGNED) if buffers[i] is not None else buffers[i]
+            for i in (0, 1, 2, 3, 4, 5)
+        ]
     else:
         row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-        planes = (p0, p1, p2, p3, p4, p5)
-        buffers = (b0, b1, b2, b3, b4, b5)
     at = (row, column, m, k)
     LAY_OUT(planes, buffers, at, LayOutOptions(SWIZZLED, WORDS, TILE_M, TILE_K, CVT_LEVEL))
 
