@@ -76,8 +76,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1.01562 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, cdiv(k, 256)) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     codebooks = planes[6]  # (512,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 256)
     block_amax = lt.block_amax(tile, 1, 256, opts.CVT_LEVEL)
@@ -97,10 +96,7 @@ def dequantize_tile(planes, amax, at, opts):
         FIRST=0, COUNT=256), opts.CVT_LEVEL,
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 256))
-    factor = scale
-    blocks = lt.to_blocks(element, 1, 256)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, scale, 1, 256)
 
 
 KERNELS = Kernels(

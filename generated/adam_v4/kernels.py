@@ -40,8 +40,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.53125 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, cdiv(k, 128)) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     codebooks = planes[6]  # (32,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
@@ -65,10 +64,7 @@ def dequantize_tile(planes, amax, at, opts):
         COUNT=16), opts.CVT_LEVEL,
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
-    factor = scale
-    blocks = lt.to_blocks(element, 1, 128)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, scale, 1, 128)
 
 
 KERNELS = Kernels(

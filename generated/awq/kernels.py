@@ -85,9 +85,7 @@ def origin_of_rowwise_zero(at, m, k):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.523438 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 128) float16
-    rowwise_zero = planes[2]  # (m, k // 128) uint8
+    rowwise_data, rowwise_scale, rowwise_zero = planes[0], planes[1], planes[2]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     lowest = lt.block_lowest(blocks)
     highest = lt.block_highest(blocks)
@@ -108,8 +106,7 @@ def dequantize_tile(planes, amax, at, opts):
     blocks = lt.to_blocks(element, 1, 128)
     zero = lt.load_blocks(rowwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128)).to(tl.int32)
     blocks -= decode_zero(zero)[:, None, :, None]
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.from_blocks(blocks * factor[:, None, :, None])
 
 
 @triton.jit

@@ -38,8 +38,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00098 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (cdiv(m, 64), cdiv(k, 64)) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
     blocks = lt.to_blocks(lt.to_float(tile), 64, 64)
     block_amax = lt.block_amax(tile, 64, 64, opts.CVT_LEVEL)
@@ -57,10 +56,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(64, 64))
-    factor = scale
-    blocks = lt.to_blocks(element, 64, 64)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, scale, 64, 64)
 
 
 @triton.jit
@@ -95,7 +91,7 @@ KERNELS = Kernels(
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),
         (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
     },
-    dequantize_sizes={"rowwise": Tile(rows=64, columns=64, warps=2), "columnwise": Tile(rows=64, columns=64, warps=2)},
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=64, columns=64, warps=2)),
     lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_data", "rowwise_scale"),
     word=4,

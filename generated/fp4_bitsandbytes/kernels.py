@@ -40,8 +40,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.5625 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 64) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
     block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
     scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
@@ -58,10 +57,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64))
-    factor = scale
-    blocks = lt.to_blocks(element, 1, 64)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, scale, 1, 64)
 
 
 KERNELS = Kernels(

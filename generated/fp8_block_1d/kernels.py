@@ -26,10 +26,7 @@ def scales(amax, input_max, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.03125 (rowwise), 1.03125 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, cdiv(k, 128)) float32
-    columnwise_data = planes[2]  # (m, k) uint8
-    columnwise_scale = planes[3]  # (cdiv(m, 128), k) float32
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     input_max = shared[1]  # the largest value of x's dtype
     if opts.ROWWISE:
@@ -61,15 +58,11 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
-        factor = scale
-        blocks = lt.to_blocks(element, 1, 128)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, scale, 1, 128)
     if opts.COLUMNWISE:
         element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 1))
-        factor = scale
-        blocks = lt.to_blocks(element, 128, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, scale, 128, 1)
     return values
 
 

@@ -28,10 +28,7 @@ def scales(amax):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1 (rowwise), 1.01562 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, 1) bfloat16
-    columnwise_data = planes[2]  # (m, k) uint8
-    columnwise_scale = planes[3]  # (cdiv(m, 128), k) bfloat16
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     rowwise_amax = shared[3]  # of whole rows: (m blocks of the tile, 1) float32
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
@@ -56,17 +53,13 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 0)))
-        factor = decode_scale(scale)
-        blocks = lt.to_blocks(element, 1, opts.TILE_K)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale), 1, opts.TILE_K)
     if opts.COLUMNWISE:
         element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.bits_of_half(
             lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 1))
         )
-        factor = decode_scale(scale)
-        blocks = lt.to_blocks(element, 128, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale), 128, 1)
     return values
 
 

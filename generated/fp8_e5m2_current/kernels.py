@@ -27,8 +27,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (1,) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     to_columnwise_data = buffers[0]
     amax = shared[0]  # (1,) float32, or x's dtype; or its value
     scale, multiplier = scales(lt.shared_amax(amax), opts.CVT_LEVEL)
@@ -43,8 +42,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
     scale = tl.load(rowwise_scale)
-    values = element * scale
-    return values
+    return element * scale
 
 
 @triton.jit
@@ -74,7 +72,7 @@ KERNELS = Kernels(
         (2, "rowwise"): Tile(rows=128, columns=64, warps=4),  # codes are transposed: whole sectors of a column
         (4, "rowwise"): Tile(rows=128, columns=128, warps=8),
     },
-    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=4, columns=512, warps=2)},
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=4, columns=512, warps=2)),
     lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_data",),
     word=4,

@@ -27,10 +27,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 1 (rowwise), 1 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, 1) float32
-    columnwise_data = planes[2]  # (m, k) uint8
-    columnwise_scale = planes[3]  # (1, k) float32
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     amax = shared[0]  # float32
     rowwise_amax = shared[3]  # of whole rows: (m blocks of the tile, 1) float32
     if opts.ROWWISE:
@@ -56,15 +53,11 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 0))
-        factor = scale
-        blocks = lt.to_blocks(element, 1, opts.TILE_K)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, scale, 1, opts.TILE_K)
     if opts.COLUMNWISE:
         element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(0, 1))
-        factor = scale
-        blocks = lt.to_blocks(element, opts.TILE_M, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, scale, opts.TILE_M, 1)
     return values
 
 
@@ -99,7 +92,7 @@ KERNELS = Kernels(
         (4, "rowwise"): Tile(rows=1, columns=8192, warps=8),
         (4, "columnwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
     },
-    dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2), "columnwise": Tile(rows=4, columns=512, warps=2)},
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=4, columns=512, warps=2)),
     lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("columnwise_data",),
     word=4,

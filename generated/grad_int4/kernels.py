@@ -38,8 +38,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.53125 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 128) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     seed = tl.load(shared[2])  # (1,) int64
     turned = lt.hadamard(lt.to_float(tile), AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
     blocks = lt.to_blocks(turned, 1, 128)
@@ -59,11 +58,8 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
-    factor = scale
-    blocks = lt.to_blocks(element, 1, 128)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    values = lt.unhadamard(values, AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
-    return values
+    values = lt.scale_blocks(element, scale, 1, 128)
+    return lt.unhadamard(values, AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
 
 
 KERNELS = Kernels(

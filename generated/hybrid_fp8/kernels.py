@@ -39,10 +39,7 @@ def scales_columnwise(amax):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.03125 (rowwise), 1.00024 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) uint8
-    columnwise_data = planes[2]  # (m, k) uint8
-    columnwise_scale = planes[3]  # (cdiv(m, 128), cdiv(k, 128)) float32
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
@@ -78,17 +75,13 @@ def dequantize_tile(planes, amax, at, opts):
             lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL
         )
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale_rowwise(scale)
-        blocks = lt.to_blocks(element, 1, 32)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale_rowwise(scale), 1, 32)
     if opts.COLUMNWISE:
         element = decode_columnwise(
             lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL
         )
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 128))
-        factor = scale
-        blocks = lt.to_blocks(element, 128, 128)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, scale, 128, 128)
     return values
 
 

@@ -42,9 +42,7 @@ def scales(lowest, highest):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.5625 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 64) bfloat16
-    rowwise_zero = planes[2]  # (m, k // 64) bfloat16
+    rowwise_data, rowwise_scale, rowwise_zero = planes[0], planes[1], planes[2]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
     lowest = lt.block_lowest(blocks)
     highest = lt.block_highest(blocks)
@@ -64,8 +62,7 @@ def dequantize_tile(planes, amax, at, opts):
     factor = decode_scale(scale)
     blocks = lt.to_blocks(element, 1, 64)
     zero = lt.bits_of_half(lt.load_blocks(rowwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64)))
-    values = lt.from_blocks(blocks * factor[:, None, :, None] + decode_zero(zero)[:, None, :, None])
-    return values
+    return lt.from_blocks(blocks * factor[:, None, :, None] + decode_zero(zero)[:, None, :, None])
 
 
 KERNELS = Kernels(

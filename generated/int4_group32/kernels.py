@@ -52,12 +52,12 @@ def scales(lowest, highest, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.65625 (rowwise), 0.65625 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) float32
-    rowwise_zero = planes[2]  # (m, k // 32) uint8
-    columnwise_data = planes[3]  # (m, k // 2) uint8
-    columnwise_scale = planes[4]  # (m // 32, k) float32
-    columnwise_zero = planes[5]  # (m // 32, k) uint8
+    rowwise_data = planes[0]
+    rowwise_scale = planes[1]
+    rowwise_zero = planes[2]
+    columnwise_data = planes[3]
+    columnwise_scale = planes[4]
+    columnwise_zero = planes[5]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         lowest = lt.block_lowest(blocks)

@@ -51,8 +51,7 @@ def origin_of_rowwise_data(at, m, k):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.5625 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) bfloat16
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
     block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
     scale, divisor = scales(block_amax)
@@ -67,10 +66,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
     scale = lt.bits_of_half(lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)))
-    factor = decode_scale(scale)
-    blocks = lt.to_blocks(element, 1, 32)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale), 1, 32)
 
 
 @triton.jit

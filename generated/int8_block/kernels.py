@@ -38,8 +38,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00024 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (cdiv(m, 128), cdiv(k, 128)) float32
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
     blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
     block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
@@ -57,10 +56,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 128))
-    factor = scale
-    blocks = lt.to_blocks(element, 128, 128)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, scale, 128, 128)
 
 
 @triton.jit
@@ -94,10 +90,7 @@ KERNELS = Kernels(
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),
     },
-    dequantize_sizes={
-        "rowwise": Tile(rows=128, columns=128, warps=4),
-        "columnwise": Tile(rows=128, columns=128, warps=4),
-    },
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=128, columns=128, warps=4)),
     lay_out_size=Tile(rows=256, columns=128, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_data", "rowwise_scale"),
     word=4,

@@ -43,8 +43,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.53125 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m // 32, k) uint8
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
     block_amax = lt.block_amax(tile, 32, 1, opts.CVT_LEVEL)
     scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
@@ -61,10 +60,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-    factor = decode_scale(scale, opts.CVT_LEVEL)
-    blocks = lt.to_blocks(element, 32, 1)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 32, 1)
 
 
 @triton.jit
@@ -104,10 +100,7 @@ KERNELS = Kernels(
         (2, "rowwise"): Tile(rows=32, columns=128, warps=1),  # one row of blocks, all rows of a block in a warp
         (4, "rowwise"): Tile(rows=32, columns=128, warps=2),
     },
-    dequantize_sizes={
-        "rowwise": Tile(rows=32, columns=128, warps=2),
-        "columnwise": Tile(rows=32, columns=128, warps=2),
-    },
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=32, columns=128, warps=2)),
     lay_out_size=Tile(rows=128, columns=256, warps=8),  # square in bytes: both sides of a transpose have whole sectors
     moved=("rowwise_data", "rowwise_scale"),
     word=8,

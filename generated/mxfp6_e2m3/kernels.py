@@ -13,6 +13,7 @@ from .layout import LAYOUT
 INVERSE_ELEMENT_MAX = tl.constexpr(0.13333334028720856)  # fp32(1 / 7.5)
 encode_scale, decode_scale = lt.up_to_e8m0, lt.from_e8m0  # rounded up
 over_scale = lt.over_e8m0
+swizzled_index = lt.scales_of_128x4  # (rt a b) (ct c) -> rt ct b a c
 
 
 @triton.jit
@@ -38,23 +39,9 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def swizzled_index(free, contracted, free_count, contracted_count):
-    """The flat index at which a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
-    at_b = free % 32
-    at_a = free // 32 % 4
-    at_rt = free // 128
-    at_c = contracted % 4
-    at_ct = contracted // 4
-    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
-
-
-@triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.78125 (rowwise), 0.78125 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k // 4 * 3) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) uint8
-    columnwise_data = planes[2]  # (m, k // 4 * 3) uint8
-    columnwise_scale = planes[3]  # (m // 32, k) uint8
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
@@ -82,15 +69,11 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True))
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale(scale)
-        blocks = lt.to_blocks(element, 1, 32)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale), 1, 32)
     if opts.COLUMNWISE:
         element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, BITS=6, LOW_FIRST=True))
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        factor = decode_scale(scale)
-        blocks = lt.to_blocks(element, 32, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale), 32, 1)
     return values
 
 

@@ -14,6 +14,7 @@ INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.up_to_e8m0, lt.from_e8m0  # rounded up
 over_scale = lt.over_e8m0
+swizzled_index = lt.scales_of_128x4  # (rt a b) (ct c) -> rt ct b a c
 
 
 @triton.jit
@@ -25,21 +26,9 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def swizzled_index(free, contracted, free_count, contracted_count):
-    """The flat index at which a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
-    at_b = free % 32
-    at_a = free // 32 % 4
-    at_rt = free // 128
-    at_c = contracted % 4
-    at_ct = contracted // 4
-    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
-
-
-@triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.00098 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m // 32, k // 32) uint8
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     to_rowwise_scale, to_columnwise_scale = buffers[0], buffers[1]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     blocks = lt.to_blocks(lt.to_float(tile), 32, 32)
@@ -62,10 +51,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 32)).to(tl.int32)
-    factor = decode_scale(scale)
-    blocks = lt.to_blocks(element, 32, 32)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale), 32, 32)
 
 
 @triton.jit
@@ -98,10 +84,7 @@ KERNELS = Kernels(
         (4, "rowwise"): Tile(rows=32, columns=64, warps=2),
     },
     buffer_sizes={},
-    dequantize_sizes={
-        "rowwise": Tile(rows=32, columns=128, warps=2),
-        "columnwise": Tile(rows=32, columns=128, warps=2),
-    },
+    dequantize_sizes=dict.fromkeys(LAYOUT.orientations, Tile(rows=32, columns=128, warps=2)),
     lay_out_size=Tile(rows=128, columns=512, warps=4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale",),
     padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),

@@ -54,10 +54,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 1.03125 (rowwise), 1.03125 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) uint8
-    columnwise_data = planes[2]  # (m, k) uint8
-    columnwise_scale = planes[3]  # (m // 32, k) uint8
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
@@ -88,15 +85,11 @@ def dequantize_tile(planes, amax, at, opts):
     if opts.ROWWISE:
         element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
-        blocks = lt.to_blocks(element, 1, 32)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 1, 32)
     if opts.COLUMNWISE:
         element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL)
-        blocks = lt.to_blocks(element, 32, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 32, 1)
     return values
 
 

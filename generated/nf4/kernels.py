@@ -117,10 +117,7 @@ def scales(amax, inside, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.523438 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 64) uint8
-    rowwise_super = planes[2]  # (m, cdiv(k, 1024)) float32
-    rowwise_offset = planes[3]  # (m, cdiv(k, 1024)) float32
+    rowwise_data, rowwise_scale, rowwise_super, rowwise_offset = planes[0], planes[1], planes[2], planes[3]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
     block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
     inside = lt.blocks_inside(at, tile.shape[0], tile.shape[1], BLOCK=(1, 64))
@@ -147,10 +144,7 @@ def dequantize_tile(planes, amax, at, opts):
     super = lt.load_blocks(rowwise_super, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     offset = lt.load_blocks(rowwise_offset, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     scale = (codes, super, offset)
-    factor = decode_scale(scale, opts.CVT_LEVEL)
-    blocks = lt.to_blocks(element, 1, 64)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 1, 64)
 
 
 KERNELS = Kernels(

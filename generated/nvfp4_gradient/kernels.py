@@ -15,6 +15,7 @@ SCALE_MAX = tl.constexpr(448.0)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 INVERSE_RANGE = tl.constexpr(0.00037202381645329297)  # fp32(1 / (6 * 448))
 encode_scale, decode_scale = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
+swizzled_index = lt.scales_of_128x4  # (rt a b) (ct c) -> rt ct b a c
 
 
 @triton.jit
@@ -40,23 +41,9 @@ def scales(amax, tensor_amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def swizzled_index(free, contracted, free_count, contracted_count):
-    """The flat index at which a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
-    at_b = free % 32
-    at_a = free // 32 % 4
-    at_rt = free // 128
-    at_c = contracted % 4
-    at_ct = contracted // 4
-    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
-
-
-@triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 0.5625 (rowwise), 0.5625 (columnwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 16) uint8
-    columnwise_data = planes[2]  # (m, k // 2) uint8
-    columnwise_scale = planes[3]  # (m // 16, k) uint8
+    rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     to_rowwise_scale, to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1], buffers[2]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
@@ -104,18 +91,16 @@ def dequantize_tile(planes, amax, at, opts):
             LOW_FIRST=True,
         )  # fmt: skip
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 16)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL) * tensor_amax * INVERSE_RANGE
-        blocks = lt.to_blocks(element, 1, 16)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL) * tensor_amax * INVERSE_RANGE, 1, 16)
     if opts.COLUMNWISE:
         element = lt.load_nibbles(
             columnwise_data, at, opts.TILE_M, opts.TILE_K, opts.EVEN, opts.CVT_LEVEL, DECODE=decode, MANTISSA=1, BIAS=1,
             LOW_FIRST=True,
         )  # fmt: skip
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(16, 1)).to(tl.int32)
-        factor = decode_scale(scale, opts.CVT_LEVEL) * (tensor_amax * 4.0) * INVERSE_RANGE
-        blocks = lt.to_blocks(element, 16, 1)
-        values = lt.from_blocks(blocks * factor[:, None, :, None])
+        values = lt.scale_blocks(
+            element, decode_scale(scale, opts.CVT_LEVEL) * (tensor_amax * 4.0) * INVERSE_RANGE, 16, 1
+        )
         values = lt.unhadamard(values, AXIS=0, SIZE=16, SIGNS=0xD7E8, SCALE=0.25)
     return values
 

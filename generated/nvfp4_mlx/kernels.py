@@ -26,8 +26,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.5625 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 16) uint8
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
     block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
     scale, divisor = scales(block_amax, opts.CVT_LEVEL)
@@ -48,10 +47,7 @@ def dequantize_tile(planes, amax, at, opts):
         LOW_FIRST=True,
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 16)).to(tl.int32)
-    factor = decode_scale(scale, opts.CVT_LEVEL)
-    blocks = lt.to_blocks(element, 1, 16)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 1, 16)
 
 
 KERNELS = Kernels(

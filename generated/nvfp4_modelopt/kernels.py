@@ -16,6 +16,7 @@ SCALE_MIN = tl.constexpr(0.001953125)  # 2^-9
 OF_ZEROS = tl.constexpr(1.0)  # the scale of a block whose own would be 0
 encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
+swizzled_index = lt.scales_of_128x4  # (rt a b) (ct c) -> rt ct b a c
 
 
 @triton.jit
@@ -33,21 +34,9 @@ def scales(amax, tensor_amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def swizzled_index(free, contracted, free_count, contracted_count):
-    """The flat index at which a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
-    at_b = free % 32
-    at_a = free // 32 % 4
-    at_rt = free // 128
-    at_c = contracted % 4
-    at_ct = contracted // 4
-    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
-
-
-@triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes and buffers. Bytes per element: 0.5625 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 16) uint8
+    rowwise_data, rowwise_scale = planes[0], planes[1]
     to_rowwise_scale = buffers[0]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None
     tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value
@@ -74,10 +63,7 @@ def dequantize_tile(planes, amax, at, opts):
         LOW_FIRST=True,
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 16)).to(tl.int32)
-    factor = decode_scale(scale, opts.CVT_LEVEL) * tensor_level
-    blocks = lt.to_blocks(element, 1, 16)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL) * tensor_level, 1, 16)
 
 
 @triton.jit

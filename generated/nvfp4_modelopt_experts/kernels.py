@@ -25,10 +25,7 @@ def dequantize_tile(planes, amax, at, opts):
         LOW_FIRST=True,
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 16)).to(tl.int32)
-    factor = decode_scale(scale, opts.CVT_LEVEL) * tensor_level
-    blocks = lt.to_blocks(element, 1, 16)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL) * tensor_level, 1, 16)
 
 
 KERNELS = Kernels(

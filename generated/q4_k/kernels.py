@@ -79,11 +79,11 @@ def scales(lowest, highest, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.578125 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 2) uint8
-    rowwise_scale = planes[1]  # (m, k // 32) uint8
-    rowwise_super = planes[2]  # (m, k // 256) float16
-    rowwise_zero = planes[3]  # (m, k // 32) uint8
-    rowwise_super_zero = planes[4]  # (m, k // 256) float16
+    rowwise_data = planes[0]
+    rowwise_scale = planes[1]
+    rowwise_super = planes[2]
+    rowwise_zero = planes[3]
+    rowwise_super_zero = planes[4]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
     lowest = lt.block_lowest(blocks)
     highest = lt.block_highest(blocks)
@@ -117,8 +117,7 @@ def dequantize_tile(planes, amax, at, opts):
         lt.load_blocks(rowwise_super_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 256), UNIT=(1, 32))
     )
     zero = (codes, super_zero)
-    values = lt.from_blocks(blocks * factor[:, None, :, None] - decode_scale(zero)[:, None, :, None])
-    return values
+    return lt.from_blocks(blocks * factor[:, None, :, None] - decode_scale(zero)[:, None, :, None])
 
 
 KERNELS = Kernels(

@@ -75,9 +75,7 @@ def scales(amax, CVT_LEVEL: tl.constexpr):
 @triton.jit
 def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     """Quantizes a tile of x into planes. Bytes per element: 0.820312 (rowwise)."""
-    rowwise_data = planes[0]  # (m, k // 4 * 3) uint8
-    rowwise_scale = planes[1]  # (m, k // 16) uint8
-    rowwise_super = planes[2]  # (m, k // 256) float16
+    rowwise_data, rowwise_scale, rowwise_super = planes[0], planes[1], planes[2]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 16)
     block_amax = lt.block_amax(tile, 1, 16, opts.CVT_LEVEL)
     scale, divisor = scales(block_amax, opts.CVT_LEVEL)
@@ -97,10 +95,7 @@ def dequantize_tile(planes, amax, at, opts):
         lt.load_blocks(rowwise_super, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 256), UNIT=(1, 16))
     )
     scale = (codes, super)
-    factor = decode_scale(scale)
-    blocks = lt.to_blocks(element, 1, 16)
-    values = lt.from_blocks(blocks * factor[:, None, :, None])
-    return values
+    return lt.scale_blocks(element, decode_scale(scale), 1, 16)
 
 
 KERNELS = Kernels(

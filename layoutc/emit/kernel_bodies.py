@@ -16,11 +16,9 @@ from layoutc.emit.kernel_reading import (
     dequantize_body,
     lay_out_body,
     named,
-    plane_lines,
     scale_move,
     transformed,
 )
-from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Source, stream_of
 from layoutc.plan.codebooks import codebooks_of, steps_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, SourceKernel
@@ -71,8 +69,8 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
 
 # ------------------------------------------------------------------------------------------------------------- quantize
 def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
-    layout, sizes = kernels.layout, Sizes(kernels.layout)
-    lines = plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
+    layout = kernels.layout
+    lines = named("planes", (plane.name for source in kernels.sources for plane in source.source.planes))
     if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
         lines += named("buffers", (f"to_{move.buffer.name}" for move in kernels.lay_out.moves))
         lines += ["SWIZZLE: tl.constexpr = swizzled_index if SWIZZLED else None"] if layout.swizzle else []

@@ -9,6 +9,7 @@ from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, converted
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Level, Quantization
+from layoutc.layout.swizzles import canonical
 from layoutc.plan import conversions
 from layoutc.plan.codebooks import codebooks_of, steps_of
 from layoutc.plan.conversions import Codec
@@ -60,6 +61,8 @@ def functions(kernels: Kernels) -> tuple[tuple[Alias, ...], tuple[Function, ...]
     moves = kernels.lay_out.moves if isinstance(kernels.lay_out, LayOutKernel) else ()
     origins = (_origin(move, kernels.layout) for move in moves if isinstance(move, SwizzleMove))
     aliases = tuple(one for one in result if isinstance(one, Alias))
+    if kernels.layout.swizzle is not None and _is_of_128x4(kernels.layout.swizzle):
+        aliases += (Alias(f"swizzled_index = lt.scales_of_128x4  # {kernels.layout.swizzle.pattern}"),)
     return aliases, (*own, *_gemm_place(kernels.layout), *origins)
 
 
@@ -312,7 +315,7 @@ def _nibbles(order: tuple[int, ...]) -> int:
 def _gemm_place(layout: Layout) -> list[Function]:
     """The function swizzled_index: positions along the axes of the swizzle, and the flat index that they add up to."""
     swizzle = layout.swizzle
-    if swizzle is None:
+    if swizzle is None or _is_of_128x4(swizzle):
         return []
     sizes, lines, counts = dict(swizzle.sizes), list[str](), dict[str, str]()
     for axis, group in zip(("free", "contracted"), swizzle.groups, strict=True):
@@ -334,3 +337,8 @@ def _gemm_place(layout: Layout) -> list[Function]:
             (*lines, f"return {place}"),
         )
     ]
+
+
+def _is_of_128x4(swizzle: Swizzle) -> bool:
+    """True for the order that cards of compute capability 10 read, which the runtime has by name."""
+    return canonical(swizzle) == [[[0, 4, 32], [0, 4]], [0, 3, 2, 1, 4], [], []]

@@ -7,8 +7,7 @@ from typing import Literal
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
-from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Plane, Transform
+from layoutc.layout.layout import Transform
 from layoutc.plan.codebooks import Codebook, codebooks_of, places, steps_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
@@ -19,20 +18,13 @@ _TILE = ("TILE_M", "TILE_K")
 AXES = ("m", "k")
 
 
-def plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
-    """Lines that give each plane its name."""
-    return [
-        f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
-    ]
-
-
 def codebooks_line(codebooks: Codebooks) -> str:
     """The line that gives codebooks their name: the last of the planes that kernels pass."""
     return f"codebooks = planes[6]  # ({places(codebooks.items())},) float32"
 
 
 def named(of: str, names: Iterable[str]) -> list[str]:
-    """Lines that give names to the first entries of a tuple, whose shapes quantize_tile and layout.py have."""
+    """Lines that give names to the first entries of a tuple, whose shapes layout.py has."""
     names = tuple(names)
     line = f"{', '.join(names)} = {', '.join(f'{of}[{index}]' for index in range(len(names)))}"
     return [line] if len(line) <= 116 else [f"{name} = {of}[{index}]" for index, name in enumerate(names)]
@@ -68,6 +60,8 @@ def dequantize_body(kernels: Kernels) -> Lines:
     for source in kernels.sources:
         read = _dequantize_source(source, codebooks)
         lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
+    if lines[-1].startswith("values = "):
+        return (*lines[:-1], lines[-1].replace("values =", "return", 1))
     return (*lines, "return values")
 
 
@@ -85,12 +79,10 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
     unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
     sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
     lines += _loaded("scale", source, at, sizes, codebooks)
-    lines += [
-        f"factor = {factor}",
-        f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
-    ]
-    values = "blocks * factor[:, None, :, None]"
+    unit = (str(unit_m or "TILE_M"), str(unit_k or "TILE_K"))
     if source.source.zero is not None and q.zero is not None:
+        lines += [f"factor = {factor}", f"blocks = {call('lt.to_blocks', 'element', *unit)}"]
+        values = "blocks * factor[:, None, :, None]"
         lines += _loaded("zero", source, at, sizes, codebooks)
         shift = f"decode_{q.zeros_as}{suffix}(zero, CVT_LEVEL)[:, None, :, None]"
         match q.definition.zero_is:
@@ -100,7 +92,9 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
                 values += f" - {shift}"
             case "element":
                 lines.append(f"blocks -= {shift}")
-    lines.append(f"values = lt.from_blocks({values})")
+        lines.append(f"values = lt.from_blocks({values})")
+    else:
+        lines.append(f"values = {call('lt.scale_blocks', 'element', factor, *unit)}")
     if q.root:
         lines.append("values = values * values")
     if q.transform:

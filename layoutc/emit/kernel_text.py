@@ -122,8 +122,11 @@ def _facts(kernels: Kernels) -> Lines:
     lines = [f"serves={served},"]
     if isinstance(quantize, QuantizeKernel):
         lines += _quantize_facts(kernels, quantize)
-    reading = ", ".join(f'"{name}": {_tile(tile)}' for name, tile in kernels.dequantize_tiles)
-    lines.append(f"dequantize_sizes={{{reading}}},")
+    tiles = {name: _tile(tile) for name, tile in kernels.dequantize_tiles}
+    reading = "{" + ", ".join(f'"{name}": {tile}' for name, tile in tiles.items()) + "}"
+    if len(tiles) > 1 and len({*tiles.values()}) == 1:
+        reading = f"dict.fromkeys(LAYOUT.orientations, {tiles.popitem()[1]})"
+    lines.append(f"dequantize_sizes={reading},")
     if books := codebooks_of(kernels.layout).items():
         names = [f"reference.{prefix_of(one.suffix)}{one.kind.upper()}_VALUES" for _, one in books]
         names += [_steps(fmt, f"reference.{prefix_of(one.suffix)}ELEMENT_STEPS") for fmt, one in books if one.steps]

@@ -87,7 +87,6 @@ class RecipeText:
     pick: str
     has_kernels: bool
     products: list[str]
-    has_products: bool
     bindings: list[str]
     hooks: HooksText
     reference: ReferenceText
@@ -154,7 +153,6 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         pick=layout.pick,
         has_kernels=has_kernels,
         products=[*products_lines(plan), *([f'reduce="{layout.reduce}",'] if layout.reduce else [])],
-        has_products=plan.products is not None,
         bindings=[name for name in ("CONTAINERS", "FILES") if getattr(layout, name.lower())],
         hooks=hooks_text(plan),
         reference=reference_text(plan),

@@ -12,6 +12,7 @@ from layoutc.runtime.triton.blocks import (
     block_sum,
     blocks_inside,
     from_blocks,
+    scale_blocks,
     shared_amax,
     spread,
     to_blocks,
@@ -66,7 +67,7 @@ from layoutc.runtime.triton.conversions import (
 from layoutc.runtime.triton.hadamard import hadamard, unhadamard
 from layoutc.runtime.triton.nibbles import load_nibbles, store_fp4, store_nibbles
 from layoutc.runtime.triton.stochastic import random_bits, to_codes_by_chance, to_integer_codes_by_chance
-from layoutc.runtime.triton.swizzles import move_swizzled
+from layoutc.runtime.triton.swizzles import move_swizzled, scales_of_128x4
 from layoutc.runtime.triton.tiles import (
     load_blocks,
     load_codes,

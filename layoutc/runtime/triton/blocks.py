@@ -18,6 +18,12 @@ def to_blocks(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def scale_blocks(values, factors, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of values, each times the factor of its block."""
+    return from_blocks(to_blocks(values, BLOCK_M, BLOCK_K) * factors[:, None, :, None])
+
+
+@triton.jit
 def from_blocks(blocks):
     """Inverse of to_blocks."""
     return tl.reshape(blocks, (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]))

@@ -11,6 +11,18 @@ AT_ONCE = tl.constexpr(512)  # the most bytes, or values, that a program looks u
 
 
 @triton.jit
+def scales_of_128x4(free, contracted, free_count, contracted_count):
+    """The flat index of the scale of (free, contracted) in tiles of 128 x 4, as cards of compute capability 10 read
+    them: (rt a b) (ct c) -> rt ct b a c."""
+    at_b = free % 32
+    at_a = free // 32 % 4
+    at_rt = free // 128
+    at_c = contracted % 4
+    at_ct = contracted // 4
+    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
+
+
+@triton.jit
 def move_swizzled(
     plane,
     out,
