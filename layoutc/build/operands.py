@@ -87,7 +87,7 @@ def _unknown(name: str, key: Key, source: Source) -> Diagnostic:
 
 
 def _not_sent(name: str, key: Key, source: Source) -> Diagnostic:
-    message = f"`{name}` is no recipe of gradients on the wire"
+    message = f"`{name}` is not a recipe for gradients on the wire"
     return source.find("LC908", message, key, help="name one with `use: wire`, as `reduce: grad_fp8`")
 
 

@@ -27,7 +27,7 @@ def check(path: Path) -> None:
     if find_spec("matplotlib") is None:
         raise ValueError(NEEDS)
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path.absolute().parent} is no folder to write {path.name} to")
+        raise ValueError(f"can't write {path.name}: the folder {path.absolute().parent} does not exist")
 
 
 @contextmanager

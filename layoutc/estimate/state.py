@@ -100,7 +100,7 @@ def wire_of(plan: Plan, error_feedback: bool = False) -> Wire:
     Raises ValueError for a recipe of something else.
     """
     if plan.layout.use != "wire":
-        raise ValueError(f"{plan.layout.name} is no recipe of gradients on the wire: its spec has no `use: wire`")
+        raise ValueError(f"{plan.layout.name} is not a recipe for gradients on the wire: its spec lacks `use: wire`")
     (source,) = plan.layout.sources
     filled, block = plan.layout.multiple_k, source.quantization.block.k
     assert block is not None

@@ -57,7 +57,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.BinOp() if type(node.op) in _BINARY:
             left, right = _value(node.left, names), _value(node.right, names)
             if not (isinstance(left, int | float) and isinstance(right, int | float)):
-                raise TypeError(f"{ast.unparse(node)} has something that is no number")
+                raise TypeError(f"{ast.unparse(node)} has an operand that is not a number")
             return _BINARY[type(node.op)](left, right)
         case ast.UnaryOp(op=ast.Not()):
             return not _value(node.operand, names)

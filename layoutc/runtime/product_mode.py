@@ -160,7 +160,7 @@ class products(_Set):
         if mode is None:
             raise ValueError(f"products are {' or '.join(_PUBLIC)}, not None")
         if saves not in (None, *get_args(Saves)):
-            raise ValueError(f"products save what is {' or '.join(get_args(Saves))}, not {saves!r}")
+            raise ValueError(f"saves must be {' or '.join(map(repr, get_args(Saves)))}, not {saves!r}")
         super().__init__(checked(mode))
         self._saved, _saves = _saves, saves
 

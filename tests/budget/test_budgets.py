@@ -384,7 +384,7 @@ def test_codes_of_gradients_take_the_bytes_of_the_runtimes_rows(name: str) -> No
     codes = Codes(name)
     for elements in (1, 127, 128, 129, 4096, 5000, 218_112_000 // 2, 218_112_001):
         assert wire.sent.nbytes(elements) == codes.row(elements).nbytes
-    with pytest.raises(ValueError, match="mxfp8 is no recipe of gradients on the wire"):
+    with pytest.raises(ValueError, match="mxfp8 is not a recipe for gradients on the wire"):
         wire_of(plan("mxfp8"))
 
 

@@ -87,7 +87,7 @@ def test_gradients_travel_by_a_recipe_of_the_wire(tmp_path: Path) -> None:
     _, texts, _ = pipeline.read(path.read_bytes(), str(path))
     assert 'reduce="grad_fp8",' in texts["layout.py"]
     for name, said in (
-        ("mxfp8", "`mxfp8` is no recipe of gradients on the wire"),
+        ("mxfp8", "`mxfp8` is not a recipe for gradients on the wire"),
         ("grad", "there is no recipe `grad`"),
     ):
         path = spec(tmp_path, "mine", "mxfp8", f"reduce: {name}")

@@ -543,7 +543,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"feed_forward_length": 256}, "blk.0.ffn_gate.weight has shape [512, 256], where the file's keys make"),
     "heads": ({"head_count": 8}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it [64, 256]"),
     "heads of keys": ({"head_count_kv": 4}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it"),
-    "more heads of keys": ({"head_count_kv": 8}, "llama has 4 heads of queries, which is no multiple of its 8 of keys"),
+    "more heads of keys": ({"head_count_kv": 8}, "llama has 4 query heads, which is not a multiple of its 8 key heads"),
     "no length": ({"context_length": 0}, "llama.context_length is 0, and is a whole number from 1"),
 }
 
@@ -631,7 +631,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(unstated: Path,
     other = gguf_files.skeleton()
     layoutc.quantize_(other, "int8_block", param_filter=["*.q_proj.weight"])
     with pytest.raises(
-        LayoutError, match=r"q_proj\.weight is int8_block, which is no type of GGUF; .*q4_k/gguf, q6_k/gguf, q8_0"
+        LayoutError, match=r"q_proj\.weight is int8_block, which GGUF has no type for\. .*q4_k/gguf, q6_k/gguf, q8_0"
     ):
         checkpoint.export_gguf(other, tmp_path / "out.gguf", source=unstated)
     (tmp_path / "out.gguf").touch()
@@ -890,9 +890,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a short one": (SOUND[:23], "not a GGUF file"),
     "another magic": (by_hand(magic=b"GGML"), "not a GGUF file"),
     "big-endian": (by_hand(order=">"), "in big-endian order, which is not read: convert it"),
-    "version 1": (by_hand(version=1), "is of version 1 of GGUF"),
-    "version 0": (by_hand(version=0), "is of version 0 of GGUF"),
-    "version 4": (by_hand(version=4), "is of version 4 of GGUF"),
+    "version 1": (by_hand(version=1), "has GGUF version 1;"),
+    "version 0": (by_hand(version=0), "has GGUF version 0;"),
+    "version 4": (by_hand(version=4), "has GGUF version 4;"),
     "many tensors": (by_hand(counts=(2**63, 1)), "number of tensors is 9,223,372,036,854,775,808"),
     "some more tensors": (by_hand(counts=(3, 1)), "truncated|can't hold|has 0 dims|not UTF-8"),
     "many keys": (by_hand(counts=(2, 2**62)), "number of key-values is 4,611"),

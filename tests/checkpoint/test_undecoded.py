@@ -281,5 +281,5 @@ def test_weights_that_multiply_transformed_activations_are_refused(locations: li
         if not {"input", "output"} & {*locations}:
             call()
             continue
-        with pytest.raises(LayoutError, match=r"activations are transformed while the model runs \((in|out)put of"):
+        with pytest.raises(LayoutError, match=r"transforms activations while the model runs \((in|out)put of"):
             call()

@@ -78,7 +78,7 @@ def test_gradients_that_are_exchanged() -> None:
     assert "up to 2 times what a ring does" in run(*args[:-1], "--gradients", "grad_fp8").stdout
     for said, *more in (
         ("leave out one of the two", "--exchange", "--gradients", "grad_fp8"),
-        ("nvfp4 is no recipe of gradients on the wire", "--gradients", "nvfp4"),
+        ("nvfp4 is not a recipe for gradients on the wire", "--gradients", "nvfp4"),
     ):
         refused = run(*args, *more)
         assert (refused.exit_code, said in refused.stderr) == (2, True)

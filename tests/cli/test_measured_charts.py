@@ -110,7 +110,7 @@ def test_bench_draws_what_it_has_just_measured(tmp_path: Path, monkeypatch: pyte
         (("demo", "{demo}"), "give --chart FILE"),
         (("bench", "missing.json", "--chart", "x.svg"), "missing.json: No such file"),
         (("bench", "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
-        (("demo", "--chart", "no/such/folder/x.svg"), "is no folder to write x.svg to"),
+        (("demo", "--chart", "no/such/folder/x.svg"), "can't write x.svg: the folder "),
         (("demo", "{file}", "--chart", "x.svg"), "it is not what `layoutc demo --json` writes"),
         (("bench", "{demo}", "--chart", "x.svg"), "it is not what `layoutc bench --json` writes"),
         (("bench", "{bare}", "--chart", "x.svg"), "no kernels were timed"),

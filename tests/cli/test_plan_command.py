@@ -274,7 +274,7 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ),
         ((LLAMA, "--json", "--csv"), "--json and --csv both write to stdout"),
         ((LLAMA, "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
-        ((LLAMA, "--chart", "no/such/folder/x.svg"), "is no folder to write x.svg to"),
+        ((LLAMA, "--chart", "no/such/folder/x.svg"), "can't write x.svg: the folder "),
         ((LLAMA, "--moments", "-1"), "Invalid value for '--moments'"),
         ((LLAMA, "--link", "0"), "Invalid value for '--link'"),
         (("llama-7b",), "llama-7b does not exist; did you mean llama-70b?"),

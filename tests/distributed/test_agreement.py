@@ -239,7 +239,7 @@ def test_a_shard_on_a_card_that_is_not_the_current_one_is_said_once(monkeypatch:
     monkeypatch.setattr(cards, "_warned", set())
     for device in ("cpu", "cuda:0"):
         cards.warn_if_elsewhere("w", torch.device(device))
-    with pytest.warns(RuntimeWarning, match=r"w lies on cuda:1, and the current card is cuda:0.*set_device"):
+    with pytest.warns(RuntimeWarning, match=r"w is on cuda:1, but the current device is cuda:0.*set_device"):
         cards.warn_if_elsewhere("w", torch.device("cuda:1"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

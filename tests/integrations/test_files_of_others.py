@@ -578,7 +578,7 @@ def test_scales_of_activations_are_named_and_copied_when_asked_for(
     lacking = tensors_in(path).keys() - tensors_in(tmp_path / "without").keys()
     assert len(lacking) == 7
     assert all(name.endswith(".input_scale") for name in lacking)
-    with pytest.raises(ValueError, match="source= goes with files="):
+    with pytest.raises(ValueError, match="source= needs files="):
         export_safetensors(model, tmp_path / "out", source=path)
     done = convert_safetensors(path, tmp_path / "same", files="nvfp4_modelopt/modelopt")
     assert same_files(path, tmp_path / "same")

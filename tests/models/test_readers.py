@@ -156,7 +156,7 @@ def bad_config(**fields: Any) -> dict[str, Any]:
             "can't be worked out: hidden_size is nan",
         ),
         (bad_config(intermediate_size=float("-inf")), "can't be worked out: intermediate_size is -inf"),
-        (bad_config(head_dim="x"), "num_attention_heads * head_dim has something that is no number"),
+        (bad_config(head_dim="x"), "num_attention_heads * head_dim has an operand that is not a number"),
         (bad_config(head_dim=1e308), "num_attention_heads * head_dim is inf, and must be a number from 0"),
         (bad_config(head_dim=-64), "num_attention_heads * head_dim is -256, and must be a number from 0"),
         ([1], "is a list, and should be a mapping"),

@@ -523,7 +523,7 @@ def test_modes() -> None:
         layoutc.products("fp8")  # type: ignore[arg-type]
     with layoutc.products("low_precision", saves="quantized"):
         assert mode.saves(in_graph=True) == "quantized"
-        with pytest.raises(ValueError, match="products save what is quantized or input, not 'bf16'"):
+        with pytest.raises(ValueError, match="saves must be 'quantized' or 'input', not 'bf16'"):
             layoutc.products("low_precision", saves="bf16")  # type: ignore[arg-type]
         assert mode.saves(in_graph=True) == "quantized"
     assert (mode.saves(in_graph=True), mode.saves(in_graph=False)) == ("input", "quantized")

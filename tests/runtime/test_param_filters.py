@@ -75,7 +75,7 @@ def test_filters_that_choose_nothing_are_refused(use: str, filters: dict[str, An
         getattr(layoutc, use)(nn.Sequential(nn.LayerNorm(4)), "fp8_current")
     for wrong in (nn.Linear(4, 4).parameters(), "fp8_current"):
         with pytest.raises(
-            TypeError, match=rf"{use}\(model, recipe\) takes the model first, and a {type(wrong).__name__}"
+            TypeError, match=rf"{use}\(model, recipe\) takes the model first, not a {type(wrong).__name__}"
         ):
             getattr(layoutc, use)(wrong, nn.Linear(4, 4))
 

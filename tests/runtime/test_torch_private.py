@@ -415,7 +415,9 @@ def test_each_name_has_a_test() -> None:
 
 
 def test_what_is_left_to_fsdp2_is_said_once_for_each_reason() -> None:
-    with pytest.warns(RuntimeWarning, match=r"a\.weight: FSDP2's own steps gather it, .* since it is on another card"):
+    with pytest.warns(
+        RuntimeWarning, match=r"a\.weight: FSDP2's own steps gather this weight .* because it is on another card"
+    ):
         private.say_left("a.weight", "it is on another card")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -202,8 +202,8 @@ def _begin(cursor: _Cursor) -> int:
         )
     if version not in VERSIONS:
         raise DamagedError(
-            f"{path} is of version {version} of GGUF, and versions {' and '.join(map(str, VERSIONS))} are read: write "
-            "it anew with llama.cpp's llama-quantize, type COPY"
+            f"{path} has GGUF version {version}; layoutc reads versions {' and '.join(map(str, VERSIONS))}. Rewrite "
+            "it with llama.cpp's llama-quantize, type COPY"
         )
     return version
 

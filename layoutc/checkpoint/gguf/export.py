@@ -203,7 +203,7 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
     kind = next((one for one in kinds if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id), None)
     if kind is None:
         there = ", ".join(sorted({one.label for one in installed()}))
-        raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
+        raise LayoutError(f"{name} is {cls.LAYOUT.name}, which GGUF has no type for. Recipes with a type: {there}")
     local = local_tensor(value)
     held = local.store.planes if isinstance(local, QuantizedTensor) else None
     needed = next(iter(kind.cls.LAYOUT.sources.values()))
@@ -218,7 +218,7 @@ def _number(name: str, value: Tensor, kind: Kind | None) -> int:
         return kind.binding.number
     plain = "F32" if value.dim() < 2 and value.is_floating_point() else NAMES.get(value.dtype, "")
     if plain not in PLAIN:
-        raise LayoutError(f"{name} is {value.dtype}, which is no type of GGUF")
+        raise LayoutError(f"{name} is {value.dtype}, which GGUF has no type for")
     return NUMBERS[plain]
 
 

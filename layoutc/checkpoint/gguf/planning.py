@@ -180,7 +180,7 @@ def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> No
     sizes = {field: size for field, size in config.items() if isinstance(size, int)}
     heads, of_keys = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % of_keys:
-        raise LayoutError(f"{arch} has {heads} heads of queries, which is no multiple of its {of_keys} of keys")
+        raise LayoutError(f"{arch} has {heads} query heads, which is not a multiple of its {of_keys} key heads")
     sizes.setdefault("head_dim", sizes["hidden_size"] // heads)
     sizes |= {"query_rows": heads * sizes["head_dim"], "key_rows": of_keys * sizes["head_dim"]}
     experts = sizes.get("num_local_experts", sizes.get("num_experts"))

@@ -286,7 +286,7 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound
             bound.check_shape(shape, name)
         weight = find(name, shape, bound, tensors, whole=True) if shape else None
         if weight is None:
-            raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
+            raise LayoutError(f"{stored.name} of shape {list(stored.shape)} is not a weight in files of {bound.label}")
         found[name] = weight
     return found
 

@@ -60,8 +60,8 @@ def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
     applied = [one for several in where if isinstance(several, list) for one in several if isinstance(one, Mapping)]
     if online := sorted({str(one["location"]) for one in applied if one.get("location") in ("input", "output")}):
         raise LayoutError(
-            f"{path}: by the transform_config in config.json activations are transformed while the model runs "
-            f"({' and '.join(online)} of layers), which nothing here does, so that its weights alone are another model"
+            f"{path}: the transform_config in config.json transforms activations while the model runs "
+            f"({' and '.join(online)} of layers), which layoutc does not do. The weights alone would be another model"
         )
 
 

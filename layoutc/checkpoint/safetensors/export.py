@@ -113,7 +113,7 @@ def export_safetensors(
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, dtype)
         if source is not None and not theirs:
-            raise ValueError("source= goes with files=, whose program reads what lies beside weights")
+            raise ValueError("source= needs files=, the binding that says what else the source's files hold")
         began = origin(source, slices)
         items = items_of(state, dtype, rename, theirs, problems, began)
         quantization, beside_it, lacking = _with_source(model_or_state_dict, items, theirs, rename, began)

@@ -50,7 +50,8 @@ def exchange_tokens(
     are. Where tokens are dispatched, name `recipe`; where experts' outputs are combined, `gradients`.
 
     Raises ValueError for what names no recipe, another shape than its blocks take, and splits that are not those of x;
-    LayoutError for a recipe whose scales or codes depend on more than a row.
+    LayoutError for a recipe whose scales or codes depend on more than a row. Splits that are wrong on one rank raise
+    there alone, and other ranks wait in the all-to-all, as torch's do: agreeing would take a collective for each call.
 
     Example:
 

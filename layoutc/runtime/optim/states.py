@@ -49,7 +49,7 @@ class Forms:
             names = {name: recipe for name, recipe in state.items() if recipe != "fp32"}
         if unknown := sorted(names.keys() - set(moments)):
             raise ValueError(
-                f"state={state!r}: {', '.join(unknown)} is no state of this optimizer, which has {', '.join(moments)}"
+                f"state={state!r}: this optimizer has no state {', '.join(unknown)}; it has {', '.join(moments)}"
             )
         return cls({name: _tensor_of(recipe) for name, recipe in names.items()}, least)
 

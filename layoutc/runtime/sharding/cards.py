@@ -104,8 +104,8 @@ def warn_if_elsewhere(name: str, device: torch.device) -> None:
         return
     _warned.add(name)
     warnings.warn(
-        f"{name} lies on {device}, and the current card is cuda:{current}: FSDP2's streams, and collectives of torch "
-        f"that name no card, are on the current one. Before fully_shard: {LINE}",
+        f"{name} is on {device}, but the current device is cuda:{current}, which FSDP2's streams, and torch's "
+        f"collectives that name no device, use. Before fully_shard: {LINE}",
         RuntimeWarning,
         stacklevel=3,
     )

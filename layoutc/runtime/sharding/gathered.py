@@ -122,8 +122,8 @@ def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> No
         )
     if in_a_graph:
         raise LayoutError(
-            f"{sharding.name}: {what} between a forward pass and its backward, for which weights are gathered "
-            "otherwise; put it around whole steps, or run what lies in between under the same mode"
+            f"{sharding.name}: {what} between a forward pass and its backward, which gather weights differently. "
+            "Set it around whole steps, or run both passes under the same mode"
         )
 
 

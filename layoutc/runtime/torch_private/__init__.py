@@ -162,8 +162,8 @@ def say_left(name: str, reason: str) -> None:
         return
     _left.add(reason)
     warnings.warn(
-        f"{name}: FSDP2's own steps gather it, and what is gathered with it, since {reason}: the same bytes, in more "
-        "time of the host. Others are, for the same reason, without a word",
+        f"{name}: FSDP2's own steps gather this weight and its group, because {reason}. The bytes are the same; the "
+        "host takes longer. Further weights that take FSDP2's own path for the same reason are not listed.",
         RuntimeWarning,
         stacklevel=2,
     )

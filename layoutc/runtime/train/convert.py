@@ -235,7 +235,7 @@ def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller
 
 def _check_model(model: object, caller: str) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}(model, recipe) takes the model first, and a {type(model).__name__} is no nn.Module")
+        raise TypeError(f"{caller}(model, recipe) takes the model first, not a {type(model).__name__}")
 
 
 def _is_ours(param: Tensor) -> bool:

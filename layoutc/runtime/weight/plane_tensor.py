@@ -226,11 +226,11 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         """Raises LayoutError for a gathered weight, which lives only as long as the pass: a write would be lost."""
         if self.store.handle is not None:
             raise LayoutError(
-                f"{self.label()} is gathered anew for each pass: a compiled graph can't write into it; write into the "
-                "sharded parameter, or outside of the graph"
+                f"{self.label()} is gathered for each pass, so a compiled graph can't write into it. Write into the "
+                "sharded parameter, or outside the graph"
             )
         if self.shard() is not None:
             raise LayoutError(
-                f"{self.label()} is gathered, and the next gather would undo what is written into it; write into the "
-                "sharded parameter, on all ranks: before forward, or after reshard()"
+                f"{self.label()} is gathered, and the next gather would overwrite this write. Write into the sharded "
+                "parameter, on all ranks: before forward, or after reshard()"
             )
