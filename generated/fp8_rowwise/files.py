@@ -48,4 +48,16 @@ FILES = {
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
     ),
+    "fbgemm": Binding(
+        name="fbgemm",
+        summary="Meta's FP8 releases (Llama 3.1 405B), as transformers' fbgemm_fp8 reads and writes them",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane("{name}_scale", "F32", 32),
+        },
+        ignored=("{module}.input_scale_ub",),
+        config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        recognized=("quant_method",),
+        plain="modules_to_not_convert",
+    ),
 }

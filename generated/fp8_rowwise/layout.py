@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="bd953f00b82b7f087cb40a389a2f4cd750944ea07850ff15f7ac9a6c6dd44934",
+    spec_sha256="691c39c87a670bf7dc46d52678f28924002bc58ca972b5bc96ebeac6c6b27dc6",
     layout_id="a93daaa57939",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

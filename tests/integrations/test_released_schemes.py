@@ -650,6 +650,76 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
         assert labels == [f"{kind}/{kind}", f"{kind}/{kind}, scales of other dtypes"]
 
 
+def of_auto_round(packing: str, data_type: str = "int", bits: int = 4, **more: Any) -> dict[str, Any]:
+    """As auto-round 0.16 writes in its own format, of which other programs' loaders know the tensors."""
+    stated = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "data_type": data_type}
+    return stated | {"bits": bits, "group_size": 32 if data_type == "mx_fp" else 128, "sym": True} | more
+
+
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        (of_auto_round("auto_gptq"), "gptq/gptq"),
+        (of_auto_round("auto_awq"), "awq/awq"),
+        (of_auto_round("llm_compressor", "mx_fp", act_bits=4), "mxfp4/compressed_tensors"),
+        (of_auto_round("llm_compressor", "mx_fp", 8, act_bits=8), "mxfp8_frozen/compressed_tensors"),
+        (of_auto_round("llm_compressor", "nv_fp", act_bits=4), None),
+        (of_auto_round("exllamav2", bits=2), None),
+    ],
+)
+def test_auto_rounds_own_format_is_that_of_the_program_whose_tensors_it_has(
+    config: dict[str, Any], label: str | None
+) -> None:
+    labels = [one.label for one in recognize.recognized(config, recognize.installed())]
+    assert (label in labels) if label else not labels
+
+
+def test_auto_rounds_own_format_is_written_back(tmp_path: Path) -> None:
+    """GPTQ's tensors under its config: the values of GPTQ's definition, and the config as it was."""
+    config = of_auto_round("auto_gptq", block_name_to_quantize="layers")
+    path, model = tmp_path / "in", Mlp(HALF)
+    older_folder(path, "unused.json", {}, gptq)
+    (path / "unused.json").unlink()
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    assert set(quantize_as_stored(model, path).values()) == {"gptq"}
+    assert load_safetensors(model, path) == ((), ())
+    tensors = tensors_in(path)
+    for name, param in model.named_parameters():
+        if isinstance(param, QuantizedTensor):
+            assert torch.equal(param.dequantize(HALF), gptq_values(tensors, name))
+    export_safetensors(model, tmp_path / "out", files="gptq", source=path)
+    assert same_files(path, tmp_path / "out")
+
+
+def test_metas_fp8_of_fbgemm_is_loaded_and_written_back(tmp_path: Path) -> None:
+    """As in Meta's FP8 release of Llama 3.1 405B: a scale for each row, as (rows, 1), and a bound of activations."""
+    from safetensors.torch import save_file
+
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    model, tensors = Mlp(torch.bfloat16), dict[str, Tensor]()
+    for name, value in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        scale = value.float().abs().amax(1, keepdim=True) / 448
+        tensors[name], tensors[f"{name}_scale"] = (value / scale).to(torch.float8_e4m3fn), scale
+        tensors[f"{name.rpartition('.')[0]}.input_scale_ub"] = torch.tensor([1200.0])
+    path = tmp_path / "in"
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    assert set(quantize_as_stored(model, path).values()) == {"fp8_rowwise"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert load_safetensors(model, path) == ((), ())
+        export_safetensors(model, tmp_path / "out", files="fbgemm", source=path)
+        convert_safetensors(path, tmp_path / "plain", dtype=torch.float32)
+    assert same_files(path, tmp_path / "out")
+    plain = tensors_in(tmp_path / "plain")
+    for name in (one for one in tensors if f"{one}_scale" in tensors):
+        assert torch.equal(plain[name], tensors[name].float() * tensors[f"{name}_scale"])
+
+
 def older_folder(path: Path, file: str, text: Any, write: Callable[[Tensors], Any]) -> Tensors:
     """A folder whose config.json says nothing of weights, with an older program's file beside it."""
     from safetensors.torch import save_file

@@ -26,6 +26,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# What auto-round's `data_type` and `bits` are as `format`, where it packs as llm-compressor does.
+OF_LLM_COMPRESSOR: Mapping[tuple[Any, Any], str] = MappingProxyType(
+    {("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized"}
+)
 OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # likewise, in configs without a quant_method: MLX's
 
 # How programs read their own files as plain weights, by quant_method; None is MLX, whose configs state none.
@@ -56,11 +60,17 @@ def list_in(config: Mapping[str, Any], plain: str) -> str:
 
 
 def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` with lower-case words, and keys as bindings spell them."""
+    """A `quantization_config` with lower-case words, and keys and formats as bindings spell them."""
     found: dict[str, Any] = {key: _lower(value) for key, value in config.items()}
     for other, key in (*SPELLINGS.items(), *(("format", key) for key in OF_FORMAT)):
         if other in found:
             found.setdefault(key, found[other])
+    if found.get("quant_method") == "auto-round":
+        packing, form = str(found.get("packing_format")), (found.get("data_type"), found.get("bits"))
+        if packing.startswith(own := "auto_round:auto_"):
+            found["quant_method"] = packing.removeprefix(own)
+        elif packing == "auto_round:llm_compressor" and form in OF_LLM_COMPRESSOR:
+            found |= {"quant_method": "compressed-tensors", "format": OF_LLM_COMPRESSOR[form]}
     return found
 
 
