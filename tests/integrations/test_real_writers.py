@@ -146,6 +146,22 @@ def read_by_compressed_tensors(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=dtype)
 
 
+def auto_round(model: Any, folder: Path, scheme: str) -> None:
+    """auto-round rounds to nearest, and writes compressed-tensors' files."""
+    from auto_round import AutoRound
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(96)}, unk_token="0"))
+    model.config.architectures = [type(model).__name__]
+    how: dict[str, Any] = {"scheme": scheme, "iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    by = AutoRound(model, PreTrainedTokenizerFast(tokenizer_object=words), **how)
+    by.quantize_and_save(str(written := folder.with_name("written")), format="llm_compressor")
+    folder.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        next(written.rglob(file)).rename(folder / file)
+
+
 # --------------------------------------------------------------------------------------------------------- transformers
 def fp8_of_transformers(model: Any, folder: Path, **how: Any) -> None:
     """By the operation that transformers quantizes with as it loads: its loader asks for a card before."""
@@ -317,6 +333,7 @@ class Refused:
 
 
 CT = Package("compressed-tensors", read_by_compressed_tensors, "compressed_tensors")
+AUTO_ROUND = Package("auto-round, for llm-compressor", read_by_compressed_tensors, "auto_round")
 FP8 = Package("transformers, FineGrainedFP8Config", read_fp8, "accelerate")
 BNB = Package("bitsandbytes, by transformers", read_by_bitsandbytes, "bitsandbytes")
 MODELOPT = Package("ModelOpt", read_by_modelopt, "modelopt")
@@ -369,6 +386,13 @@ ROWS = (
     ct("MXFP4XFP8", "mxfp4", "mxfp4/deepseek_v4"),
     ct("MXFP8A16", "mxfp8", "mxfp8_frozen", named=True),
     ct("MXFP8", "mxfp8_frozen", named=True),
+    Row(
+        AUTO_ROUND,
+        "MXFP4",
+        partial(auto_round, scheme="MXFP4"),
+        "mxfp4/compressed_tensors",
+        "mxfp4/deepseek_v4",
+    ),
     fp8("blocks of 128x128", "fp8_block/deepseek", "fp8_block/compressed_tensors"),
     fp8("E8M0 scales", "fp8_block/deepseek", "fp8_block/compressed_tensors", scale_fmt="ue8m0"),
     fp8("static activations", "fp8_block/deepseek", "fp8_block/compressed_tensors", activation_scheme="static"),
