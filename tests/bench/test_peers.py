@@ -150,7 +150,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "compiled", traced)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_current"])

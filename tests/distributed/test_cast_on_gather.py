@@ -486,7 +486,7 @@ def trains_under_autocast(recipe: str, use: str, backend: str | None) -> None:
     assert curves[0] == curves[1], curves
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "use", "backend"),
     [

@@ -177,7 +177,7 @@ def is_cut_in_two_dims(recipes: tuple[str, ...], folder: str, shifts: tuple[int,
 CUT_TWICE = (("fp8_delayed", "int4_group32", "mxfp6_e3m2", "fp8_current"), ("fp8_rowwise", "mxfp8", "nvfp4_4over6"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipes", CUT_TWICE, ids="-".join)
 def test_columns_and_cuts_in_two_dims_load_as_one_another(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path

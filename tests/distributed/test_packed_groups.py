@@ -329,7 +329,7 @@ def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, optio
     two.run(codes_are_the_same, recipe, cast, True, width, options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("recipe", ["hybrid_fp8", "fp8_channel_bf16"])
 def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool) -> None:
@@ -398,7 +398,7 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
                 assert same(steps(), expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("recipe", "cast", "mixed", "rows", "width"),
     [

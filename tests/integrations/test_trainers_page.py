@@ -33,6 +33,7 @@ def block(package: str) -> str:
     return str(found)
 
 
+@pytest.mark.thorough
 def test_packages_that_are_missing_are_named() -> None:
     """In a process where none of them can be imported, and torch once."""
     program = (

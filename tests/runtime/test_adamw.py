@@ -196,6 +196,7 @@ def test_kernels_write_the_bytes_of_the_reference(
     assert len(optimizer._updates) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "form"),
     [("Adam", {"masters": "bf16"}), ("Nesterov", {"state": "8bit"}), ("Lion", {"state": "fp8", "masters": "bf16"})],

@@ -250,6 +250,7 @@ def test_a_compiled_reference_does_what_the_spec_says(spec: Spec, seed: int, spe
                     assert np.array_equal(found, written), buffer.name
 
 
+@pytest.mark.thorough
 @given(specs())
 @settings(max_examples=60, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 def test_is_plane_is_true_just_where_no_shape_moves_a_byte(spec: Spec) -> None:
