@@ -26,18 +26,19 @@ def quantize_as_stored(
     rename: Rename | None = None,
     share_amax: bool = False,
 ) -> dict[str, str]:
-    """Quantizes just those parameters of a model that another program's files hold quantized, each in the recipe whose
-    binding it follows, of which files may have several; returns parameter -> recipe. Call it before fully_shard; then
-    `load_safetensors` or `load_gguf` fills them, byte for byte.
+    """Quantizes the parameters that a checkpoint in another format holds quantized, and no others.
 
-    path: a folder of safetensors files, or a GGUF file, of which tables of embeddings stay plain. The model may be on
-    the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
-    by default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
-    share_amax: weights that engines join have one amax at each step, as by `layoutc.quantize_`.
+    Returns parameter -> recipe. Each parameter gets the recipe whose binding it follows; files may have several. Call
+    it before fully_shard. Then `load_safetensors` or `load_gguf` fills the parameters, byte for byte.
 
-    Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
-    if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one; for a shape
-    that a recipe does not take, and for `share_amax` of weights that nothing joins.
+    path: a folder of safetensors files, or a GGUF file, of which embedding tables stay plain. The model may be on the
+    meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
+    default: the one that config.json names, or that the file's types tell. rename: as for the load. share_amax: weights
+    that engines fuse share an amax at each step, as for `layoutc.quantize_`.
+
+    Raises, before anything is changed: FileNotFoundError without files; DamagedError for damaged ones; LayoutError if
+    no binding of an installed recipe fits, if several do (it names those that `files` takes), for a shape that a recipe
+    does not take, and for `share_amax` of weights that nothing fuses.
 
     Example:
 

@@ -49,14 +49,13 @@ class CheckpointFacts:
 
 
 def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
-    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files; or
-    those of a GGUF file.
+    """Describes a checkpoint folder of layoutc or torch.distributed.checkpoint, safetensors files, or a GGUF file.
 
-    thorough: reads the headers of all pieces, not only of each tensor's largest one, and so finds tensors whose pieces
+    thorough: read the headers of all pieces, not only of each tensor's largest one. That finds tensors whose pieces
     have different layouts. Loads no weights, and runs no code from the files.
 
-    Raises DamagedError if files are not what was written, LayoutError if the folder is not a checkpoint or its save did
-    not finish.
+    Raises DamagedError if files are not what was written; LayoutError if the folder is not a checkpoint, or its save
+    did not finish.
 
     Example:
 

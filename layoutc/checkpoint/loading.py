@@ -52,17 +52,17 @@ def load(
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Loads a folder that `save` or torch.distributed.checkpoint has written into the tensors of a state dict.
+    """Loads a folder that `save` or torch.distributed.checkpoint wrote into the tensors of a state dict.
 
-    state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way. convert: let
-    quantized weights take plain ones (quantized as a whole, with amaxes over all ranks; float64 is rounded to float32
-    first), plain weights take quantized ones (dequantized), and weights of one recipe those of another; without it,
-    LayoutError says what differs. strict: refuse a checkpoint that has entries under the state dict's outer keys which
-    the state dict lacks. process_group: the ranks that load; default: all.
+    state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way.
+    convert: let quantized weights take plain ones (quantized as a whole, with amaxes over all ranks; float64 is rounded
+    to float32 first), plain weights take quantized ones (dequantized), and weights of one recipe those of another.
+    Without it, LayoutError says what differs. strict: refuse a checkpoint with entries under the state dict's outer
+    keys that the state dict lacks. process_group: the ranks that load; default: all.
 
     Collective. Raises on all ranks, before a live model is written: DamagedError for files that are torn, changed,
-    missing or swapped, or that hold anything but tensors and plain values (none of which is run); LayoutError for
-    entries, shapes, layouts and cuts that don't fit. Until then, the new values are in host memory.
+    missing or swapped, or that hold anything but tensors and plain values (nothing in them is run); LayoutError for
+    entries, shapes, layouts and cuts that do not fit. Until then, host memory holds the new values.
 
     Example:
 

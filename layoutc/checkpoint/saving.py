@@ -44,13 +44,14 @@ def save(
     """Saves as torch.distributed.checkpoint.save does, into a folder that appears only when it is complete.
 
     state_dict: nested dicts of tensors, DTensors and plain values, as from get_state_dict. Quantized tensors are stored
-    as they are. folder: the same on all ranks, on a file system that all of them share; a symbolic link is followed
-    when the save begins. overwrite: replace an existing checkpoint, once the new one is complete. process_group: the
-    ranks that save; default: all. options: of torch's `save` (planner).
+    as they are. folder: the same on all ranks, on a file system that they share; a symbolic link is followed when the
+    save begins. overwrite: replace an existing checkpoint once the new one is complete. process_group: the ranks that
+    save;
+    default: all. options: those of torch's `save` (planner).
 
-    Collective. Raises LayoutError on all ranks. Before anything is written: if they name different folders or don't see
-    the same one, if the folder exists, or, with overwrite=True, if it holds anything but a checkpoint. Before the
-    folder gets its name: if a file that a rank has written is missing.
+    Collective. Raises LayoutError on all ranks. Before anything is written: if ranks name different folders or do not
+    see the same one, if the folder exists, or, with overwrite=True, if it holds anything but a checkpoint. Before the
+    folder gets its name: if a file that a rank wrote is missing.
 
     Example:
 
@@ -75,14 +76,16 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Any:
-    """Saves as torch.distributed.checkpoint.async_save does; returns the same as that: a future.
+    """Saves as torch.distributed.checkpoint.async_save does; returns its future.
 
-    The state dict is copied to the host before this returns, so the model may be changed afterwards. Arguments as for
-    `save`. options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared memory; the
-    caller closes it, and may use it again from torch 2.12 on). process_group: one with a CPU backend that nothing else
-    uses meanwhile; by default a gloo group of all ranks is made for these saves, so that training may use any other
-    group. If the last save is still running, a new one waits for it. A save that is killed leaves no folder. Raises
-    what `save` does, at once; if files are missing in the end, from the future, inside torch's CheckpointException.
+    The state dict is copied to the host before this returns, so the model may change afterwards. Arguments: as for
+    `save`.
+    options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared memory; the caller
+    closes it, and may reuse it from torch 2.12 on). process_group: one with a CPU backend that nothing else uses
+    meanwhile.
+    Default: a gloo group of all ranks, made for these saves, so that training may use any other group. A new save waits
+    for one that is still running. A save that is killed leaves no folder. Raises what `save` does, at once. If files
+    are missing in the end, the future raises, inside torch's CheckpointException.
 
     Example:
 

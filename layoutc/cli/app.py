@@ -93,7 +93,7 @@ class _Verbs(click.Group):
 def main() -> None:
     """Compile layout specs into quantized FSDP2 tensors.
 
-    A recipe is one YAML file that says where every bit lies; everything that follows from it is generated.
+    A recipe is one YAML file that says where every bit lies. layoutc generates everything else from it.
 
     \b
     layoutc check                     find what is wrong in specs/
@@ -104,9 +104,9 @@ def main() -> None:
 
 @main.command()
 @choosing
-@out_option("Where to write.")
-@click.option("--check", is_flag=True, help="Write nothing; fail when a file is not what its spec produces.")
-@click.option("--diff", is_flag=True, help="As --check, and print a unified diff.")
+@out_option("The folder to write.")
+@click.option("--check", is_flag=True, help="Write nothing; fail if a file differs from what its spec produces.")
+@click.option("--diff", is_flag=True, help="Like --check, and print a unified diff.")
 @click.option("-q", "--quiet", is_flag=True, help="Print findings only.")
 @reporting
 def build(
@@ -116,9 +116,9 @@ def build(
 
     \b
     layoutc build                             every spec in specs/ into generated/
-    layoutc build mxfp8                       one of them
+    layoutc build mxfp8                       one spec
     layoutc build --specs mine --out my_pkg/quant
-    layoutc build --check                     in CI: fails on drift, writes nothing
+    layoutc build --check                     in CI: fail on drift, write nothing
     layoutc build --diff | less               what a build would change
     """
     from layoutc.build import pipeline
@@ -140,21 +140,21 @@ def build(
 
 @main.command()
 @choosing
-@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--explain", is_flag=True, help="Also print what is proved about each layout, and how.")
-@click.option("-q", "--quiet", is_flag=True, help="No summary line.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no summary line.")
 @reporting
 def check(
     specs: tuple[str, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
 ) -> None:
-    """Find every problem in specs, and write nothing. What passes builds.
+    """Find every problem in specs, and write nothing. A spec that passes builds.
 
     \b
     layoutc check                             every spec in specs/
-    layoutc check mxfp8 specs/a.yaml mine/    recipes by name, files and folders
-    layoutc check --format github             annotations for a workflow
-    layoutc check --format json | jq .code    one object for each finding
-    layoutc check --explain specs/mxfp8.yaml  what is proved about its layout, and how
+    layoutc check mxfp8 specs/a.yaml mine/    a recipe by name, a file, a folder
+    layoutc check --format github             annotations for a GitHub workflow
+    layoutc check --format json | jq .code    one JSON object per finding
+    layoutc check --explain specs/mxfp8.yaml  the proofs about its layout
     """
     from layoutc.build import pipeline
 
@@ -181,7 +181,7 @@ def schema() -> None:
 
     \b
     layoutc schema > .vscode/layoutc.schema.json
-    then begin a spec with:  # yaml-language-server: $schema=../.vscode/layoutc.schema.json
+    Then begin a spec with:  # yaml-language-server: $schema=../.vscode/layoutc.schema.json
     """
     import json
 
@@ -192,7 +192,7 @@ def schema() -> None:
 
 @main.command()
 @click.argument("code", required=False)
-@click.option("--all", "every", is_flag=True, help="The pages of all codes.")
+@click.option("--all", "every", is_flag=True, help="Print the pages of all codes.")
 def explain(code: str | None, every: bool) -> None:
     """Print what a finding means and what to do.
 

@@ -17,7 +17,7 @@ MOST_NAMED = 8  # lines of a chart
 Draw = Callable[[Mapping[str, Any], Path], Sequence[str]]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-chart_option = click.option("--chart", type=_FILE, metavar="FILE", help="Draw to a .png, .svg or .pdf.")
+chart_option = click.option("--chart", type=_FILE, metavar="FILE", help="Draw a chart to a .png, .svg or .pdf file.")
 
 
 def check_chart(path: Path | None) -> None:

@@ -19,14 +19,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="Only what is missing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only what is missing.")
 def doctor(as_json: bool, quiet: bool) -> None:
-    """Look at what this machine has, what will run, what to install.
+    """Report what this machine has, can run, and lacks.
 
     \b
-    layoutc doctor                            all of it
-    layoutc doctor --quiet                    in CI: what is needed and missing; exit code 1
+    layoutc doctor                            everything
+    layoutc doctor --quiet                    in CI: required packages that are missing; exit code 1
     layoutc doctor --json | jq .recipes
     """
     from layoutc.doctor import packages
@@ -75,7 +75,7 @@ def _tables(lines: list[Line], runs: list[Runs]) -> list[Table]:
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion of a shell.
+    """Print the completion script of a shell.
 
     \b
     eval "$(layoutc completion bash)"         in ~/.bashrc

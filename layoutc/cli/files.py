@@ -16,17 +16,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 @click.command()
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
 @click.argument("folder", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--files", metavar="RECIPE/BINDING", help="What to write; `layoutc show RECIPE --files` lists bindings.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Instead: plain values of weights that are quantized.")
-@click.option("--match", multiple=True, metavar="PATTERN", help="Names of plain matrices to quantize as well.")
-@click.option("--from", "source_files", metavar="RECIPE/BINDING", help="What SRC holds.  [default: by its config.json]")
+@click.option(
+    "--files", metavar="RECIPE/BINDING", help="The binding to write; `layoutc show RECIPE --files` lists them."
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="Instead: write quantized weights as plain values.")
+@click.option("--match", multiple=True, metavar="PATTERN", help="Also quantize plain matrices whose names match.")
+@click.option(
+    "--from", "source_files", metavar="RECIPE/BINDING", help="The binding of SRC.  [default: from its config.json]"
+)
 @click.option(
     "--like",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Instead: one GGUF file, of the types and key-values of this one.",
+    help="Instead: write one GGUF file, with this one's types and key-values.",
 )
-@click.option("--json", "as_json", is_flag=True, help="What was written, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON object.")
 def convert(
     source: Path,
     folder: Path,
@@ -39,8 +43,8 @@ def convert(
 ) -> None:
     """Rewrite a safetensors folder or a GGUF file in another format.
 
-    One weight is in memory at a time, and no model is needed. `layoutc show RECIPE --files` prints the bindings of a
-    recipe. Weights of the same layout keep their bytes.
+    Holds one weight in memory at a time, and needs no model. Weights of the same layout keep their bytes. `layoutc show
+    RECIPE --files` prints the bindings of a recipe.
 
     \b
     layoutc convert DeepSeek-V3 plain --dtype bfloat16

@@ -33,16 +33,16 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("list")
 @click.argument("specs", metavar="[RECIPE|SPEC]...", nargs=-1, shell_complete=completed)
-@specs_option("Where recipes are looked up.  Without it and RECIPE: also those of installed packages.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
+@specs_option("The folder of recipes.  Without it and RECIPE, also those of installed packages.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list.")
 def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
-    """List recipes: bits of an element, and what each is for.
+    """List recipes: bits per element, and what each is for.
 
-    Also where its products run in low precision, and which files it reads.
+    Also lists where products run in low precision, and the checkpoint formats that the recipe reads.
 
     \b
-    layoutc list                              those of specs/ and of installed packages
-    layoutc list mxfp8 nvfp4                  two of them
+    layoutc list                              recipes of specs/ and of installed packages
+    layoutc list mxfp8 nvfp4                  two recipes
     layoutc list --json | jq '.[] | select(.use == "train") | .name'
     """
     from layoutc.report.describe import as_data
@@ -57,26 +57,30 @@ def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("recipes", metavar="[RECIPE|SPEC]...", nargs=-1, shell_complete=completed)
-@specs_option("Where RECIPE is looked up.")
-@shape_option("The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]")
+@specs_option("The folder of recipes.")
+@shape_option("The weight's shape: rows (all leading dims) x columns.  [default: about 4096x4096]")
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
-@click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
-@click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
-@click.option("--products", is_flag=True, help="Only the products of linear layers: which kernel multiplies what.")
-@click.option("--files", "files", is_flag=True, help="Only the bindings: how other checkpoint formats hold the recipe.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
+@click.option("--picture", metavar="BUFFER", help="Also draw the source of a buffer's first bytes.")
+@click.option("--kernels", is_flag=True, help="Show only the kernels: what they do and why, or why there are none.")
+@click.option("--products", is_flag=True, help="Show only the products of linear layers: which kernel computes each.")
+@click.option(
+    "--files", "files", is_flag=True, help="Show only the bindings: how other checkpoint formats hold the recipe."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; with --picture, the buffer's whole index map."
+)
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Instead of a spec: what a folder of a saved model holds, or a GGUF file.",
+    help="Instead of a spec, show a folder of a saved model, or a GGUF file.",
 )
-@click.option("--thorough", is_flag=True, help="With --checkpoint: read the header of every piece of a tensor.")
-@click.option("--html", type=_FILE, metavar="FILE", help="Write a page to explore one or more recipes in a browser.")
-@click.option("--serve", is_flag=True, help="Serve that page to this machine's browser.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --serve.  [default: any that is free]")
-@click.option("--svg", type=_FILE, metavar="FILE", help="Write a picture, for papers; --picture says of which buffer.")
-@click.option("--png", type=_FILE, metavar="FILE", help="The same as PNG; needs the package resvg-py.")
+@click.option("--thorough", is_flag=True, help="With --checkpoint, read the headers of all pieces of each tensor.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write a page to explore recipes in a browser.")
+@click.option("--serve", is_flag=True, help="Serve that page on this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port of --serve.  [default: any free one]")
+@click.option("--svg", type=_FILE, metavar="FILE", help="Write a picture for papers; --picture names the buffer.")
+@click.option("--png", type=_FILE, metavar="FILE", help="Write it as PNG; needs the package resvg-py.")
 def show(
     recipes: tuple[str, ...],
     folder: Path,
@@ -97,21 +101,21 @@ def show(
 ) -> None:
     """Show what a spec means: buffers, cuts, gathers, what is exact.
 
-    Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote, or in a
-    GGUF file: entries, layouts, bytes. No weights are loaded, and nothing in the files is trusted.
+    With --checkpoint, show the entries, layouts and bytes of a GGUF file, or of a folder that layoutc,
+    torch.distributed.checkpoint or safetensors wrote. Loads no weights, and trusts nothing in the files.
 
     \b
-    layoutc show mxfp8                                        a recipe of specs/, or one that comes with layoutc
-    layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
-    layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
+    layoutc show mxfp8                                        a recipe of specs/, or one that layoutc ships
+    layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight's shape
+    layoutc show nvfp4 --shape 144x64 --world 8               where cuts split blocks, and what that costs
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show nvfp4 --kernels                              tiles, conversions, what one launch does, and why
-    layoutc show fp8_block --products                         what a linear layer multiplies with what, on which cards
-    layoutc show fp8_block --files                            the tensors of a DeepSeek checkpoint that hold it
-    layoutc show mxfp8 --json | jq .passes                    for a machine
+    layoutc show fp8_block --products                         the kernels of a linear layer's products, by card
+    layoutc show fp8_block --files                            the tensors of a DeepSeek checkpoint
+    layoutc show mxfp8 --json | jq .passes                    as JSON
     layoutc show --checkpoint runs/step-1000                  a saved model
-    layoutc show nvfp4 mxfp8 --html layouts.html              a page to explore them, side by side
-    layoutc show nvfp4 --serve                                the same, at an address of this machine
+    layoutc show nvfp4 mxfp8 --html layouts.html              a page to compare them
+    layoutc show nvfp4 --serve                                the same, served on this machine
     layoutc show nvfp4 --svg nvfp4.svg --picture rowwise_scale
     """
     drawing = ("html", "serve", "port", "svg", "png")
@@ -214,20 +218,20 @@ def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
 
 @click.command()
 @click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
-@specs_option("The folder of specs, then and now.")
-@out_option("Where code was built: its layout ids of then count.")
-@click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
-@click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
+@specs_option("The folder of specs, in both revisions.")
+@out_option("The folder of generated code, whose old layout ids count.")
+@click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as for check.")
+@click.option("--json", "as_json", is_flag=True, help="Print what became of each recipe as one JSON list.")
 def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: bool) -> None:
     """Find recipes whose bytes have changed since a git revision.
 
     \b
-    layoutc breaking --against main                  the specs in specs/, against those of main
+    layoutc breaking --against main                  specs/ against main
     layoutc breaking --against v1.2 --specs mine
     layoutc breaking --against HEAD~1 --json | jq '.[] | select(.status == "changed")'
 
-    Both sides are read by this version of layoutc; code that was built and committed then tells whether layoutc itself
-    has changed a recipe since. Exit code 1 when bytes changed, or a recipe is gone.
+    This version of layoutc reads both revisions. Generated code in the old revision shows whether layoutc itself has
+    changed a recipe since. Exit code 1: bytes changed, or a recipe is gone.
     """
     from layoutc.build import revisions
     from layoutc.report import breaking

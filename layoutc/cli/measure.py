@@ -12,16 +12,22 @@ from layoutc.cli.charts import chart_option, check_chart, draw_chart, drawn_agai
 from layoutc.cli.shared import comparing, refuse, refusing, shape_option
 
 _json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr."
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and progress on stderr."
 )
 
 
 @click.command()
 @comparing("[RECIPE|RESULT.json]...")
-@shape_option("A weight: rows x columns; can be repeated.  [default: 8192x8192]", many=True)
-@click.option("--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks that the hooks are for.")
-@click.option("--peers", is_flag=True, help="Also the recipes in plain torch, compiled; torch's operators; torchao.")
-@click.option("--experts", is_flag=True, help="Products of experts alone: by kernels, and dequantized.")
+@shape_option("A weight's shape: rows x columns; can be repeated.  [default: 8192x8192]", many=True)
+@click.option(
+    "--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks to time the gather hooks for."
+)
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="Also time torch.compile of the recipes in plain torch, torch's operators, and torchao.",
+)
+@click.option("--experts", is_flag=True, help="Time only products of experts: low-precision kernels, and dequantized.")
 @_json_option
 @chart_option
 def bench(
@@ -35,15 +41,15 @@ def bench(
 ) -> None:
     """Time kernels against the card's bandwidth, and gather hooks.
 
-    Without a card the hooks alone. Where only torch and Triton are installed: python -m layoutc.bench
+    Without a card it times the hooks alone. With only torch and Triton installed, run: python -m layoutc.bench
 
     \b
     layoutc bench                             four recipes, at 8192x8192
     layoutc bench mxfp8 --shape 4096x14336 --shape 512x4096
     layoutc bench nvfp4 --peers               beside torch.compile and torchao
-    layoutc bench --experts                   which products of experts gain by kernels
-    layoutc bench --json > bench.json         for a machine
-    layoutc bench bench.json --chart bench.svg   drawn again, elsewhere
+    layoutc bench --experts                   which products of experts kernels speed up
+    layoutc bench --json > bench.json         as JSON
+    layoutc bench bench.json --chart bench.svg   draw an earlier result
     """
     check_chart(chart)
     from layoutc.charts import measured
@@ -72,14 +78,14 @@ def bench(
 def demo(recipes: tuple[str, ...], steps: int, processes: int, as_json: bool, chart: Path | None) -> None:
     """Train a small transformer with quantized weights under FSDP2.
 
-    RESULT.json: what --json wrote before, to be drawn again.
+    RESULT.json is an earlier result of --json, for --chart.
 
     \b
     layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
     layoutc demo mxfp8 nvfp4 --steps 50
     layoutc demo --processes 4
-    layoutc demo --json > demo.json           losses of all steps, bytes
-    layoutc demo demo.json --chart demo.svg   drawn again, elsewhere
+    layoutc demo --json > demo.json           the losses of all steps, and bytes
+    layoutc demo demo.json --chart demo.svg   draw an earlier result
     """
     check_chart(chart)
     from layoutc.charts import measured

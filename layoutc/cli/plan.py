@@ -50,55 +50,61 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     "--shapes",
     multiple=True,
     metavar="NAME=MxK,...",
-    help="Weights, in place of MODEL; NAME*32=MxK: one in each of 32.",
+    help="Weights, in place of MODEL; NAME*32=MxK is one in each of 32 layers.",
 )
 @recipe_option
 @click.option(
     "--cards",
     callback=_cards,
     metavar="NxCARD",
-    help="Of one run, as 64xH100: does it fit, how fast is it, which recipe; in place of --world and --card.",
+    help="Plan one run, such as 64xH100, and rank recipes; in place of --world and --card.",
 )
-@click.option("--tokens", type=click.IntRange(1, 2**30), metavar="N", help="Of a card in a step, in place of --batch.")
-@choice("use", ("quantized", "cast", "both"), "quantized", "Weights are stored as codes, or cast on gather.")
-@click.option("--experts", is_flag=True, help="Weights of experts as well, of three dims, as param_filter picks them.")
-@click.option("--only", multiple=True, metavar="PATTERN", help="What is quantized, as param_filter has it.")
-@click.option("--leave", multiple=True, metavar="PATTERN", help="What stays plain.")
-@click.option("--frozen", is_flag=True, help="The model is a frozen base: adapters of linear layers alone are trained.")
-@count("lora-rank", "Of those adapters; says --frozen.  [default: 16]", None, 2**20)
+@click.option(
+    "--tokens", type=click.IntRange(1, 2**30), metavar="N", help="Tokens per card and step, in place of --batch."
+)
+@choice("use", ("quantized", "cast", "both"), "quantized", "Store weights quantized, or cast them on gather.")
+@click.option("--experts", is_flag=True, help="Also quantize three-dim weights of experts, as param_filter does.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Weights to quantize, as for param_filter.")
+@click.option("--leave", multiple=True, metavar="PATTERN", help="Weights to leave plain.")
+@click.option("--frozen", is_flag=True, help="Train only adapters of linear layers, on a frozen base.")
+@count("lora-rank", "Rank of those adapters; implies --frozen.  [default: 16]", None, 2**20)
 @click.option(
     "--checkpointing",
     type=click.Choice(["none", "half", "full"]),
-    help="Layers that backward computes again: none, every second, all.  [default: as few as fit]",
+    help="Layers that backward recomputes: none, every second, or all.  [default: as few as fit]",
 )
 @options
-@count("replicas", "Copies of the model (HSDP), each sharded over the other ranks.")
+@count("replicas", "Replicas of the model (HSDP), each sharded over the other ranks.")
 @count("tp", "Ranks of tensor parallelism.")
 @count("ep", "Ranks of expert parallelism.")
 @click.option(
-    "--experts-dim", type=click.IntRange(0, 1), default=0, show_default=True, help="The dim that FSDP2 cuts of experts."
+    "--experts-dim",
+    type=click.IntRange(0, 1),
+    default=0,
+    show_default=True,
+    help="The dim of experts that FSDP2 shards.",
 )
-@choice("stored", BYTES, "fp32", "Of parameters as the model is built, and of their gradients.")
-@choice("gathered", BYTES, "bf16", "Of plain weights, as FSDP2 gathers them (param_dtype).")
-@choice("reduced", BYTES, "fp32", "That gradients are reduced in (reduce_dtype).")
+@choice("stored", BYTES, "fp32", "Dtype of plain parameters as built, and of their gradients.")
+@choice("gathered", BYTES, "bf16", "Dtype in which FSDP2 gathers plain weights (param_dtype).")
+@choice("reduced", BYTES, "fp32", "Dtype in which gradients are reduced (reduce_dtype).")
 @click.option(
     "--moments",
     type=click.IntRange(0, 64),
     default=8,
     show_default=True,
     metavar="BYTES",
-    help="Of the optimizer, an element, beside the master; AdamW's by default.",
+    help="Optimizer state per element, beside the master; the default is AdamW's.",
 )
 @choice(
     *("state", STATES, "fp32"),
-    "Of the optimizer's moments, as layoutc.AdamW holds them; weights of one dim, and small ones, keep fp32.",
+    "Form of the moments in layoutc.AdamW. Small weights, and those of one dim, keep fp32.",
 )
-@choice("masters", MASTERS, "fp32", "Of weights that are not stored in fp32 themselves.")
-@click.option("--weights", is_flag=True, help="Also a line for each weight.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
-@click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and number of cards.")
+@choice("masters", MASTERS, "fp32", "Dtype of the masters of weights that are not fp32.")
+@click.option("--weights", is_flag=True, help="Also print a line for each weight.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: bytes, elements and seconds.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV: a line for each recipe and number of cards.")
 @chart_option
-@click.option("-q", "--quiet", is_flag=True, help="No table where a chart is drawn, and no progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress, and no table beside a chart.")
 def plan(
     model: str | None,
     shapes: tuple[str, ...],
@@ -112,23 +118,23 @@ def plan(
 ) -> None:
     """Plan a run: does a model fit, how fast is it, in which recipe.
 
-    MODEL is the name of a known one (llama-70b), a config.json of Hugging Face or a folder with one; a safetensors
-    index, file or folder, of which headers are read; module:factory, a function that builds the model, run on the meta
-    device; or what --json wrote before. With --cards, the answer of one run; without, a table of many.
+    MODEL is one of these: a known name (llama-70b); a Hugging Face config.json, or its folder; a safetensors index,
+    file or folder, of which only headers are read; module:factory, a function that builds the model, run on the meta
+    device; or an earlier result of --json. With --cards, plans one run; without, a table of runs.
 
     \b
-    layoutc plan llama-70b --cards 64xH100 --link 50 --tokens 8192   recipes that were measured, ranked
+    layoutc plan llama-70b --cards 64xH100 --link 50 --tokens 8192   the measured recipes, ranked
     layoutc plan llama-70b --cards 64xH100 --link 12 --replicas 8 --exchange --recipe nvfp4
     layoutc plan llama-70b --cards 2xH100 --lora-rank 16 --recipe nf4,bf16
     layoutc plan config.json --recipe mxfp8 --recipe nvfp4           8 to 16,384 cards
-    layoutc plan config.json --recipe nvfp4 --world 64 --weights     each weight of it
+    layoutc plan config.json --recipe nvfp4 --world 64 --weights     each weight
     layoutc plan config.json --recipe mxfp8 --experts --replicas 64 --ep 64 --world 16384
     layoutc plan model.safetensors.index.json --recipe fp8_block --use both
-    layoutc plan config.json --recipe nvfp4 --by-layers --world 8    gathered weights are codes, which layers dequantize
+    layoutc plan config.json --recipe nvfp4 --by-layers --world 8    gather codes, dequantize in the layer
     layoutc plan my_package.models:build --recipe mxfp8 --leave lm_head.weight
     layoutc plan --shapes 'up*32=14336x4096,down*32=4096x14336' --recipe nvfp4
     layoutc plan config.json --recipe mxfp8 --json > run.json
-    layoutc plan run.json --chart run.svg                            drawn again, elsewhere
+    layoutc plan run.json --chart run.svg                            draw an earlier result
     """
     if as_json and as_csv:
         refuse("--json and --csv both write to stdout; give one of them")

@@ -68,7 +68,7 @@ def _step(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
 
 
 _OPTIONS = (
-    specs_option("Where recipes are looked up."),
+    specs_option("The folder of recipes."),
     click.option(
         *("--world", "worlds"),
         multiple=True,
@@ -76,51 +76,53 @@ _OPTIONS = (
         default=(WORLDS,),
         show_default=True,
         metavar="N,...",
-        help="Numbers of cards, each of which is a rank.",
+        help="Numbers of cards (ranks).",
     ),
-    choice("card", CARDS, "h200", "Its memory and speed."),
+    choice("card", CARDS, "h200", "The card: its memory and speed."),
     click.option(
         "--link",
         callback=_link,
         default="50",
         show_default=True,
         metavar="GB/S|NAME",
-        help="Of each card across hosts: its adapter, or its part of the host's, in each direction.",
+        help="Link of each card across hosts, in each direction: its adapter, or its share of the host's.",
     ),
     click.option(
         "--within",
         callback=_link,
         metavar="GB/S|NAME",
-        help=f"Of each card within a host, or one that was measured: {', '.join(LINKS)}.  [default: its NVLink]",
+        help=f"Link of each card within a host; measured: {', '.join(LINKS)}.  [default: its NVLink]",
     ),
-    count("per-host", "Cards of a host.", 8),
-    click.option("--latency", type=FiniteRange(0, 1e6), metavar="US", help="Of a step across hosts.  [default: 9.6]"),
-    choice("rule", ("ring", "tree"), "ring", "Of collectives."),
-    count("sequence", "Tokens of a sequence.", 8192),
-    count("batch", "Sequences of a card in a step.", 1),
-    click.option("--low", is_flag=True, help="Products in low precision where the card has a kernel."),
-    click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients."),
-    click.option("--gradients", metavar="RECIPE", help="They travel as codes of a recipe, by exchange_gradients."),
+    count("per-host", "Cards per host.", 8),
+    click.option(
+        "--latency", type=FiniteRange(0, 1e6), metavar="US", help="Latency of one hop across hosts.  [default: 9.6]"
+    ),
+    choice("rule", ("ring", "tree"), "ring", "Algorithm of collectives."),
+    count("sequence", "Tokens per sequence.", 8192),
+    count("batch", "Sequences per card and step.", 1),
+    click.option("--low", is_flag=True, help="Low-precision products, where the card has a kernel."),
+    click.option("--exchange", is_flag=True, help="Send gradients unquantized, by exchange_gradients."),
+    click.option("--gradients", metavar="RECIPE", help="Send gradients as codes of a recipe, by exchange_gradients."),
     click.option(
         "--on-gather/--by-layers",
         default=None,
-        help="Who dequantizes, as by set_products_.  [default: gathers, where that costs nothing]",
+        help="Where weights are dequantized, as by set_products_.  [default: on gather, where that is free]",
     ),
-    click.option("--eager", is_flag=True, help="Not compiled: more of the host's time, and of activations."),
-    click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time."),
+    click.option("--eager", is_flag=True, help="Do not compile: more host time, more activation memory."),
+    click.option("--graph", is_flag=True, help="Capture steps in a CUDA graph: no host time."),
     click.option(
         "--host",
         type=FiniteRange(0.1, 3),
         metavar="FACTOR",
-        help="The host's time, times that of the hosts that were measured.  [default: 1]",
+        help="Host time, relative to the measured hosts.  [default: 1]",
     ),
     click.option(
         *("--bf16-step", "plain_step"),
         callback=_step,
         metavar="RANKS:MS",
-        help="A step of FSDP2 in bf16 that was measured: finds --host.",
+        help="A measured bf16 step of FSDP2, from which --host follows.",
     ),
-    count("together", "Steps in a row: trainers read losses every N, and the host works ahead between.", 1, 100),
+    count("together", "Back-to-back steps: trainers read losses every N, and the host works ahead in between.", 1, 100),
 )
 # Of `plan` alone, as they are where nobody states them.
 USUAL: Mapping[str, Any] = {

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE or SPEC]...", shell_complete=completed)
-@specs_option("Where specs are.")
-@click.option("--check", "only", multiple=True, metavar="NAME", help="Run this check alone; can be repeated.")
+@specs_option("The folder of specs.")
+@click.option("--check", "only", multiple=True, metavar="NAME", help="Run only this check; can be repeated.")
 @click.option("--list", "listing", is_flag=True, help="Print the checks and what each means.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the weights.")
 @click.option("--thorough", is_flag=True, help="Try more shapes.")
-@click.option("--no-distributed", is_flag=True, help="Leave out what starts processes.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each recipe, as a line.")
-@click.option("-q", "--quiet", is_flag=True, help="Print what failed only.")
+@click.option("--no-distributed", is_flag=True, help="Skip checks that start processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per recipe, each on a line.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only failures.")
 def test(
     recipes: tuple[str, ...],
     folder: Path,
@@ -48,14 +48,14 @@ def test(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove that what is built from a spec does what it says.
+    """Prove that the code built from a spec does what the spec says.
 
     Compiles each spec into a temporary package and runs the conformance suite on it: codes, index maps, references
     against an independent reading of the spec, hooks on 1 to 8 ranks, operators, checkpoints, FSDP2 with 2 processes.
 
     \b
     layoutc test                              every spec in specs/
-    layoutc test mine/my_format.yaml          one spec, wherever it is
+    layoutc test mine/my_format.yaml          one spec, in any folder
     layoutc test my_format --check encode     one recipe of specs/, one check
     layoutc test --list                       the checks, and what each means
     """
@@ -149,10 +149,10 @@ def _tell_bad(path: Path, bad: Exception, as_json: bool) -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--from", "original", metavar="RECIPE", help="Begin with a copy of this recipe's spec.")
-@specs_option("Where to write it.", click.Path(path_type=Path))
+@click.option("--from", "original", metavar="RECIPE", help="Start from a copy of this recipe's spec.")
+@specs_option("The folder to write to.", click.Path(path_type=Path))
 def new(name: str, original: str | None, folder: Path) -> None:
-    """Write a commented spec to begin with.
+    """Write a commented spec to start from.
 
     \b
     layoutc new my_format                     specs/my_format.yaml, which builds and passes `layoutc test`

@@ -36,9 +36,9 @@ MOST_RANKS = 2**20
 
 def reporting(command: Command) -> Command:
     """Adds --format and --color."""
-    words = "How to print findings: full on a terminal, otherwise concise."
+    words = "How to print findings; default: full on a terminal, else concise."
     form = click.option("--format", "form", type=click.Choice(FORMS), help=words)
-    words = "Colours in the full form; auto obeys NO_COLOR."
+    words = "Color the full form; auto obeys NO_COLOR."
     choice = click.Choice(["auto", "always", "never"])
     color = click.option("--color", type=choice, default="auto", show_default=True, help=words)
     return form(color(command))
@@ -53,14 +53,14 @@ def out_option(words: str) -> Callable[[Command], Command]:
 def choosing(command: Command) -> Command:
     """Adds RECIPE or SPEC... and --specs."""
     specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...", shell_complete=completed)
-    return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
+    return specs(specs_option("The folder of recipes, and of the specs to read if none is named.")(command))
 
 
 recipe_option = click.option(
     *("--recipe", "named"),
     multiple=True,
     metavar="RECIPE|SPEC",
-    help="Side by side; can be repeated.",
+    help="A recipe to compare; can be repeated.",
     shell_complete=completed,
 )
 

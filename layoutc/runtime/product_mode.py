@@ -132,19 +132,17 @@ def _over(settings: Settings, changed: Settings) -> Settings:
 class products(_Set):
     """Sets how quantized weights are multiplied; as a context manager, until its end.
 
-    low_precision: on codes, if the recipe names one for activations and the card has a kernel; else as dequantize.
-    dequantize: the default; by the weight's values, in the activations' dtype. `layoutc.dequantize` says where they are
-    made.
+    mode: "low_precision" multiplies codes, if the recipe names one for activations and the card has a kernel, else as
+    "dequantize". "dequantize", the default, multiplies the weight's values in the activations' dtype.
+    `layoutc.dequantize` says where they are dequantized. `layoutc.set_products_` overrides both for single weights.
 
-    What `layoutc.set_products_` has set of a weight wins.
+    saves: what forward keeps of an activation for the weight's gradient. "quantized": its codes, at most half of bf16's
+    memory. "input": the activation itself, which backward quantizes again to the same bytes. That costs no memory where
+    something else keeps it too, or where the compiler recomputes it. Default: "input" in compiled graphs, where the
+    compiler recomputes; "quantized" in eager mode.
 
-    saves: what is kept of an activation, from forward until the gradient of the weight is computed. "quantized": its
-    codes, half of the memory of bf16 or less. "input": the activation itself, which backward quantizes again, to the
-    same bytes; no more memory where something else keeps it too, or where the compiler computes it again. Default: the
-    input in compiled graphs, since the compiler does; quantized in eager mode.
-
-    Put it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
-    Raises ValueError for another mode, or another thing to keep.
+    Enter it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
+    Raises ValueError for an unknown `mode` or `saves`.
 
     Example:
 
@@ -172,15 +170,15 @@ class products(_Set):
 
 
 class dequantize(_Set):
-    """Sets where weights whose products are not in low precision are dequantized; as a context manager, until its end.
+    """Sets where weights are dequantized, for products not in low precision; as a context manager, until its end.
 
-    gather: the default. FSDP2's gathers leave values, in place of codes, of groups in which that takes no more than a
-    plain model does and gives the same: whose weights are all freed after forward, have values of 16 bits, and gather
-    the same codes, whole blocks of each rank, in both passes. All others are dequantized by layers.
-    layer: gathers leave codes, and each layer makes values of them.
+    where: "gather", the default: FSDP2's gathers yield values, not codes, for groups in which that takes no more memory
+    than a plain model and gives the same bytes. Such a group frees all its weights after forward, has values of 16
+    bits, and gathers the same codes in both passes, in whole blocks of each rank. Layers dequantize all other weights.
+    "layer": gathers yield codes, and each layer dequantizes its own.
 
-    What `layoutc.set_products_` has set of a weight wins, which chooses "gather" for weights of any group. Put it
-    around whole steps. Raises ValueError for anything else.
+    `layoutc.set_products_` overrides it for single weights, and can choose "gather" for weights of any group. Enter it
+    around whole steps. Raises ValueError for any other `where`.
 
     Example:
 

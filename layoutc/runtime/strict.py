@@ -15,9 +15,9 @@ _counts: Counter[str] = Counter()
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, an operator that would implicitly dequantize a weight raises ImplicitDequantize; enabled=False allows it.
+    """Makes operators that implicitly dequantize a weight raise ImplicitDequantize; enabled=False allows them.
 
-    Products (linear, matmul and the like), `dequantize()` and copies into plain tensors are not implicit.
+    Products (linear, matmul and the like), `dequantize()` and copies into plain tensors are explicit.
 
     Example:
 
@@ -38,7 +38,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def implicit_dequantizes() -> Counter[str]:
-    """How often each operator has implicitly dequantized in this process, by operator name. A copy.
+    """Counts implicit dequantizes in this process, by operator name; returns a copy of the counts.
 
     Raises nothing.
 

@@ -38,14 +38,12 @@ def convert_gguf(
     dtype: torch.dtype | str,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Converted:
-    """Writes the tensors of a GGUF file as plain safetensors under transformers' names, with rows in its order; in one
-    process, without a model.
+    """Writes a GGUF file as plain safetensors, with transformers' names and row order; in one process, without a model.
 
-    max_shard_bytes: the size of a file. dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are
-    plain in the file are copied. Tensors that follow from the config, and layers that predict more tokens, are left
-    out, and named in the result. config.json is made of the file's keys, for AutoConfig of transformers; the result
-    says why if that can't be. Raises FileExistsError if the folder is not empty,
-    and what `load_gguf` raises, before anything is written.
+    dtype: that of dequantized tensors, as torch.bfloat16 or its name; plain tensors are copied. max_shard_bytes: the
+    size of a file. Tensors that follow from the config, and layers that predict more tokens, are left out; the result
+    names them. config.json is made from the file's keys, for transformers' AutoConfig; the result says why if it can't
+    be. Raises FileExistsError if the folder is not empty, and what `load_gguf` raises, before anything is written.
 
     Example:
 
@@ -104,10 +102,9 @@ def convert_to_gguf(
 ) -> Converted:
     """Writes a folder of plain safetensors, under transformers' names, as one GGUF file; without a model.
 
-    source: a GGUF file of the same architecture, whose key-values, order and types the new one has: tensors whose
-    values are those that the source's stand for keep its bytes, and others are quantized to its types, where recipes
-    state these. As `export_gguf` with `quantize=True`, and it raises the same; LayoutError for a folder of quantized
-    weights.
+    source: a GGUF file of the same architecture. The new file has its key-values, order and types. Tensors with the
+    same values as the source's keep its bytes; others are quantized to its types, where recipes state them. Works and
+    raises as `export_gguf` with `quantize=True`. Raises LayoutError for a folder of quantized weights.
 
     Example:
 

@@ -58,24 +58,22 @@ def export_gguf(
     rename: Rename | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, str]:
-    """Writes model_or_state_dict as one GGUF file, for llama.cpp and the programs around it; returns tensor -> type.
+    """Writes model_or_state_dict as one GGUF file for llama.cpp and its ecosystem; returns tensor -> type.
 
     source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
-    vocabulary, template) are copied byte for byte, and tensors come in its order. Weights that are quantized, or cast
-    on gather, are written as the type that their recipe states. A plain tensor whose values are those that the source's
-    tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more.
-    Tensors that the model has as one weight, as gate and up of experts, are kept together or not at all. So a model
-    that was loaded and not trained gives the source's file. Tensors that `load_gguf` leaves out are copied.
-    quantize: plain tensors too are quantized to the types that
-    the source has them in, where recipes state these. rename: a name of the state dict -> the one in transformers'
-    model. Of tied weights only the first is written.
+    vocabulary, template) are copied byte for byte, and so is the order of tensors. Weights that are quantized, or cast
+    on gather, are written as the type that their recipe states. A plain tensor with the same values as the source's
+    keeps the source's bytes and type. Else it becomes F32 with one dim, and keeps its own dtype with more. Tensors that
+    the model has as one weight, such as gate and up of experts, are kept together or not at all. So a model that was
+    loaded and not trained gives the source's file. Tensors that `load_gguf` leaves out are copied. quantize: also
+    quantize plain tensors to the source's types, where recipes state these. rename: maps a name of the state dict to
+    transformers' name. Of tied weights only the first is written.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
-    gathered one weight at a time, and the first rank writes. The file is written beside, and gets its name when it is
-    complete.
+    gathered one weight at a time, and the first rank writes. The file gets its name when it is complete.
 
-    If any rank finds a problem, every rank raises it: FileExistsError if there is such a file; FileNotFoundError,
-    DamagedError, LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
+    If any rank finds a problem, every rank raises it: FileExistsError if the file exists; FileNotFoundError,
+    DamagedError or LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
 
     Example:
 

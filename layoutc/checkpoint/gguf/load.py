@@ -29,27 +29,26 @@ def load_gguf(
     convert: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedGguf:
-    """Loads a GGUF file of versions 2 or 3 into a sharded or whole model, whose names are those of transformers' model.
+    """Loads a GGUF file, version 2 or 3, into a whole or sharded model with transformers' names.
 
-    Weights of a type that a recipe states as its records go into weights of this recipe byte for byte. Plain
-    parameters, and weights that are cast on gather, take tensors of every type: quantized ones are dequantized, and
-    named in the result. Types that no recipe states are dequantized by the package gguf. convert: also dequantize for
-    weights that the model has quantized in another layout. Rows of q and k that llama.cpp has in another order come
-    back into transformers' order.
+    Weights of a recipe whose records are the file's type take its bytes as they are. Plain parameters, and weights that
+    are cast on gather, take tensors of every type: quantized ones are dequantized, and the result names them. The
+    package gguf dequantizes types that no recipe states. convert: also dequantize for weights that the model has
+    quantized in another layout. Rows of q and k that llama.cpp reorders return to transformers' order.
 
-    Of a model in several files, `file` is the first, NAME-00001-of-00003.gguf, beside which the others lie.
+    Of a model in several files, `file` is the first, NAME-00001-of-00003.gguf; the others lie beside it.
 
-    Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
-    state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected
-    there. Layers that predict more tokens, encoders, scales of activations, and what a model of transformers says it
-    ignores are not loaded; a warning on the first rank names them. Buffers that no state dict has are made anew, or
-    named, as by `load_safetensors`.
+    Each rank reads its own slices, one parameter at a time, beside the header. rename: maps a name of the model's state
+    dict to transformers' name. strict: raise for names that the file lacks or that the model does not have. Not loaded:
+    layers that predict more tokens, encoders, scales of activations, and what a transformers model says it ignores; a
+    warning on the first rank names them. Buffers outside the state dict are made anew, or named, as by
+    `load_safetensors`.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
     Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
-    FileNotFoundError; DamagedError for a file that is not whole or not GGUF as defined; LayoutError for architectures,
-    names, shapes and types that don't fit; ImportError if the package gguf is needed and missing.
+    FileNotFoundError; DamagedError for a file that is truncated or not valid GGUF; LayoutError for architectures,
+    names, shapes and types that do not fit; ImportError if the package gguf is needed and missing.
 
     Example:
 

@@ -101,23 +101,23 @@ def convert_safetensors(
     source_files: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Converted:
-    """Writes a folder of safetensors anew, as another program holds it; in one process, without a model.
+    """Rewrites a folder of safetensors in another checkpoint format; in one process, without a model.
 
-    files: the binding to write, such as `mxfp8/compressed_tensors`, or `compressed_tensors` alone where that is one, or
-    one of the source's recipe; or dtype: plain values of weights that are
-    quantized, as torch.bfloat16 or its name. Weights that both bindings hold alike keep their bytes; others are
-    dequantized and quantized anew, those that engines join, by the binding's `fused`, under one amax. match: patterns
-    of names, as fnmatch reads them, of plain tensors of two dims to quantize as well. Other plain tensors are copied.
-    source_files: the binding of the source; default: the one that its config.json tells of. max_shard_bytes: as for
-    `export_safetensors`.
+    files: the binding to write, such as `mxfp8/compressed_tensors`; `compressed_tensors` alone suffices if one recipe
+    has it, or the source's does. dtype, in its place: plain values of quantized weights, as torch.bfloat16 or its name.
+    Weights that both bindings hold alike keep their bytes. Others are dequantized and requantized; those that engines
+    fuse (the binding's `fused`) share an amax. match: fnmatch patterns of names of plain two-dim tensors to quantize as
+    well. Other plain tensors are copied. source_files: the source's binding; default: the one that its config.json
+    names.
+    max_shard_bytes: as for `export_safetensors`.
 
-    Files with codes of scales (`bitsandbytes_double`) round these, and a warning says by how much; from the same
-    binding, codes and texts are kept. Stacks of experts are copied or dequantized, but not moved to another binding,
-    since programs differ in what such a stack is. Where the binding stays the same, quantization_config and scales of
-    activations are kept; else they are left out, and named in the result. Small files are copied: tokenizer, templates.
+    Formats with quantized scales (`bitsandbytes_double`) round them, and a warning says by how much; from the same
+    binding, codes and texts are kept. Stacks of experts are copied or dequantized, not moved to another binding, since
+    formats differ in what such a stack is. If the binding stays the same, quantization_config and scales of activations
+    are kept; else they are left out, and the result names them. Small files are copied: tokenizer, templates.
 
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
-    LayoutError or ValueError before anything is written.
+    LayoutError or ValueError, before anything is written.
 
     Example:
 

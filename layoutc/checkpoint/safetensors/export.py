@@ -80,19 +80,20 @@ def export_safetensors(
 
     dtype: None writes each plane of a quantized weight as a tensor `<weight>.<plane>`, compact, with layouts and
     checksums in each file's metadata; `load_safetensors` reads the same bytes back. torch.bfloat16, float16 or float32
-    converts all floating-point tensors, quantized weights dequantized, under their usual names.
+    converts all floating-point tensors, and dequantizes quantized weights under their usual names.
     files: a binding that the recipes' specs state under `files`, such as `deepseek`. Weights, also those that are cast
-    on gather, are written as that program's files hold them, and config.json says so. Files with codes of scales
-    (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; default: that
-    of a model of transformers. source: the folder that the weights were loaded from, whose small files are copied
-    (tokenizer, templates). If it has the same binding, its quantization_config is kept, with the modules that are plain
-    now; scales of activations and layers that the model's class ignores are copied, as are texts and codes of unchanged
-    scales. A warning names what is left out.
-    max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
-    the files. Of tied weights only the first is written; values that are not tensors are left out.
+    on gather, are written in that format, and config.json says so. Formats with quantized scales
+    (`bitsandbytes_double`) round them, and a warning says by how much. config: the rest of config.json; default: that
+    of a transformers model.
+    source: the folder that the weights were loaded from. Its small files (tokenizer, templates) are copied. If it has
+    the same binding, its quantization_config is kept, with the modules that are plain now. Scales of activations and
+    layers that the model's class ignores are copied, and so are texts and codes of unchanged scales. A warning names
+    what is left out.
+    max_shard_bytes: the size of a file, unless one weight is larger. rename: maps a name of the state dict to the name
+    in the files. Of tied weights only the first is written; values that are not tensors are left out.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Ranks that see
-    the folder write in turn, a weight at a time, into a folder beside it, which gets its name when it is complete.
+    the folder take turns writing, a weight at a time, into a folder beside it, which gets its name when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
     ValueError before anything is gathered or written; OSError if writing fails, and LayoutError for scales without a

@@ -51,27 +51,27 @@ def load_safetensors(
     files: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Loads model.safetensors, or the files that model.safetensors.index.json names, into a sharded or whole model.
+    """Loads model.safetensors, or the files that model.safetensors.index.json names, into a whole or sharded model.
 
-    Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight would have, whatever the cuts;
-    weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` go into the same
-    layout byte for byte; so do those of other programs, by the bindings that specs state under `files`. convert=True
-    dequantizes for another layout or a plain parameter; a stack of experts then takes parts that have an amax each.
-    files: the binding (`deepseek`, or `fp8_block/deepseek`); default: the one that config.json tells of.
+    Plain values (F32, BF16, F16) are quantized to the bytes that the whole weight would have, whatever the cuts;
+    weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` keep their bytes in
+    the same layout, and so do other checkpoint formats, by the bindings that specs state under `files`. convert:
+    dequantize for another layout or a plain parameter; a stack of experts then takes parts that have an amax each.
+    files: the binding (`deepseek`, or `fp8_block/deepseek`); default: the one that config.json names.
 
-    Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
-    rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
-    that the files leave out stay as they are, and are named in the result. Those that no state dict has, such as rotary
-    frequencies, are made anew in a model of transformers, and named in others. strict: raise for names that are missing
-    in the files or unexpected there. Scales of activations, and layers that a model of transformers says it ignores,
-    are not loaded; a warning on the first rank names them. Another names parameters of a narrower dtype than the
-    files', if values were rounded; values beyond it are refused.
+    Each rank reads its own slices, one parameter at a time, beside headers and its share of checksums. rename: maps a
+    name of the model's state dict to the name in the files. One name is enough for tied parameters. Buffers that the
+    files lack stay as they are, and the result names them. Buffers outside the state dict, such as rotary frequencies,
+    are made anew in a transformers model, and named in others. strict: raise for names that the files lack or that the
+    model does not have. Scales of activations, and layers that a transformers model says it ignores, are not loaded; a
+    warning on the first rank names them. Another names parameters whose dtype is narrower than the files', if values
+    were rounded; values beyond it are refused.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
     Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
     FileNotFoundError without files, DamagedError for truncated or changed files, LayoutError for names, shapes, dtypes
-    and layouts that don't fit, ImportError without the safetensors package.
+    and layouts that do not fit, ImportError without the safetensors package.
 
     Example:
 

@@ -29,17 +29,18 @@ def stream_export(
     source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all of model_or_state_dict that `export_safetensors` with `files` writes, on every rank, with
-    one gather a weight: to refit an engine that serves what is trained.
+    """Yields (name, tensor) of what `export_safetensors` with `files` writes of model_or_state_dict, on every rank.
 
-    The tensors are on the device of the gathers, and new memory each, but for plain weights that are not sharded. Only
-    one weight is held at a time, if the caller keeps none. files, rename: as for `export_safetensors`; weights that are
-    cast on gather are quantized as the forward pass quantizes them. source: the folder that the weights were loaded
-    from, whose texts are kept, and whose codes of scales that have not changed; what it holds beside weights for a
-    program alone is not streamed.
+    Use it to refit an engine that serves the model in training. Each weight takes one gather. Tensors are new memory on
+    the device of the gathers, except plain weights that are not sharded. Only one weight is held at a time, if the
+    caller keeps none.
 
-    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and read to the
-    end. What does not fit is found, and raised on all ranks, when the first tensor is asked for.
+    files, rename: as for `export_safetensors`. Weights that are cast on gather are quantized as in the forward pass.
+    source: the folder that the weights were loaded from. Its texts are kept, and its codes of unchanged scales; what
+    else it holds beside weights is not streamed.
+
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and iterate to
+    the end. Problems are found, and raised on all ranks, when the first tensor is asked for.
 
     Raises LayoutError for weights that no such binding holds, and what `export_safetensors` raises.
 

@@ -17,18 +17,18 @@ from layoutc.runtime.sharding import gathered
 
 @torch.no_grad()
 def precompute_amaxes(model: nn.Module) -> None:
-    """Finds the amaxes of all weights of `model` that are cast on gather, with one all-reduce for each process group.
+    """Computes the amaxes of all weights of `model` that are cast on gather, in one all-reduce a process group.
 
-    Optional. Call it on all ranks after optimizer.step(); gathers then reduce nothing until a weight is written again.
-    Without it, each gather of a weight whose shards share an amax reduces its own; the bytes are the same. Weights of
-    recipes that share no amax, or have one for each matrix, are skipped. If you write some shards of a weight below its
-    DTensor and not the others, call it again on all ranks. In a step that a CUDA graph captures it does nothing:
-    gathers reduce their own there. A replay writes weights without telling, so call it before the gathers that come
-    after one, if you call it at all.
+    Optional. Call it on all ranks after optimizer.step(); gathers then skip their all-reduce until a weight is written
+    again. Without it, each gather reduces the amax of each weight whose shards share one; the bytes are the same.
+    Weights without a shared amax, or with one for each matrix, are skipped. If you write some shards of a weight below
+    its DTensor and not others, call it again on all ranks.
 
-    torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
+    It does nothing in a step that a CUDA graph captures, where gathers reduce their own. A replay writes weights
+    without notice, so call it after the replay and before the next gathers, or not at all. torchao's counterpart is
+    precompute_float8_dynamic_scale_for_fsdp.
 
-    Raises nothing of its own; a process group raises what its collectives do.
+    Raises nothing of its own; process groups raise what their collectives do.
 
     Example:
 

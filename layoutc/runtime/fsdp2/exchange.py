@@ -233,26 +233,26 @@ def exchange_gradients(
     seed: int = 0,
     error_feedback: bool = False,
 ) -> None:
-    """Makes ranks send each other gradients and add them up in fp32, in all modules of `model` that FSDP2 shards.
+    """Replaces FSDP2's gradient reduce-scatter: ranks send each other narrow gradients and add them up in fp32.
 
-    Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. Sums are in the
-    order of ranks, so that the same gradients give the same bytes on any host.
+    Call it after `fully_shard`, on all ranks; it covers all modules of `model` that FSDP2 shards. Parameters may be
+    quantized, cast on gather or plain. Sums are in rank order, so the same gradients give the same bytes on any host.
 
-    recipe: None: a group of parameters whose weights' spec has `reduce: RECIPE` sends codes of that recipe. In other
-    groups gradients in bf16 or fp16 are sent as they are, where the policy's param_dtype is one of these and its
-    reduce_dtype fp32. Half of the bytes travel. Gradients of two ranks are those of FSDP2's own reduce-scatter to the
-    bit. Gradients that were accumulated without synchronization, in fp32, travel in fp32. A recipe, as "grad_fp8" or
-    "grad_int4": gradients of any dtype are quantized for the rank that keeps their sum; an infinite or NaN gradient
-    makes its block of the sum NaN.
+    recipe: a recipe such as "grad_fp8" or "grad_int4" quantizes gradients of any dtype for the rank that keeps their
+    sum; an infinite or NaN gradient makes its block of the sum NaN. None: a group whose weights' spec has `reduce:
+    RECIPE` sends codes of that recipe. Other groups send bf16 or fp16 gradients as they are, half of the bytes, if the
+    policy's param_dtype is one of these and its reduce_dtype is fp32. With two ranks the sums equal FSDP2's to the bit.
+    Gradients accumulated in fp32, without synchronization, travel in fp32.
 
-    seed: which the random bits follow from that elements of some recipes are rounded by, with the rank, the group, the
-    number of reductions before and the place of the gradient. error_feedback: what codes miss is added to the next
-    gradients; it takes 4 bytes on each rank for each parameter of the model, not of the shard.
+    seed: seeds stochastic rounding, together with the rank, the group, the number of earlier reductions and the
+    gradient's position. error_feedback: adds what codes miss to the next gradients. It takes 4 bytes on each rank for
+    every parameter of the whole model, not of the shard.
+    across_hosts: allow groups that span hosts. Every rank sends to every other one. Without a recipe, a host of n ranks
+    then sends other hosts up to n / 2 times as much as an fp32 ring would.
 
-    across_hosts: every rank sends to every other one, so that a host of n ranks sends up to n / 2 times as much to
-    other hosts as a ring in fp32 would, without a recipe; False refuses that. Raises LayoutError there, on all ranks;
-    for a model that FSDP2 does not shard; where no gradients are narrower than their sums, without a recipe; and for a
-    recipe whose scales do not follow from blocks of rows. Raises ValueError for what names no recipe.
+    Raises LayoutError on all ranks: for a group that spans hosts, without across_hosts; for a model that FSDP2 does not
+    shard; without a recipe, where no gradients are narrower than their sums; and for a recipe whose scales do not
+    depend on blocks of rows alone. Raises ValueError for an unknown recipe.
 
     Example:
 
@@ -339,9 +339,9 @@ class ExplainedReduction(NamedTuple):
 
 
 def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
-    """How the gradients of each group of a model's parameters travel, as `exchange_gradients` has set; runs nothing.
+    """Lists how the gradients of each parameter group travel, as `exchange_gradients` has set it; runs nothing.
 
-    Frozen parameters and groups of one rank are left out. Raises RuntimeError for an FSDP2 that is not known.
+    Frozen parameters and groups of one rank are left out. Raises RuntimeError for an unknown version of FSDP2.
 
     Example:
 

@@ -39,19 +39,20 @@ def exchange_tokens(
     recipe: installed.Recipe | None = None,
     gradients: installed.Recipe | None = None,
 ) -> Tensor:
-    """Sends rows of tokens to the ranks of their experts, by all-to-all; collective. Gradients go the way back.
+    """Sends rows of tokens to the ranks of their experts, by all-to-all; collective. Gradients travel back.
 
-    x: (tokens, columns), in fp32, bf16 or fp16, rows for rank 0 first. output_splits, input_splits: how many rows come
-    from and go to each rank, as of torch's all_to_all_single; None: equally many. group: a process group, or a mesh of
-    one dim. Returns (rows that came, columns), in x's dtype.
+    x: (tokens, columns), in fp32, bf16 or fp16, rows for rank 0 first. output_splits, input_splits: the rows received
+    from and sent to each rank, as for torch's all_to_all_single; None: equal splits. group: a process group, or a mesh
+    of one dim. Returns (received rows, columns), in x's dtype.
 
-    recipe: what tokens travel as, such as "fp8_rowwise" or "mxfp8": they arrive as the values of what was quantized,
-    and their gradient is that of values which were not rounded. gradients: what gradients travel back as. None: as they
-    are. Where tokens are dispatched, name `recipe`; where experts' outputs are combined, `gradients`.
+    recipe: the recipe that quantizes tokens on the wire, such as "fp8_rowwise" or "mxfp8". Tokens arrive dequantized,
+    and their gradient ignores the rounding. gradients: the recipe that quantizes gradients on the way back. None:
+    unquantized. Name `recipe` where tokens are dispatched, and `gradients` where the experts' outputs are combined.
 
-    Raises ValueError for what names no recipe, another shape than its blocks take, and splits that are not those of x;
-    LayoutError for a recipe whose scales or codes depend on more than a row. Splits that are wrong on one rank raise
-    there alone, and other ranks wait in the all-to-all, as torch's do: agreeing would take a collective for each call.
+    Raises ValueError for an unknown recipe, a shape that its blocks do not take, and splits that do not match x;
+    LayoutError for a recipe whose scales or codes depend on more than one row. Splits that are wrong on one rank raise
+    on that rank alone, and the others wait in the all-to-all, as torch's do: agreeing would cost a collective in each
+    call.
 
     Example:
 

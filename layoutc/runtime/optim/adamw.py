@@ -13,21 +13,22 @@ from layoutc.runtime.optim.states import State
 
 
 class AdamW(ByRule):
-    """AdamW (arXiv 1711.05101) of plain and quantized weights, with moments and masters in recipes.
+    """AdamW (arXiv 1711.05101) for plain and quantized weights, with moments and masters stored in recipes.
 
-    params: parameters, or groups of them; lr, betas, eps and weight_decay: as for torch.optim.AdamW. state: "fp32";
-    "8bit": exp_avg in adam_m8 and exp_avg_sq in adam_v8; "fp8", "4bit"; or a dict of recipes. masters:
-    "fp32", or "bf16", rounded by random bits; a plain bf16 weight is then its own master. Weights with fewer than
-    `least` elements, and those of one dim, keep fp32, by the size of the whole weight. With both in fp32, steps on a
-    CPU are those of torch.optim.AdamW to the bit.
+    params: parameters, or parameter groups. lr, betas, eps, weight_decay: as for torch.optim.AdamW.
+    state: how moments are stored: "fp32"; "8bit" (exp_avg in adam_m8, exp_avg_sq in adam_v8); "fp8"; "4bit"; or a dict
+    of recipes. masters: "fp32", or "bf16" with stochastic rounding; a plain bf16 weight is then its own master.
+    least: weights with fewer elements keep fp32, and so do weights of one dim. The size of the whole weight counts.
+    seed: the seed of the random bits. With state and masters in fp32, steps on a CPU match torch.optim.AdamW bit for
+    bit.
 
-    On a card, one launch reads gradients where the reduction left them, and writes masters, moments, and the codes of
-    all weights whose scales follow from blocks. `explain()` says which weights are requantized after it. What it
-    writes does not depend on the number of ranks: random bits follow from `seed`, the step, and where an element lies
-    in its weight. Steps can be captured in a CUDA graph after one eager step, if `lr` is a tensor or stays the same.
+    On a card, one launch reads the reduced gradients in place. It writes masters, moments, and the codes of all weights
+    whose scales depend on blocks alone. `explain()` names the weights that are requantized after it. The result does
+    not depend on the number of ranks: random bits follow from `seed`, the step, and the element's position in its
+    weight. After one eager step, a CUDA graph can capture steps if `lr` is a tensor or does not change.
 
-    What else holds for MasterWeights holds here: gradients, replaced parameters, checkpoints, and errors of a
-    step. Raises ValueError for a form of state or masters that is none.
+    Gradients, replaced parameters, checkpoints and errors of a step work as for MasterWeights. Raises ValueError for an
+    unknown `state` or `masters`.
 
     Example:
 

@@ -58,13 +58,13 @@ def explain_products(
     device: torch.device | str | None = None,
     mode: Mode | None = None,
 ) -> list[ExplainedProduct]:
-    """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
+    """Lists how each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
-    tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
-    default: that of each weight. mode: of weights without a choice of their own (`layoutc.set_products_`); default: the
-    one that is set; "low_precision" if that dequantizes. Weights that tensor parallelism cuts are multiplied as parts.
+    tokens: the rows of activations that a linear layer sees, or all experts together, with all leading dims as one.
+    device: default: that of each weight. mode: that of weights without an override by `layoutc.set_products_`; default:
+    the current mode, or "low_precision" if that is "dequantize". Tensor-parallel weights are multiplied as parts.
 
-    Raises ValueError for another mode.
+    Raises ValueError for an unknown mode.
 
     Example:
 

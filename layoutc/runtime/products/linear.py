@@ -66,9 +66,10 @@ _without_kernel: Counter[str] = Counter()
 
 
 def products_without_kernel() -> Counter[str]:
-    """How often a product had no kernel, in this process, where low precision was wanted: by recipe, product, reason.
+    """Counts low-precision products that found no kernel in this process, by recipe, product and reason.
 
-    A product of a compiled graph counts when it is traced; one that a spec states as dequantized does not. A copy.
+    Returns a copy of the counts. A compiled graph counts a product when it is traced. Products that a spec states as
+    dequantized do not count.
 
     Raises nothing.
 

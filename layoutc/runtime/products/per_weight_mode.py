@@ -25,34 +25,32 @@ def set_products_(
     dequantize: Where | None = None,
     filter_fn: Filter | None = None,
 ) -> list[str]:
-    """Sets how the quantized weights of the chosen modules are multiplied, and where they are dequantized; returns
-    their names. Both follow what is set for all weights where they are left out: `layoutc.set_products_(model)` takes
-    back what was set.
+    """Sets how the quantized weights of the chosen modules are multiplied, and where they are dequantized.
 
-    mode: as for `layoutc.products`, which does not change these weights from now on. dequantize: as for
-    `layoutc.dequantize`; but "gather" holds whatever it takes, of weights whose products are not in low precision:
-    FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A gathered weight is a plain
-    tensor then, as that of any other model: compiled graphs and other software see it as such, at a lower cost of the
-    host than those of a plain model, and in as much gathered memory. The values are those that forward has with
-    "layer", to the bit, and backward has the same ones: where the passes of a recipe gather different codes, forward's
-    are gathered for both.
-    Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather refuses to
-    go on.
-    filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
-    like others. A weight that several modules share has one choice. Call it after `quantize_`, `quantized_init` or
+    Returns the weights' names. Arguments that are left out follow the setting for all weights: `set_products_(model)`
+    takes an override back.
+
+    mode: as for `layoutc.products`, which no longer changes these weights. dequantize: as for `layoutc.dequantize`, but
+    "gather" applies to weights of any group whose products are not in low precision: FSDP2 gathers codes, and each
+    gather dequantizes the weights of a group in one launch. A gathered weight is then a plain tensor to compiled graphs
+    and other software. It takes as much gathered memory as in a plain model, and less host time. Forward has the values
+    of "layer", to the bit, and so has backward: where a recipe's passes gather different codes, both passes gather
+    forward's. Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather
+    raises.
+    filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather count too. A
+    weight that several modules share has one override. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
 
-    The choice goes with the weight: into shards, gathered weights, views and copies, through `module.to`, to_empty and
-    deepcopy. Compiled graphs are traced anew where it changes. It is in no file: a checkpoint does not change it, and a
-    module that is unpickled has none.
+    The override stays with the weight: in shards, gathered weights, views and copies, through `module.to`, to_empty and
+    deepcopy. Compiled graphs retrace where it changes. No file holds it: a checkpoint does not change it, and unpickled
+    modules have none.
 
-    Of a model that tensor parallelism has cut (by parallelize_module), linear layers whose weights are chosen multiply
-    their parts from now on, whatever the mode: autograd of DTensors would compute the gradient of a weight without
-    asking it, and so in the activations' precision.
+    Under tensor parallelism (parallelize_module), linear layers of chosen weights multiply their parts themselves, in
+    any mode. DTensor's autograd would compute the weight's gradient without asking it, in the activations' precision.
 
-    Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
-    filter that chooses none of them. Raises LayoutError where gathers would leave values in place of codes, or codes
-    in place of values, while a weight is gathered.
+    Changes nothing unless it can be done. Raises ValueError for an unknown mode, a model without quantized weights, and
+    a filter that chooses none of them; LayoutError for a switch between gathered values and gathered codes while a
+    weight is gathered.
 
     Example:
 

@@ -18,14 +18,15 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 def buffers_of(
     tensors: Sequence[QuantizedTensor], *, orientations: Sequence[str] | None = None, swizzled: bool = False
 ) -> list[dict[str, Tensor]]:
-    """`buffers()` of each of several quantized tensors, which may be of different recipes; in their order.
+    """Returns `buffers()` of each quantized tensor, in order. The tensors may be of different recipes.
 
-    On a card, all tensors of a recipe are laid out in one launch, and new buffers of the same name and shape share an
-    allocation. orientations: those to lay out; every tensor must hold them. Default: all that a tensor holds. swizzled:
-    as for `buffers`.
+    On a card, one launch lays out all tensors of a recipe, and new buffers of the same name and shape share an
+    allocation.
+    orientations: those to lay out; every tensor must hold them. Default: all that a tensor holds. swizzled: as for
+    `buffers`.
 
-    Raises, before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
-    does not have, and for `swizzled` if its spec states no swizzle; MissingOrientation for an orientation that a tensor
+    Raises before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
+    does not have, or for `swizzled` without a swizzle in the spec; MissingOrientation for an orientation that a tensor
     does not hold; LayoutError for a gathered weight that FSDP2 has resharded.
 
     Example:

@@ -41,17 +41,19 @@ class Claim(NamedTuple):
 def check_ranks(model: nn.Module) -> int:
     """Checks that all ranks hold the same model; returns the number of sharded parameters that were checked.
 
-    Collective: every rank of the default process group calls it. The ranks of a parameter's device mesh compare names
-    and order of parameters, shape, dtype and placements; recipe, layout id, orientations and products of quantized
-    weights, as `layoutc.products` or their own choice has them now; the bytes of scales, amaxes and histories that
-    shards share, also of blocks that a cut splits; and all bytes of replicas (HSDP). Weights that are cast on gather
-    are checked too, and gathered weights by their shards. Parameters that are not DTensors are skipped. It takes two
-    small all-gathers, whatever the number of parameters; bytes are hashed on the host.
+    Collective: every rank of the default process group calls it. The ranks of a parameter's device mesh compare:
 
-    Over NCCL, it first looks whether each rank has a card of its own, and warns of shards on a card that is not the
-    current one.
+    - names and order of parameters; shape, dtype and placements;
+    - recipe, layout id, orientations and current product modes of quantized weights;
+    - the bytes of scales, amaxes and histories that shards share, including those of blocks that a cut splits;
+    - all bytes of replicas (HSDP).
 
-    Raises LayoutError on all ranks if ranks share a card, or if something differs; then it names the parameters, the
+    Weights that are cast on gather are checked too. Gathered weights are checked by their shards. Parameters that are
+    not DTensors are skipped. The check takes two small all-gathers, however many parameters there are; the host hashes
+    bytes. Over NCCL, it first checks that each rank has a card of its own, and warns of shards that are not on the
+    current card.
+
+    Raises LayoutError on all ranks if ranks share a card, or if anything differs. The error names the parameters, the
     difference and the ranks.
 
     Example:

@@ -68,31 +68,31 @@ def quantize_(
 ) -> list[str]:
     """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
 
-    recipe: a name in layoutc.recipes, of an entry point of that group, or in generated/ of the working directory; the
+    recipe: a name in layoutc.recipes, in an entry point of that group, or in generated/ of the working directory; the
     folder that `layoutc build` wrote for a recipe; its spec's path; or its module.
     filter_fn(module, fully qualified name): chooses modules; default: every nn.Linear, or with param_filter every
-    module. param_filter(fully qualified name, parameter): chooses parameters of two dims, and of three (experts, m, k),
-    whatever their names; or a list of patterns of names, such as ["*.experts.w?"], as fnmatch reads them. Default:
-    those named `weight`. `layoutc.coverage` says what was chosen, and what was not.
+    module.
+    param_filter(fully qualified name, parameter): chooses parameters of two dims, or of three (experts, m, k), by any
+    name; or a list of fnmatch patterns of names, such as ["*.experts.w?"]. Default: those named `weight`.
+    `layoutc.coverage` lists what was chosen, and what was not.
 
-    Weights (2 dims or more, fp32, bf16 or fp16) keep their device, their dtype as the one that they dequantize to, and
-    ties among chosen modules. Call it before fully_shard. If tensor parallelism has sharded a weight, call it on all
-    ranks: the shards get the same bytes as the whole weight would.
+    Weights have 2 dims or more, in fp32, bf16 or fp16. They keep their device, ties among chosen modules, and their
+    dtype, which they dequantize to. Call it before fully_shard. If tensor parallelism has sharded a weight, call it on
+    all ranks: the shards get the bytes that the whole weight would.
 
     keep_values: weights that require a gradient keep the values that they are quantized from, in their own dtype, until
-    `MasterWeights` starts its masters from them; they also keep plain values that are written into them later. Each
-    shard keeps its own. Without an optimizer they would stay forever: pass False for inference. Frozen weights keep
-    none.
+    `MasterWeights` starts its masters from them. They also keep plain values that are written later. Each shard keeps
+    its own. Without an optimizer the values stay forever: pass False for inference. Frozen weights keep none.
 
-    share_amax: quantizes weights that engines join under one amax, at each step too, for recipes whose scales follow
-    the amax of a whole weight: groups of modules beside each other by their own names, such as
-    [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]; or True, for those that the recipe's `files` state. What
-    is written into one of them by other means than `MasterWeights` and loads follows its own amax.
+    share_amax: quantizes weights that engines fuse under one amax, also at each step, for recipes with an amax of the
+    whole weight. Give groups of sibling modules by their own names, such as [["q_proj", "k_proj", "v_proj"],
+    ["gate_proj", "up_proj"]], or True for those in the recipe's `files`. A weight that is written other than by
+    `MasterWeights` or a load follows its own amax.
 
     Changes nothing unless all of it can be done. Raises ValueError with the parameter's name if the recipe does not
-    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
-    ValueError for a pattern like no name, and if nothing is chosen that is plain; TypeError for a model that is no
-    module; ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't have.
+    take its shape or dtype, if FSDP2 has already sharded it, or if it is tied to a weight that is not chosen;
+    ValueError for a pattern that matches no name, and if nothing plain is chosen; TypeError if model is not a module;
+    ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe does not support.
 
     Example:
 
@@ -117,13 +117,12 @@ def cast_on_gather_(
     param_filter: ParamFilter | None = None,
     share_amax: Fused = False,
 ) -> list[str]:
-    """Makes FSDP2 quantize `weight` of the chosen modules, or the chosen parameters, whenever it gathers them; returns
-    their names.
+    """Makes FSDP2 quantize the chosen weights or parameters each time it gathers them; returns their names.
 
-    The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
-    Arguments and ties are those of `quantize_`, and it raises the same. Call it before fully_shard; without
+    The weights keep their dtype and memory, any torch optimizer trains them, and state dicts hold plain values.
+    Arguments, ties and errors: as for `quantize_`, which raises the same. Call it before fully_shard. Without
     fully_shard, products quantize the weight. Weights of `share_amax` that FSDP2 does not gather together need
-    `precompute_amaxes` after each step. torchao's peer is enable_fsdp_float8_all_gather.
+    `precompute_amaxes` after each step. torchao's counterpart is enable_fsdp_float8_all_gather.
 
     Example:
 
@@ -264,12 +263,12 @@ def quantized_init(
     keep_values: bool = True,
     share_amax: Fused = False,
 ) -> Iterator[None]:
-    """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
+    """Quantizes, at its end, the weights of modules that were built inside it. Takes the same arguments as `quantize_`.
 
-    Weights are quantized at the end, not when they are registered, so that every initializer runs in high precision. On
-    the meta device nothing is allocated. After an exception nothing is quantized. Raises as `quantize_`.
+    Weights are quantized at the end, not when they are registered, so all initializers run in high precision. On the
+    meta device nothing is allocated. After an exception nothing is quantized. Raises as `quantize_`.
 
-    Transformer Engine's peer is fp8_model_init, where keep_values is preserve_high_precision_init_val.
+    Transformer Engine's counterpart is fp8_model_init, where keep_values is preserve_high_precision_init_val.
 
     Example:
 

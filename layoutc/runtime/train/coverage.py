@@ -87,13 +87,13 @@ def _cells(row: CoveredParameter) -> tuple[str, ...]:
 
 
 def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
-    """Which parameters of a model `quantize_`, `quantized_init` or `cast_on_gather_` chose, and why not the others.
+    """Lists the parameters that `quantize_`, `quantized_init` or `cast_on_gather_` chose, and why not the others.
 
-    recipe: the one that shapes of plain parameters are checked against; default: those that the model has. A parameter
-    that several modules share is listed once, by its first name. Before or after fully_shard; shapes and elements are
-    those of whole weights. Runs nothing.
+    recipe: the recipe to check the shapes of plain parameters against; default: those that the model has. Call it
+    before or after fully_shard: shapes and element counts are those of whole weights. A parameter that several modules
+    share is listed once, by its first name. Runs nothing.
 
-    Raises ValueError for a recipe that is none.
+    Raises ValueError for an unknown recipe.
 
     Example:
 

@@ -25,27 +25,28 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class MasterWeights(FollowsParameters):
-    """Runs `optimizer_class` on fp32 masters of those of params that are not fp32, and writes the results back.
+    """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the results back.
 
-    Masters are those of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are requantized from
-    theirs, with one amax collective a step for each process group, whatever the number of parameters. bf16 and fp16
-    parameters are rounded; fp32 parameters are their own masters. A parameter without a gradient keeps its bytes, and
-    one that does not require a gradient has no master. Parameters may be DTensors (FSDP2) or plain.
+    These are the master weights of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are
+    requantized from their masters. Each step takes one amax collective for each process group, however many parameters
+    there are. bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A parameter without a
+    gradient keeps its bytes. A parameter that does not require a gradient has no master. Parameters may be DTensors
+    (FSDP2) or plain.
 
-    A master starts from the values that its weight was quantized from, which quantize_ and quantized_init keep until
-    then. If there are none, it starts as the dequantized weight, and the first step warns. If something else has
-    written a weight since the last step (a checkpoint, an initializer), its master takes over the written values at the
-    next step, unless masters were loaded by `load_state_dict` in between: those are used once instead.
+    A master starts from the values that its weight was quantized from; quantize_ and quantized_init keep them until
+    then. Without them, the master starts from the dequantized weight, and the first step warns. If something else
+    writes a weight between steps (a checkpoint, an initializer), its master takes over the new values at the next step.
+    Masters that `load_state_dict` loaded in between win, once.
 
-    `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
-    torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and its master under
-    "master".
+    `param_groups` and `state` are keyed by the model's parameters, so learning-rate schedulers and
+    torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and holds the master
+    under "master".
 
     Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
-    A step raises LayoutError if its parameters are no model's any more, or a quantized weight has been made plain.
+    A step raises LayoutError if its parameters no longer belong to a model, or if a quantized weight was made plain.
 
-    With `state` or `masters`, as for AdamW of this package, moments and masters of torch's AdamW and Adam, of SGD with
-    momentum, and of Lion are held in recipes, and one launch steps them and writes codes. Others raise ValueError then.
+    With `state` or `masters`, as for layoutc.AdamW, recipes hold the moments and masters of torch's AdamW and Adam, of
+    SGD with momentum, and of Lion. One launch steps them and writes codes. Other optimizers raise ValueError then.
 
     Example:
 

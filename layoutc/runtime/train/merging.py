@@ -17,16 +17,16 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 @torch.no_grad()
 def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
-    """Adds `delta` to a quantized weight, which is quantized again. Returns the error that this makes, relative to the
-    sum: norm(weight now - sum) / norm(sum).
+    """Adds `delta` to a quantized weight and requantizes it; returns the relative error.
 
-    weight: a parameter, whole or sharded; delta: of its shape, whole or sharded alike, in any floating-point dtype. It
-    is added in fp32, to the values that the weight dequantizes to, or to its initial values where it has some. For a
-    sharded weight the call is collective, and all ranks return the same number. keep_base: a copy of the weight's bytes
-    of before is kept beside it, which `unmerge_` brings back; of several merges, those of before the first.
+    The error is norm(new weight - sum) / norm(sum). weight: a parameter, whole or sharded. delta: a tensor of its
+    shape, whole or sharded alike, in any floating-point dtype. The sum is in fp32, from the weight's initial values if
+    it has them, else from its dequantized values. For a sharded weight the call is collective, and all ranks return the
+    same number. keep_base: keep a copy of the weight's bytes, for `unmerge_`; of several merges, those from before the
+    first.
 
-    Raises TypeError for a weight that is not quantized, ValueError for another shape, LayoutError for one that FSDP2
-    has gathered as values. Nothing is changed then.
+    Raises TypeError for a weight that is not quantized, ValueError for another shape, LayoutError for a weight that
+    FSDP2 has gathered as values. Nothing is changed then.
 
     Example:
 
@@ -62,11 +62,11 @@ def merge_(weight: Tensor, delta: Tensor, *, keep_base: bool = False) -> float:
 
 @torch.no_grad()
 def unmerge_(weight: Tensor) -> None:
-    """Takes back what `merge_` with `keep_base=True` added, all of it: the weight has its bytes of before, and what was
-    kept beside it is freed. Of a sharded weight all ranks call it.
+    """Undoes every `merge_` with `keep_base=True`: restores the weight's bytes, and frees their copy.
 
-    Raises LayoutError for a weight whose bytes of before a merge are not kept, or that was written since: by
-    `merge_` without `keep_base`, a load, a step. TypeError as `merge_` does. Nothing is changed then.
+    weight: the merged parameter; if it is sharded, all ranks call it. Raises LayoutError if the weight has no kept
+    bytes, or if `merge_` without `keep_base`, a load or a step has written it since. Raises TypeError as `merge_` does.
+    Nothing is changed then.
 
     Example:
 
