@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -158,8 +159,8 @@ def says_why_no_plan_sends(reason: str, options: dict[str, Any]) -> None:
             for step in range(3):
                 with torch.no_grad():
                     model(batch(step, 128)[0])
-    found = [str(one.message) for one in said if "own steps gather it" in str(one.message)]
-    assert [one.partition(", since ")[2].partition(":")[0] for one in found] == [reason] * bool(reason)
+    found = [str(one.message) for one in said if "own steps gather this weight" in str(one.message)]
+    assert [re.split(r", because |[:.] ", one)[2] for one in found] == [reason] * bool(reason)
     assert all(one.partition(":")[0] in names for one in found)
 
 

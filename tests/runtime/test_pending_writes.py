@@ -66,7 +66,7 @@ def test_a_piece_that_begins_where_a_tensor_ends_is_not_its_own() -> None:
 
     def waits(first: int, last: int) -> pending_writes.Piece:
         covers = pending_writes.Rect(first, last, 0, ROWS)
-        return pending_writes.Piece(tensor.store, tensor.store, covers, (), 1, lambda: None)
+        return pending_writes.Piece(tensor.store, tensor.store, covers, (), lambda: None)
 
     within, at_the_last, beyond, further = waits(0, 8), waits(ROWS - 1, ROWS), waits(ROWS, ROWS + 1), waits(80, 96)
     tensor.store.writes.waiting[:] = [within, at_the_last, beyond, further]
