@@ -18,55 +18,27 @@ ELEMENT_CODES = tl.constexpr(reference.ELEMENT_CODES)
 
 
 @triton.jit
-def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
+def encode(x, codebooks):
     """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x,
-        STEPS=ELEMENT_STEPS,
-        CODES=ELEMENT_CODES,
-        COUNT=256,
-        NAN=0xFF,
-        SLOPES=(
-            323642.3125,
-            69395.4453125,
-            12121.2109375,
-            1111.1107177734375,
-            111.11104583740234,
-            11.111111640930176,
-            1.111545205116272,
-        ),
-        ENDS=(
-            1.0,
-            1.214420199394226,
-            1.2121211290359497,
-            1.111111044883728,
-            1.111111044883728,
-            1.1111111640930176,
-            1.111154556274414,
-        ),
-        SPANS=(
-            1.9014341831207275,
-            1.6011297702789307,
-            3.6666669845581055,
-            8.000000953674316,
-            16.0,
-            31.999998092651367,
-            63.974998474121094,
-        ),
-        ZERO=127,
-        AT=256,
-        codebooks=codebooks,
-    )
+        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=0xFF,
+        SLOPES=(323642.3125, 69395.4453125, 12121.2109375, 1111.1107177734375, 111.11104583740234, 11.111111640930176,
+        1.111545205116272),
+        ENDS=(1.0, 1.214420199394226, 1.2121211290359497, 1.111111044883728, 1.111111044883728, 1.1111111640930176,
+        1.111154556274414),
+        SPANS=(1.9014341831207275, 1.6011297702789307, 3.6666669845581055, 8.000000953674316, 16.0, 31.999998092651367,
+        63.974998474121094), ZERO=127, AT=256, codebooks=codebooks,
+    )  # fmt: skip
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """dynamic8 codes -> fp32, exact."""
     return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=256, HELD=False)
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     scale = lt.minimum(lt.divide_by(amax, ELEMENT_MAX), lt.F32_MAX)
     multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.rdiv(1.0, scale), lt.F32_MAX))
@@ -80,9 +52,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     codebooks = planes[6]  # (512,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 256)
     block_amax = lt.block_amax(tile, 1, 256, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(encode(scaled, codebooks, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled, codebooks), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 256))
 
 
@@ -93,7 +65,7 @@ def dequantize_tile(planes, amax, at, opts):
     codebooks = planes[6]  # (512,) float32
     element = decode(
         lt.looked_up(codebooks, lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN).to(tl.int32),
-        FIRST=0, COUNT=256), opts.CVT_LEVEL,
+        FIRST=0, COUNT=256),
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 256))
     return lt.scale_blocks(element, scale, 1, 256)
@@ -104,11 +76,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
     codebooks=reference.ELEMENT_VALUES + reference.ELEMENT_STEPS + (float("nan"),),
 )

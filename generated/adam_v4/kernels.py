@@ -18,19 +18,19 @@ ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
 
 
 @triton.jit
-def encode(x, codebooks, CVT_LEVEL: tl.constexpr):
+def encode(x, codebooks):
     """fp32 -> linear4 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F, AT=16, codebooks=codebooks)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """linear4 codes -> fp32, exact."""
     return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16, HELD=True)
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, divisor), by the reference's operations in the same order."""
     scale = lt.minimum(lt.divide_by(amax, ELEMENT_MAX), lt.F32_MAX)
     divisor = tl.where(scale == 0, 1.0, scale)
@@ -44,12 +44,11 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     codebooks = planes[6]  # (32,) float32; None: the program holds steps
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
-    scale, divisor = scales(block_amax, opts.CVT_LEVEL)
+    scale, divisor = scales(block_amax)
     scaled = lt.from_blocks(lt.divide(blocks, divisor[:, None, :, None]))
     lt.store_codes(
-        encode(scaled, codebooks, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4,
-        LOW_FIRST=False,
-    )  # fmt: skip
+        encode(scaled, codebooks), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
+    )
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
@@ -59,9 +58,8 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     codebooks = planes[6]  # (32,) float32
     element = decode(
-        lt.looked_up(codebooks,
-        lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False).to(tl.int32), FIRST=0,
-        COUNT=16), opts.CVT_LEVEL,
+        lt.looked_up(codebooks, lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4,
+        LOW_FIRST=False).to(tl.int32), FIRST=0, COUNT=16),
     )  # fmt: skip
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
     return lt.scale_blocks(element, scale, 1, 128)
@@ -72,11 +70,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=1, columns=1024, warps=1)},
     codebooks=reference.ELEMENT_VALUES + reference.ELEMENT_STEPS + (float("nan"),),
 )

@@ -20,13 +20,13 @@ def encode(x, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """e3m4 codes -> fp32, exact."""
     return lt.from_codes(codes, MANTISSA=4, BIAS=3, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -42,7 +42,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
     blocks = lt.to_blocks(lt.to_float(tile), 64, 64)
     block_amax = lt.block_amax(tile, 64, 64, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(64, 64))
@@ -54,7 +54,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(64, 64))
     return lt.scale_blocks(element, scale, 64, 64)
 
@@ -81,11 +81,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=64, columns=64, warps=2),  # one row of large blocks
-        (4, "rowwise"): Tile(rows=64, columns=64, warps=2),
-    },
+    # by the bytes of a value of x, and the sources that are written; one row of large blocks
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=64, columns=64, warps=2)),
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),

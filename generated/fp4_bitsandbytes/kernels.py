@@ -18,19 +18,19 @@ ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> fp4 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=15, NAN=0x03)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """fp4 codes -> fp32, exact."""
     return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16, HELD=True)
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     scale = lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX)
     multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.rdiv(1.0, scale), lt.F32_MAX))
@@ -43,11 +43,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 64)
     block_amax = lt.block_amax(tile, 1, 64, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
-    )
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 64))
 
 
@@ -55,7 +53,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False))
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64))
     return lt.scale_blocks(element, scale, 1, 64)
 
@@ -65,10 +63,7 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=1, columns=1024, warps=1)},
 )

@@ -15,7 +15,7 @@ encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit
-def scales(amax, input_max, CVT_LEVEL: tl.constexpr):
+def scales(amax, input_max):
     """amax -> (scale, multiplier), with the values of the reference's operations."""
     multiplier = lt.floor_power_of_two_over(ELEMENT_MAX, amax, input_max)
     multiplier = tl.where((amax == 0) | lt.isinf(amax) | lt.isnan(amax), 1.0, multiplier)
@@ -31,7 +31,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     input_max = shared[1]  # the largest value of x's dtype
     blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
     block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, input_max, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax, input_max)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
@@ -77,11 +77,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
-        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; one row of large blocks
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=128, columns=128, warps=4)),
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),

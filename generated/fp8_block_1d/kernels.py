@@ -15,7 +15,7 @@ encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit
-def scales(amax, input_max, CVT_LEVEL: tl.constexpr):
+def scales(amax, input_max):
     """amax -> (scale, multiplier), with the values of the reference's operations."""
     multiplier = lt.floor_power_of_two_over(ELEMENT_MAX, amax, input_max)
     multiplier = tl.where((amax == 0) | lt.isinf(amax) | lt.isnan(amax), 1.0, multiplier)
@@ -32,7 +32,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
         block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, input_max, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax, input_max)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
@@ -41,7 +41,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 128, 1)
         block_amax = lt.block_amax(tile, 128, 1, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, input_max, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax, input_max)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.store_codes(
             encode(scaled, opts.CVT_LEVEL), columnwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL

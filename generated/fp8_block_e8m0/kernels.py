@@ -70,11 +70,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
-        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; one row of large blocks
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=128, columns=128, warps=4)),
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),

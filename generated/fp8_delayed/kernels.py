@@ -15,7 +15,7 @@ encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -30,7 +30,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     to_columnwise_data = buffers[0]
     amax = shared[0]  # (1,) float32, or x's dtype; or its value
-    scale, multiplier = scales(lt.shared_amax(amax), opts.CVT_LEVEL)
+    scale, multiplier = scales(lt.shared_amax(amax))
     scaled = lt.to_float(tile) * multiplier
     lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(0, 0))
@@ -63,11 +63,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     buffer_sizes={
         (2, "rowwise"): Tile(rows=128, columns=64, warps=4),  # codes are transposed: whole sectors of a column
         (4, "rowwise"): Tile(rows=128, columns=128, warps=8),

@@ -15,7 +15,7 @@ encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -33,14 +33,14 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
         block_amax = rowwise_amax
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 0))
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), tile.shape[0], 1)
         block_amax = lt.load_blocks(amax, at, tile.shape[0], tile.shape[1], opts.EVEN, BLOCK=(0, 1))
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.store_codes(encode(scaled, opts.CVT_LEVEL), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(0, 1))

@@ -12,19 +12,8 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(0.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
+encode, decode = lt.to_uint4, lt.from_uint4  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.to_f16, lt.from_f16  # rounded to nearest, ties to even
-
-
-@triton.jit
-def encode(x):
-    """fp32 -> uint4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
-
-
-@triton.jit
-def decode(codes):
-    """uint4 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=0)
 
 
 @triton.jit
@@ -130,11 +119,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
     lay_out_size=Tile(rows=128, columns=128, warps=4),  # values are looked up one by one, some of them by each thread
     moved=("rowwise_data", "rowwise_scale", "rowwise_zero"),

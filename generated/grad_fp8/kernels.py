@@ -11,24 +11,17 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(448.0)
+decode = lt.from_e4m3
 
 
 @triton.jit
-def encode(x, bits, CVT_LEVEL: tl.constexpr):
+def encode(x, bits):
     """fp32 -> e4m3 codes; rounded by random bits; saturating."""
     return lt.to_codes_by_chance(x, bits, MANTISSA=3, BIAS=7, SIGN_BIT=7, LAST=126, NAN=0x7F)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e4m3 codes -> fp32, exact."""
-    if CVT_LEVEL:
-        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
-    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -44,10 +37,10 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     seed = tl.load(shared[2])  # (1,) int64
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=0)
-    lt.store_codes(encode(scaled, bits, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled, bits), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
@@ -65,11 +58,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=8),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=8),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=8)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
     batched=False,
 )

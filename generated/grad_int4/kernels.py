@@ -14,19 +14,19 @@ ELEMENT_MAX = tl.constexpr(7.0)
 
 
 @triton.jit
-def encode(x, bits, CVT_LEVEL: tl.constexpr):
+def encode(x, bits):
     """fp32 -> int4 codes; rounded by random bits; saturating."""
     return lt.to_integer_codes_by_chance(x, bits, BITS=4, LOWEST=-7, FRACTION=0, NAN=0x07)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int4 codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=4, FRACTION=0)
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -43,12 +43,10 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     turned = lt.hadamard(lt.to_float(tile), AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
     blocks = lt.to_blocks(turned, 1, 128)
     block_amax = lt.block_amax(turned, 1, 128, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=0)
-    lt.store_codes(
-        encode(scaled, bits, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-    )
+    lt.store_codes(encode(scaled, bits), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
 
 
@@ -56,7 +54,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 128))
     values = lt.scale_blocks(element, scale, 1, 128)
     return lt.unhadamard(values, AXIS=1, SIZE=32, SIGNS=0xD7E8A53C, SCALE=0.1767766922712326)
@@ -67,11 +65,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=8),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=8),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=8)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
     batched=False,
 )

@@ -10,21 +10,11 @@ from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import cdiv, up
 
-ROWWISE_SCALE_STEPS = (
-    5.877473155409902e-39,
-    *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
-)  # thresholds: from here on, |x| gets the next code
-ROWWISE_SCALE_VALUES = (
-    5.877471754111438e-39,
-    *(2.0**e for e in range(-126, 128)),
-    float("nan"),
-)  # the value of each code
 ROWWISE_INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
 COLUMNWISE_ELEMENT_MAX = 57344.0
 # e4m3, rounded to nearest, ties to even
 encode_rowwise, decode_rowwise = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)
-# e8m0, rounded up
-encode_scale_rowwise, decode_scale_rowwise = codecs.table(ROWWISE_SCALE_STEPS, ROWWISE_SCALE_VALUES, None, nan=0xFF)
+encode_scale_rowwise, decode_scale_rowwise = codecs.UP_TO_E8M0  # e8m0, rounded up
 # e5m2, rounded to nearest, ties to even
 encode_columnwise, decode_columnwise = codecs.cast(torch.float8_e5m2, 57344.0, nan=0x7D)
 

@@ -70,10 +70,7 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
 )

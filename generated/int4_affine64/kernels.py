@@ -12,20 +12,9 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(0.0)
 ELEMENT_SPAN = tl.constexpr(15.0)  # from 0 to 15
+encode, decode = lt.to_uint4, lt.from_uint4  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
 encode_zero, decode_zero = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
-
-
-@triton.jit
-def encode(x):
-    """fp32 -> uint4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
-
-
-@triton.jit
-def decode(codes):
-    """uint4 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=0)
 
 
 @triton.jit
@@ -70,10 +59,7 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
 )

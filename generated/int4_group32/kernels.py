@@ -12,40 +12,29 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
+encode_zero, decode_zero = lt.to_int8, lt.from_int8  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int4_full codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x07)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int4_full codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=4, FRACTION=0)
 
 
 @triton.jit
-def encode_zero(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
-
-
-@triton.jit
-def decode_zero(codes, CVT_LEVEL: tl.constexpr):
-    """int8 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
-
-
-@triton.jit
-def scales(lowest, highest, CVT_LEVEL: tl.constexpr):
+def scales(lowest, highest):
     """lowest and highest -> (scale, zero, multiplier), by the reference's operations in the same order."""
     lowest = lt.minimum(lowest, 0)
     highest = lt.maximum(highest, 0)
     scale = (highest - lowest) * INVERSE_ELEMENT_SPAN
     multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.rdiv(1.0, scale), lt.F32_MAX))
-    zero = encode_zero(lt.like(lowest, ELEMENT_MIN) - (lowest * multiplier), CVT_LEVEL)
+    zero = encode_zero(lt.like(lowest, ELEMENT_MIN) - (lowest * multiplier))
     return scale, zero, multiplier
 
 
@@ -62,26 +51,18 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         lowest = lt.block_lowest(blocks)
         highest = lt.block_highest(blocks)
-        scale, zero, multiplier = scales(lowest, highest, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(
-            blocks * multiplier[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
-        )
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-        )
+        scale, zero, multiplier = scales(lowest, highest)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None])
+        lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 32))
         lt.store_blocks(rowwise_zero, zero, at, opts.EVEN, BLOCK=(1, 32))
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
         lowest = lt.block_lowest(blocks)
         highest = lt.block_highest(blocks)
-        scale, zero, multiplier = scales(lowest, highest, opts.CVT_LEVEL)
-        scaled = lt.from_blocks(
-            blocks * multiplier[:, None, :, None] + decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
-        )
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
-        )
+        scale, zero, multiplier = scales(lowest, highest)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None])
+        lt.store_codes(encode(scaled), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(32, 1))
         lt.store_blocks(columnwise_zero, zero, at, opts.EVEN, BLOCK=(32, 1))
 
@@ -96,24 +77,20 @@ def dequantize_tile(planes, amax, at, opts):
     columnwise_scale = planes[4]
     columnwise_zero = planes[5]
     if opts.ROWWISE:
-        element = decode(
-            lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL
-        )
+        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32))
         factor = scale
         blocks = lt.to_blocks(element, 1, 32)
         zero = lt.load_blocks(rowwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        blocks -= decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
+        blocks -= decode_zero(zero)[:, None, :, None]
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     if opts.COLUMNWISE:
-        element = decode(
-            lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL
-        )
+        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True))
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1))
         factor = scale
         blocks = lt.to_blocks(element, 32, 1)
         zero = lt.load_blocks(columnwise_zero, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        blocks -= decode_zero(zero, opts.CVT_LEVEL)[:, None, :, None]
+        blocks -= decode_zero(zero)[:, None, :, None]
         values = lt.from_blocks(blocks * factor[:, None, :, None])
     return values
 

@@ -13,31 +13,9 @@ from .layout import LAYOUT
 
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
+encode, decode = lt.to_int4_offset, lt.from_int4_offset  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.to_bf16, lt.from_bf16  # rounded to nearest, ties to even
-
-
-@triton.jit
-def encode(x):
-    """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
-
-
-@triton.jit
-def decode(codes):
-    """int4_offset codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
-
-
-@triton.jit
-def encode_zero(x):
-    """fp32 -> int4_offset codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
-
-
-@triton.jit
-def decode_zero(codes):
-    """int4_offset codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
+encode_zero, decode_zero = lt.to_int4_offset, lt.from_int4_offset  # rounded to nearest, ties to even
 
 
 @triton.jit
@@ -125,11 +103,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
     lay_out_size=Tile(rows=16, columns=128, warps=4),  # values are looked up one by one, some of them by each thread
     moved=("rowwise_data", "rowwise_zero"),

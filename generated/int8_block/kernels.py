@@ -11,22 +11,11 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(127.0)
+encode, decode = lt.to_int8, lt.from_int8  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """int8 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -42,9 +31,9 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
     blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
     block_amax = lt.block_amax(tile, 128, 128, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
+    lt.store_codes(encode(scaled), rowwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(128, 128))
     # orientations.columnwise.scale: transposed
     lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), DIMS="km")
@@ -54,7 +43,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
 def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(128, 128))
     return lt.scale_blocks(element, scale, 128, 128)
 
@@ -81,11 +70,8 @@ KERNELS = Kernels(
     dequantize_tile=dequantize_tile,
     lay_out_tile=lay_out_tile,
     serves={"rowwise": ("rowwise", "columnwise")},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=128, columns=128, warps=4),  # one row of large blocks
-        (4, "rowwise"): Tile(rows=128, columns=128, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; one row of large blocks
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=128, columns=128, warps=4)),
     buffer_sizes={
         # codes are transposed: whole sectors of a column
         (2, "rowwise"): Tile(rows=128, columns=128, warps=4, registers=168),

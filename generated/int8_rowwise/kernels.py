@@ -11,22 +11,11 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(127.0)
+encode, decode = lt.to_int8, lt.from_int8  # rounded to nearest, ties to even
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """int8 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     multiplier = lt.rdiv(ELEMENT_MAX, amax)
     multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
@@ -44,16 +33,16 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
         block_amax = rowwise_amax
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+        lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 0))
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), tile.shape[0], 1)
         block_amax = lt.load_blocks(amax, at, tile.shape[0], tile.shape[1], opts.EVEN, BLOCK=(0, 1))
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+        lt.store_codes(encode(scaled), columnwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(0, 1))
 
 
@@ -62,11 +51,11 @@ def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     if opts.ROWWISE:
-        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 0))
         values = lt.scale_blocks(element, scale, 1, opts.TILE_K)
     if opts.COLUMNWISE:
-        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(0, 1))
         values = lt.scale_blocks(element, scale, opts.TILE_M, 1)
     return values

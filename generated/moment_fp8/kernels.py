@@ -15,7 +15,7 @@ encode, decode = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 
 
 @triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     scale = lt.minimum(lt.divide_by(amax, ELEMENT_HALF_RANGE), lt.F32_MAX)
     multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.rdiv(1.0, scale), lt.F32_MAX))
@@ -28,7 +28,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 1, 128)
     block_amax = lt.block_amax(tile, 1, 128, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
     lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 128))
@@ -48,10 +48,7 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
 )

@@ -12,30 +12,14 @@ from .layout import LAYOUT
 
 INVERSE_ELEMENT_POWER = tl.constexpr(0.25)  # 1 / 4, the largest power of two up to 6
 encode, decode = lt.to_e2m1, lt.from_e2m1  # rounded to nearest, ties to even
+encode_scale, decode_scale = lt.to_e8m0, lt.from_e8m0  # rounded to nearest, ties to even
+over_scale = lt.over_e8m0
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="nearest")
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
-    scale = encode_scale(lt.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER, CVT_LEVEL)
+    scale = encode_scale(lt.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER)
     multiplier = over_scale(scale)
     return scale, multiplier
 
@@ -46,7 +30,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
     block_amax = lt.block_amax(tile, 32, 1, opts.CVT_LEVEL)
-    scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+    scale, multiplier = scales(block_amax)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
     lt.store_codes(
         encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True
@@ -60,7 +44,7 @@ def dequantize_tile(planes, amax, at, opts):
     rowwise_data, rowwise_scale = planes[0], planes[1]
     element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=True), opts.CVT_LEVEL)
     scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 32, 1)
+    return lt.scale_blocks(element, decode_scale(scale), 32, 1)
 
 
 @triton.jit

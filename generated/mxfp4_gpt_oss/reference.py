@@ -8,22 +8,9 @@ from torch import Tensor
 from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 
-ELEMENT_STEPS = (
-    0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
-)  # thresholds: from here on, |x| gets the next code  # fmt: skip
-ELEMENT_VALUES = (
-    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
-)  # the value of each code  # fmt: skip
-SCALE_STEPS = (
-    8.81620903246562e-39,
-    *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)),
-)  # thresholds: from here on, |x| gets the next code
-SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_POWER = 0.25  # 1 / 4, the largest power of two up to 6
-# e2m1, rounded to nearest, ties to even; no NaN: the largest
-encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 3, nan=0x07)
-# e8m0, rounded to nearest, ties to even
-encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)
+encode, decode = codecs.E2M1  # e2m1, rounded to nearest, ties to even; no NaN: the largest
+encode_scale, decode_scale = codecs.E8M0  # e8m0, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,15 +21,10 @@ ELEMENT_VALUES = (
     -0.625, -0.75, -0.875, -1.0, -1.125, -1.25, -1.375, -1.5, -1.625, -1.75, -1.875, -2.0, -2.25, -2.5, -2.75, -3.0,
     -3.25, -3.5, -3.75, -4.0, -4.5, -5.0, -5.5, -6.0, -6.5, -7.0, -7.5,
 )  # the value of each code  # fmt: skip
-SCALE_STEPS = (
-    5.877473155409902e-39,
-    *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
-)  # thresholds: from here on, |x| gets the next code
-SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_MAX = 0.13333334028720856  # fp32(1 / 7.5)
 # e2m3, rounded to nearest, ties to even; no NaN: the largest
 encode, decode = codecs.table(ELEMENT_STEPS, ELEMENT_VALUES, 5, nan=0x1F)
-encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)  # e8m0, rounded up
+encode_scale, decode_scale = codecs.UP_TO_E8M0  # e8m0, rounded up
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,9 @@ from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
 
-SCALE_STEPS = (
-    5.877473155409902e-39,
-    *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
-)  # thresholds: from here on, |x| gets the next code
-SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
 encode, decode = codecs.cast(torch.float8_e4m3fn, 448.0, nan=0x7F)  # e4m3, rounded to nearest, ties to even
-encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)  # e8m0, rounded up
+encode_scale, decode_scale = codecs.UP_TO_E8M0  # e8m0, rounded up
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,42 +11,26 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 from .layout import LAYOUT
 
 INVERSE_ELEMENT_POWER = tl.constexpr(1.0)  # 1 / 1, the largest power of two up to 1.98438
+encode_scale, decode_scale = lt.to_e8m0, lt.from_e8m0  # rounded to nearest, ties to even
+over_scale = lt.over_e8m0
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> int8_64ths codes; rounded to nearest, ties to even; saturating."""
     return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=6, NAN=0x7F)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """int8_64ths codes -> fp32, exact."""
     return lt.from_integer_codes(codes, BITS=8, FRACTION=6)
 
 
 @triton.jit
-def encode_scale(x, CVT_LEVEL: tl.constexpr):
-    """fp32 -> e8m0 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="nearest")
-
-
-@triton.jit
-def decode_scale(codes, CVT_LEVEL: tl.constexpr):
-    """e8m0 codes -> fp32, exact."""
-    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def over_scale(codes):
-    """1 / a decoded scale, exact."""
-    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
-
-
-@triton.jit
-def scales(amax, CVT_LEVEL: tl.constexpr):
+def scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
-    scale = encode_scale(lt.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER, CVT_LEVEL)
+    scale = encode_scale(lt.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER)
     multiplier = over_scale(scale)
     return scale, multiplier
 
@@ -59,20 +43,18 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     if opts.ROWWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
         block_amax = lt.block_amax(tile, 1, 32, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
+        lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 32))
         # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
         lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     if opts.COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
         block_amax = lt.block_amax(tile, 32, 1, opts.CVT_LEVEL)
-        scale, multiplier = scales(block_amax, opts.CVT_LEVEL)
+        scale, multiplier = scales(block_amax)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-        lt.store_codes(
-            encode(scaled, opts.CVT_LEVEL), columnwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL
-        )
+        lt.store_codes(encode(scaled), columnwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL)
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(32, 1))
         # orientations.columnwise.scale: transposed, zero-padded to multiples of 128 x 4
         lt.store_scales_expanded(scale, to_columnwise_scale, at, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km")
@@ -83,13 +65,13 @@ def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, columnwise_data, columnwise_scale = planes[0], planes[1], planes[2], planes[3]
     if opts.ROWWISE:
-        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+        element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
         scale = lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 32)).to(tl.int32)
-        values = lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 1, 32)
+        values = lt.scale_blocks(element, decode_scale(scale), 1, 32)
     if opts.COLUMNWISE:
-        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN), opts.CVT_LEVEL)
+        element = decode(lt.load_codes(columnwise_data, at, opts.TILE_M, opts.TILE_K, EVEN=opts.EVEN))
         scale = lt.load_blocks(columnwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(32, 1)).to(tl.int32)
-        values = lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 32, 1)
+        values = lt.scale_blocks(element, decode_scale(scale), 32, 1)
     return values
 
 

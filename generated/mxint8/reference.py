@@ -9,16 +9,10 @@ from layoutc.runtime import codecs
 from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
 
-SCALE_STEPS = (
-    8.81620903246562e-39,
-    *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)),
-)  # thresholds: from here on, |x| gets the next code
-SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code
 INVERSE_ELEMENT_POWER = 1.0  # 1 / 1, the largest power of two up to 1.98438
 # int8_64ths, rounded to nearest, ties to even; no NaN: the largest
 encode, decode = codecs.integer(bits=8, lowest=-127, nan=0x7F, fraction=6)
-# e8m0, rounded to nearest, ties to even
-encode_scale, decode_scale = codecs.table(SCALE_STEPS, SCALE_VALUES, None, nan=0xFF)
+encode_scale, decode_scale = codecs.E8M0  # e8m0, rounded to nearest, ties to even
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,53 +22,27 @@ ELEMENT_HALF_RANGE = tl.constexpr(1.0)  # half the range from -1 to 1
 
 
 @triton.jit
-def encode_of_scales(x, CVT_LEVEL: tl.constexpr):
+def encode_of_scales(x):
     """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(
-        x,
-        STEPS=OF_SCALES_ELEMENT_STEPS,
-        CODES=OF_SCALES_ELEMENT_CODES,
-        COUNT=256,
-        NAN=0xFF,
-        SLOPES=(
-            323642.3125,
-            69395.4453125,
-            12121.2109375,
-            1111.1107177734375,
-            111.11104583740234,
-            11.111111640930176,
-            1.111545205116272,
-        ),
-        ENDS=(
-            1.0,
-            1.214420199394226,
-            1.2121211290359497,
-            1.111111044883728,
-            1.111111044883728,
-            1.1111111640930176,
-            1.111154556274414,
-        ),
-        SPANS=(
-            1.9014341831207275,
-            1.6011297702789307,
-            3.6666669845581055,
-            8.000000953674316,
-            16.0,
-            31.999998092651367,
-            63.974998474121094,
-        ),
-        ZERO=127,
-    )
+        x, STEPS=OF_SCALES_ELEMENT_STEPS, CODES=OF_SCALES_ELEMENT_CODES, COUNT=256, NAN=0xFF,
+        SLOPES=(323642.3125, 69395.4453125, 12121.2109375, 1111.1107177734375, 111.11104583740234, 11.111111640930176,
+        1.111545205116272),
+        ENDS=(1.0, 1.214420199394226, 1.2121211290359497, 1.111111044883728, 1.111111044883728, 1.1111111640930176,
+        1.111154556274414),
+        SPANS=(1.9014341831207275, 1.6011297702789307, 3.6666669845581055, 8.000000953674316, 16.0, 31.999998092651367,
+        63.974998474121094), ZERO=127,
+    )  # fmt: skip
 
 
 @triton.jit
-def decode_of_scales(codes, CVT_LEVEL: tl.constexpr):
+def decode_of_scales(codes):
     """dynamic8 codes -> fp32, exact."""
     return lt.from_codebook(codes, VALUES=OF_SCALES_ELEMENT_VALUES, COUNT=256, HELD=False)
 
 
 @triton.jit
-def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
+def scales_of_scales(amax):
     """amax -> (scale, multiplier), by the reference's operations in the same order."""
     scale = lt.minimum(lt.divide_by(amax, OF_SCALES_ELEMENT_MAX), lt.F32_MAX)
     multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.rdiv(1.0, scale), lt.F32_MAX))
@@ -76,13 +50,13 @@ def scales_of_scales(amax, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def encode(x, CVT_LEVEL: tl.constexpr):
+def encode(x):
     """fp32 -> nf4 codes; rounded to nearest, ties to even; saturating."""
     return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F)
 
 
 @triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
+def decode(codes):
     """nf4 codes -> fp32, exact."""
     return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16, HELD=True)
 
@@ -92,17 +66,17 @@ def encode_scale(x, inside, CVT_LEVEL: tl.constexpr):
     """Scales of blocks -> (codes, scale, offset), with one scale of each super-block."""
     offset = lt.block_mean(x, inside, 1, 16)
     x = tl.where(inside, x - lt.spread(offset, x), 0.0)
-    scale, multiplier = scales_of_scales(lt.block_amax(x, 1, 16, CVT_LEVEL), CVT_LEVEL)
+    scale, multiplier = scales_of_scales(lt.block_amax(x, 1, 16, CVT_LEVEL))
     blocks = lt.to_blocks(x, 1, 16)
-    codes = encode_of_scales(lt.from_blocks(blocks * multiplier[:, None, :, None]), CVT_LEVEL)
+    codes = encode_of_scales(lt.from_blocks(blocks * multiplier[:, None, :, None]))
     return codes, scale, offset
 
 
 @triton.jit
-def decode_scale(stored, CVT_LEVEL: tl.constexpr):
+def decode_scale(stored):
     """Inverse of encode_scale: fp32."""
     codes, scale, offset = stored
-    return decode_of_scales(codes, CVT_LEVEL) * lt.spread(scale, codes) + lt.spread(offset, codes)
+    return decode_of_scales(codes) * lt.spread(scale, codes) + lt.spread(offset, codes)
 
 
 @triton.jit
@@ -123,9 +97,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
     inside = lt.blocks_inside(at, tile.shape[0], tile.shape[1], BLOCK=(1, 64))
     scale, multiplier = scales(block_amax, inside, opts.CVT_LEVEL)
     scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
-    lt.store_codes(
-        encode(scaled, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False
-    )
+    lt.store_codes(encode(scaled), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=False)
     lt.store_blocks(rowwise_scale, scale[0], at, opts.EVEN, BLOCK=(1, 64))
     lt.store_blocks(rowwise_super, scale[1], at, opts.EVEN, BLOCK=(1, 1024))
     lt.store_blocks(rowwise_offset, scale[2], at, opts.EVEN, BLOCK=(1, 1024))
@@ -136,7 +108,7 @@ def dequantize_tile(planes, amax, at, opts):
     """Dequantizes a tile of the planes of one source to fp32."""
     rowwise_data, rowwise_scale, rowwise_super, rowwise_offset = planes[0], planes[1], planes[2], planes[3]
     codebooks = planes[6]  # (256,) float32
-    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False), opts.CVT_LEVEL)
+    element = decode(lt.load_codes(rowwise_data, at, opts.TILE_M, opts.TILE_K, BITS=4, LOW_FIRST=False))
     codes = lt.looked_up(
         codebooks, lt.load_blocks(rowwise_scale, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 64)).to(tl.int32),
         FIRST=0, COUNT=256,
@@ -144,7 +116,7 @@ def dequantize_tile(planes, amax, at, opts):
     super = lt.load_blocks(rowwise_super, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     offset = lt.load_blocks(rowwise_offset, at, opts.TILE_M, opts.TILE_K, opts.EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     scale = (codes, super, offset)
-    return lt.scale_blocks(element, decode_scale(scale, opts.CVT_LEVEL), 1, 64)
+    return lt.scale_blocks(element, decode_scale(scale), 1, 64)
 
 
 KERNELS = Kernels(
@@ -152,11 +124,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=1, columns=1024, warps=1)},
     codebooks=reference.OF_SCALES_ELEMENT_VALUES,
 )

@@ -14,20 +14,15 @@ ELEMENT_MAX = tl.constexpr(6.0)
 SCALE_MAX = tl.constexpr(448.0)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 INVERSE_RANGE = tl.constexpr(0.00037202381645329297)  # fp32(1 / (6 * 448))
+decode = lt.from_e2m1
 encode_scale, decode_scale = lt.to_e4m3, lt.from_e4m3  # rounded to nearest, ties to even
 swizzled_index = lt.scales_of_128x4  # (rt a b) (ct c) -> rt ct b a c
 
 
 @triton.jit
-def encode(x, bits, CVT_LEVEL: tl.constexpr):
+def encode(x, bits):
     """fp32 -> e2m1 codes; rounded by random bits; saturating."""
     return lt.to_codes_by_chance(x, bits, MANTISSA=1, BIAS=1, SIGN_BIT=3, LAST=7, NAN=0x07)
-
-
-@triton.jit
-def decode(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact."""
-    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
 
 
 @triton.jit
@@ -54,10 +49,7 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
         scale, multiplier = scales(block_amax, tensor_amax, opts.CVT_LEVEL)
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=0)
-        lt.store_codes(
-            encode(scaled, bits, opts.CVT_LEVEL), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4,
-            LOW_FIRST=True,
-        )  # fmt: skip
+        lt.store_codes(encode(scaled, bits), rowwise_data, None, at, opts.EVEN, opts.CVT_LEVEL, BITS=4, LOW_FIRST=True)
         lt.store_blocks(rowwise_scale, scale, at, opts.EVEN, BLOCK=(1, 16))
         # orientations.rowwise.scale: zero-padded to multiples of 128 x 4
         lt.store_scales_expanded(scale, to_rowwise_scale, at, BLOCK=(1, 16), PER=(1, 16), PAD=(128, 4), SWIZZLE=SWIZZLE)
@@ -69,8 +61,8 @@ def quantize_tile(tile, source, shared, planes, buffers, at, opts):
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         bits = lt.random_bits(seed, at, tile.shape[0], tile.shape[1], STREAM=1)
         lt.store_codes(
-            encode(scaled, bits, opts.CVT_LEVEL), columnwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL,
-            BITS=4, LOW_FIRST=True,
+            encode(scaled, bits), columnwise_data, to_columnwise_data, at, opts.EVEN, opts.CVT_LEVEL, BITS=4,
+            LOW_FIRST=True,
         )  # fmt: skip
         lt.store_blocks(columnwise_scale, scale, at, opts.EVEN, BLOCK=(16, 1))
         # orientations.columnwise.scale: transposed, zero-padded to multiples of 128 x 4

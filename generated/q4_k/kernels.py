@@ -14,19 +14,9 @@ from .layout import LAYOUT
 OF_SCALES_ELEMENT_MAX = tl.constexpr(63.0)
 ELEMENT_MIN = tl.constexpr(0.0)
 ELEMENT_SPAN = tl.constexpr(15.0)  # from 0 to 15
+encode_of_scales, decode_of_scales = lt.to_uint6, lt.from_uint6  # rounded to nearest, ties to even
 encode_scale_of_scales, decode_scale_of_scales = lt.to_f16, lt.from_f16  # rounded to nearest, ties to even
-
-
-@triton.jit
-def encode_of_scales(x):
-    """fp32 -> uint6 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=6, LOWEST=0, FRACTION=0, NAN=0x3F, OFFSET=0)
-
-
-@triton.jit
-def decode_of_scales(codes):
-    """uint6 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=6, FRACTION=0, OFFSET=0)
+encode, decode = lt.to_uint4, lt.from_uint4  # rounded to nearest, ties to even
 
 
 @triton.jit
@@ -35,18 +25,6 @@ def scales_of_scales(amax):
     scale = encode_scale_of_scales(lt.minimum(lt.divide_by(amax, OF_SCALES_ELEMENT_MAX), lt.F32_MAX))
     divisor = tl.where(decode_scale_of_scales(scale) == 0, 1.0, decode_scale_of_scales(scale))
     return scale, divisor
-
-
-@triton.jit
-def encode(x):
-    """fp32 -> uint4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
-
-
-@triton.jit
-def decode(codes):
-    """uint4 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=0)
 
 
 @triton.jit
@@ -125,11 +103,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=1024, warps=2)},
     by_reference=reference.lay_out,  # values of rowwise_record lie in records, whose bits are joined by torch
 )

@@ -12,19 +12,8 @@ from . import reference
 from .layout import LAYOUT
 
 ELEMENT_HALF_RANGE = tl.constexpr(127.0)  # half the range from -127 to 127
+encode, decode = lt.to_int8, lt.from_int8  # rounded to nearest, ties to even
 encode_scale, decode_scale = lt.to_f16, lt.from_f16  # rounded to nearest, ties to even
-
-
-@triton.jit
-def encode(x):
-    """fp32 -> int8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
-
-
-@triton.jit
-def decode(codes):
-    """int8 codes -> fp32, exact."""
-    return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
 
 
 @triton.jit
@@ -62,11 +51,8 @@ KERNELS = Kernels(
     quantize_tile=quantize_tile,
     dequantize_tile=dequantize_tile,
     serves={"rowwise": ("rowwise",)},
-    # by the bytes of a value of x, and the sources that are written
-    quantize_sizes={
-        (2, "rowwise"): Tile(rows=4, columns=1024, warps=4),  # blocks lie along rows: long rows
-        (4, "rowwise"): Tile(rows=4, columns=1024, warps=4),
-    },
+    # by the bytes of a value of x, and the sources that are written; blocks lie along rows: long rows
+    quantize_sizes=dict.fromkeys(((2, "rowwise"), (4, "rowwise")), Tile(rows=4, columns=1024, warps=4)),
     dequantize_sizes={"rowwise": Tile(rows=4, columns=512, warps=2)},
     by_reference=reference.lay_out,  # values of rowwise_record lie in records, whose bits are joined by torch
 )

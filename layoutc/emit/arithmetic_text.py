@@ -11,6 +11,7 @@ from functools import cache
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, commented
 from layoutc.layout.layout import Level, Quantization
+from layoutc.plan import conversions
 from layoutc.plan.kernels import inputs_of, level_suffix
 from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, thresholds
 from layoutc.spec.rule_constants import CONSTANTS, constant
@@ -174,7 +175,9 @@ def _codec(what: str, fmt: Format, rounding: str, suffix: str) -> Lines:
     prefix, by_chance = f"{rule_text.prefix_of(suffix)}{what.upper()}", rounding == "stochastic"
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
     nan: dict[str, str | int] = {"nan": f"0x{fmt.nan_code:02X}"}
-    if fmt.values:
+    if named := _named(fmt, rounding):
+        made = f"codecs.{named}"
+    elif fmt.values:
         made = call("codecs.codebook", f"{prefix}_STEPS", f"{prefix}_CODES", f"{prefix}_VALUES", **nan)
     elif fmt.integer:
         nan |= {"fraction": fmt.fraction} if fmt.fraction else {}
@@ -193,6 +196,12 @@ def _codec(what: str, fmt: Format, rounding: str, suffix: str) -> Lines:
     doc = f"{fmt.name}, {rule_text.ROUNDED[rounding]}" + ("" if fmt.nan or fmt.is_wide else "; no NaN: the largest")
     of = f"{'' if what == 'element' else f'_{what}'}{suffix}"
     return commented(f"encode{of}, decode{of} = {made}", doc, LONGEST)
+
+
+def _named(fmt: Format, rounding: str) -> str:
+    """The name by which the runtime has a format whose tables no reference then states; or "" for others."""
+    names = conversions.named(fmt, rounding)
+    return names.codec if names else ""
 
 
 def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
@@ -219,7 +228,7 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
             add(f"{kind}_CODES", table_of_codebook_codes(fmt), "by ascending value")
             if not by_formula:
                 add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
-        if fmt.values:
+        if fmt.values or _named(fmt, rounding):
             continue
         if by_chance and not fmt.integer:
             add(f"{kind}_MAGNITUDES", table_of_magnitudes(fmt), "without a sign, ascending")

@@ -62,8 +62,13 @@ def wrapped(lines: Lines, width: int) -> Lines:
         if short or not (line.endswith(")") and balanced(arguments)):
             broken.append(line)
             continue
-        whole = re.sub(r"\([^()]*\)", lambda one: one[0].replace(" ", "\0"), f"{arguments},")  # stays on one line
-        filled = textwrap.wrap(whole, width - len(start) - 4, break_long_words=False, break_on_hyphens=False)
+        room = width - len(start) - 4
+        kept = rf"\([^()]{{,{room // 2}}}\)"  # of these, each stays on one line
+        whole = re.sub(kept, lambda one: one[0].replace(" ", "\0"), f"{arguments},")
+        parts = re.split(rf" (?=\w+=\([^()]{{{room // 2 + 1},}}\))", whole)  # a longer one begins on a new line
+        filled = [
+            one for part in parts for one in textwrap.wrap(part, room, break_long_words=False, break_on_hyphens=False)
+        ]
         inner = (f"{start}    {one}".replace("\0", " ") for one in filled)
         broken += [line[: opened + 1], *inner, f"{start})  # fmt: skip"]
     return tuple(broken)

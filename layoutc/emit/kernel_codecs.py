@@ -85,10 +85,15 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps:
             called = f"{', '.join(pair)} = lt.{names.encode}, lt.{names.decode}"
             unleveled = frozenset(name for name, takes in zip(pair, names.levels, strict=True) if not takes)
             codecs.append(Alias(f"{called}  # {rule_text.ROUNDED[rounding]}", unleveled))
-        elif what:
-            codecs += _codec(own, fmt, f"{prefix}{kind}", rounding)
+            continue
+        of_element = (False, None) if what else (only_software, steps)
+        encode, decode = _codec(own, fmt, f"{prefix}{kind}", rounding, *of_element)
+        codecs.append(encode)
+        if (names := conversions.named(fmt, "nearest")) is not None:  # codes mean the same, however rounded
+            unleveled = frozenset[str]() if names.levels[1] else frozenset([decode.name])
+            codecs.append(Alias(f"{decode.name} = lt.{names.decode}", unleveled))
         else:
-            codecs += _codec(own, fmt, f"{prefix}{kind}", rounding, only_software, steps)
+            codecs.append(decode)
     return codecs
 
 

@@ -43,6 +43,7 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
     """The text of a recipe's kernels. `header`: the first lines of each of its files."""
     aliases, functions = kernel_codecs.functions(kernels)
     functions, tiles = _leveled(aliases, functions, tile_functions(kernels))
+    functions = tuple(replace(one, body=wrapped(one.body, WIDTH)) for one in functions)
     tiles = tuple(replace(one, body=wrapped(tuple(map(_of_options, one.body)), WIDTH)) for one in tiles)
     bodies = (*(one.body for one in functions), *(one.body for one in tiles))
     words = "\n".join(line for body in bodies for line in body)
@@ -65,15 +66,19 @@ def _leveled(
 ) -> tuple[tuple[Function, ...], tuple[TileFunction, ...]]:
     """Functions that take a conversion level only where they read it, and what calls them so."""
     passed = {name for tile in tiles for name in re.findall(r"CODE=(\w+)", " ".join(tile.body))}  # with a level
-    unread, known = {name for one in aliases for name in one.unleveled}, set[str]()
-    while unread - known:
-        known = set(unread)
+    known, unread = set[str](), {name for one in aliases for name in one.unleveled} | _unreading(functions)
+    while unread := unread - passed - known:
+        known |= unread
         functions = tuple(replace(one, body=_without_level(one.body, known)) for one in functions)
         tiles = tuple(replace(one, body=_without_level(one.body, known)) for one in tiles)
-        unread |= {one.name for one in functions if _LEVEL in one.signature and "CVT_LEVEL" not in str(one.body)}
-        unread -= passed
+        unread = _unreading(functions)
     own = (replace(one, signature=one.signature.replace(_LEVEL, "")) if one.name in known else one for one in functions)
     return tuple(own), tiles
+
+
+def _unreading(functions: tuple[Function, ...]) -> set[str]:
+    """Names of functions that take a conversion level and do not read it."""
+    return {one.name for one in functions if _LEVEL in one.signature and "CVT_LEVEL" not in str(one.body)}
 
 
 def _without_level(lines: Lines, names: Collection[str]) -> Lines:
@@ -165,8 +170,14 @@ def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
 def _quantize_facts(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
     """Lines of arguments with the tiles of launches that quantize."""
     names = [source.source.name for source in kernels.sources]
-    lines = ["# by the bytes of a value of x, and the sources that are written", "quantize_sizes={"]
-    lines += [*_tiles(names, quantize.tiles), "},"]
+    lines = ["# by the bytes of a value of x, and the sources that are written"]
+    if len({_tile(tile) for _, _, tile in quantize.tiles}) == 1 and len(names) == 1:
+        *_, tile = quantize.tiles[0]
+        keys = ", ".join(f'({size}, "{names[0]}")' for size, *_ in quantize.tiles)
+        lines[0] += f"; {tile.reason}" if tile.reason else ""
+        lines.append(f"quantize_sizes=dict.fromkeys(({keys}), {_tile(tile)}),")
+    else:
+        lines += ["quantize_sizes={", *_tiles(names, quantize.tiles), "},"]
     if not quantize.fused:
         return tuple(lines)
     same = {(size, flags, _tile(tile)) for size, flags, tile in quantize.tiles}

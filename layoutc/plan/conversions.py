@@ -67,12 +67,14 @@ class Named:
     """The functions of a format that the runtime has by its name, which choose the way themselves.
 
     levels: whether the two take the level of the card's conversions, which decides. over: 1 / decoded, of exponents.
+    codec: the two in torch, of formats that torch does not have.
     """
 
     encode: str
     decode: str
-    levels: tuple[bool, bool]
+    levels: tuple[bool, bool] = (False, False)
     over: str = ""
+    codec: str = ""
 
 
 # Formats that cards cast to, by torch dtype: Triton's dtype, and the code that the card gives NaN.
@@ -87,14 +89,19 @@ _INSTRUCTIONS = {
     (_E8M0, "up"): "convert_up_to_e8m0",
 }
 _NAMED = {
-    (E2M1, "nearest"): Named("to_e2m1", "from_e2m1", (True, True)),
-    (_E8M0, "up"): Named("up_to_e8m0", "from_e8m0", (True, False), "over_e8m0"),
+    (E2M1, "nearest"): Named("to_e2m1", "from_e2m1", (True, True), codec="E2M1"),
+    (_E8M0, "up"): Named("up_to_e8m0", "from_e8m0", (True, False), "over_e8m0", codec="UP_TO_E8M0"),
+    (_E8M0, "nearest"): Named("to_e8m0", "from_e8m0", over="over_e8m0", codec="E8M0"),
+    (Format("", integer=4, offset=0), "nearest"): Named("to_uint4", "from_uint4"),
+    (Format("", integer=4, offset=8), "nearest"): Named("to_int4_offset", "from_int4_offset"),
+    (Format("", integer=6, offset=0), "nearest"): Named("to_uint6", "from_uint6"),
+    (Format("", integer=8, symmetric=True), "nearest"): Named("to_int8", "from_int8"),
 }
 _NAMED_BY_TORCH = {
     "float8_e4m3fn": Named("to_e4m3", "from_e4m3", (True, True)),
     "float8_e5m2": Named("to_e5m2", "from_e5m2", (True, True)),
-    "bfloat16": Named("to_bf16", "from_bf16", (False, False)),
-    "float16": Named("to_f16", "from_f16", (False, False)),
+    "bfloat16": Named("to_bf16", "from_bf16"),
+    "float16": Named("to_f16", "from_f16"),
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
 LARGEST_HELD = 16  # values of elements that programs hold; longer codebooks are looked up in memory

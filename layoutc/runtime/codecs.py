@@ -69,6 +69,17 @@ def integer_by_chance(bits: int, lowest: int, nan: int, fraction: int = 0, offse
     return encode, partial(numerics.from_integer_codes, bits=bits, fraction=fraction, offset=offset)
 
 
+# Formats that torch does not have and most recipes share, by their names. A format without NaN gets its largest.
+_POWERS = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code of e8m0
+_ABOVE_POWERS = (5.877473155409902e-39, *(2.0**e * (1 + 2**-23) for e in range(-126, 127)))
+_BETWEEN_POWERS = (8.81620903246562e-39, *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)))
+_OF_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BETWEEN_E2M1 = (0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158)
+E2M1 = table(_BETWEEN_E2M1, (*_OF_E2M1, *(-value for value in _OF_E2M1)), 3, nan=0x07)
+E8M0 = table(_BETWEEN_POWERS, _POWERS, None, nan=0xFF)
+UP_TO_E8M0 = table(_ABOVE_POWERS, _POWERS, None, nan=0xFF)
+
+
 def gemm_order(parts: Sequence[Sequence[int]], order: Sequence[int], transposed: Collection[str] = ()) -> GemmOrder:
     """Functions that put scales (free axis, contraction axis) into the order, 1-D; undo that; and order an
     orientation's, among buffers.

@@ -33,9 +33,9 @@ TABLE = r"    LAYOUT, REFERENCE = LAYOUT, reference\n"
 OWN = r"\g<0>    HANDLERS = Recipe.HANDLERS | "  # of the class
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
 MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
-    "a tie goes to the odd code": ("nvfp4", "reference.py", r"\b0\.75,", "0.7500000596046448,", ("encode",)),
-    "a threshold is one code late": ("nvfp4", "reference.py", r"\b3\.5,", "3.6,", ("encode", "quantize")),
-    "a code means another number": ("nvfp4", "reference.py", r"-3\.0,", "-2.5,", ("decode",)),
+    "a tie goes to the odd code": ("mxfp6_e2m3", "reference.py", r"\b0\.1875,", "0.18750001490116119,", ("encode",)),
+    "a threshold is one code late": ("mxfp6_e2m3", "reference.py", r"\b6\.75,", "6.9,", ("encode", "quantize")),
+    "a code means another number": ("mxfp6_e2m3", "reference.py", r"-3\.0,", "-2.5,", ("decode",)),
     "nibbles swapped in the plane": (
         "nvfp4",
         "reference.py",
@@ -50,7 +50,13 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         r"\1False",
         ("index-maps", "buffers"),
     ),
-    "a scale rounds up too late": ("mxfp8", "reference.py", r"\(1 \+ 2\*\*-23\)", "(1 + 2**-20)", ("scales",)),
+    "a scale rounds up too late": (
+        "mxfp8",
+        "reference.py",
+        r"codecs\.UP_TO_E8M0",
+        "lambda x: codecs.UP_TO_E8M0[0](x / (1 + 2**-20)), codecs.UP_TO_E8M0[1]",
+        ("scales",),
+    ),
     "a constant is off": (
         "nvfp4",
         "reference.py",

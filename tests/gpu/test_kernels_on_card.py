@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -34,22 +35,27 @@ def part(name: str, module: str) -> ModuleType:
 
 
 @triton.jit
-def apply_kernel(x, one, out, FUNCTION: tl.constexpr, CVT_LEVEL: tl.constexpr, TILE: tl.constexpr):
-    """FUNCTION of x * 1, one code in a byte; as in a kernel, what it is given comes out of an operation."""
+def apply_kernel(x, one, out, FUNCTION: tl.constexpr, LEVEL: tl.constexpr, TILE: tl.constexpr):
+    """FUNCTION of x * 1, one code in a byte; as in a kernel, what it is given comes out of an operation.
+
+    LEVEL: that of conversions; None for a function that takes none.
+    """
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = tl.load(x + i) * tl.load(one)
-    tl.store(out + i, FUNCTION(values, CVT_LEVEL).to(tl.uint8))
+    codes = FUNCTION(values) if LEVEL is None else FUNCTION(values, LEVEL)
+    tl.store(out + i, codes.to(tl.uint8))
 
 
-def every_fp32(function: object, reference: object, hardware: int, signs: int) -> None:
+def every_fp32(function: Any, reference: Any, hardware: int, signs: int) -> None:
     """All bit patterns, or all without a sign."""
+    level = hardware if "CVT_LEVEL" in function.arg_names else None
     one, out = torch.ones(1, device="cuda"), torch.empty(CHUNK, dtype=torch.uint8, device="cuda")
     steps = torch.arange(CHUNK, dtype=torch.int32, device="cuda")
     for start in range(0, signs << 31, CHUNK):
         x = (steps + (start - (1 << 32) if start >= 1 << 31 else start)).view(torch.float32)
         out.fill_(0x5A)
-        apply_kernel[(CHUNK // 1024,)](x, one, out, function, hardware, 1024, enable_fp_fusion=False)
-        wrong = (out != reference(x)).nonzero()  # type: ignore[operator]
+        apply_kernel[(CHUNK // 1024,)](x, one, out, function, level, 1024, enable_fp_fusion=False)
+        wrong = (out != reference(x)).nonzero()
         assert not len(wrong), (hex(start), x[wrong[:4, 0]].tolist(), out[wrong[:4, 0]].tolist())
 
 

@@ -97,7 +97,7 @@ def test_codes_that_count_up_need_no_table(count: int, first: int) -> None:
 @triton.jit
 def as_the_recipe(x, codebooks, out, ENCODE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
-    tl.store(out + at, ENCODE(tl.load(x + at), codebooks, 0))
+    tl.store(out + at, ENCODE(tl.load(x + at), codebooks))
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["held by programs", "in memory"])

@@ -16,9 +16,11 @@ from layoutc.runtime.triton.codes import (
     cast_to_codes,
     from_codes,
     from_exponents,
+    from_integer_codes,
     over_exponents,
     to_codes,
     to_exponents,
+    to_integer_codes,
     to_small_codes,
 )
 from layoutc.runtime.triton.tiles import pack
@@ -144,6 +146,12 @@ def up_to_e8m0(x, CVT_LEVEL: tl.constexpr):
 
 
 @triton.jit
+def to_e8m0(x):
+    """Non-negative fp32 -> e8m0 codes, int32: rounded to the nearest power of two, ties to even, saturating."""
+    return to_exponents(x, BIAS=127, LAST=254, NAN=0xFF, ROUNDING="nearest")
+
+
+@triton.jit
 def from_e8m0(codes):
     """e8m0 codes -> fp32, exact."""
     return from_exponents(codes, BIAS=127, NAN_FROM=255)
@@ -177,6 +185,54 @@ def to_f16(x):
 def from_f16(bits):
     """The bits of fp16 -> fp32, exact."""
     return from_codes(bits, MANTISSA=10, BIAS=15, SIGN_BIT=15, INF_FROM=0x7C00, NAN_FROM=0x7C01)
+
+
+@triton.jit
+def to_uint4(x):
+    """fp32 -> codes 0 to 15 for 0 to 15, int32: to nearest even, saturating; NaN gives the largest."""
+    return to_integer_codes(x, BITS=4, LOWEST=0, FRACTION=0, NAN=0x0F, OFFSET=0)
+
+
+@triton.jit
+def from_uint4(codes):
+    """Inverse of to_uint4."""
+    return from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=0)
+
+
+@triton.jit
+def to_int4_offset(x):
+    """fp32 -> codes 0 to 15 for -8 to 7, int32: to nearest even, saturating; NaN gives the largest."""
+    return to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=0x0F, OFFSET=8)
+
+
+@triton.jit
+def from_int4_offset(codes):
+    """Inverse of to_int4_offset."""
+    return from_integer_codes(codes, BITS=4, FRACTION=0, OFFSET=8)
+
+
+@triton.jit
+def to_uint6(x):
+    """fp32 -> codes 0 to 63 for 0 to 63, int32: to nearest even, saturating; NaN gives the largest."""
+    return to_integer_codes(x, BITS=6, LOWEST=0, FRACTION=0, NAN=0x3F, OFFSET=0)
+
+
+@triton.jit
+def from_uint6(codes):
+    """Inverse of to_uint6."""
+    return from_integer_codes(codes, BITS=6, FRACTION=0, OFFSET=0)
+
+
+@triton.jit
+def to_int8(x):
+    """fp32 -> codes in two's complement of -127 to 127, int32: to nearest even, saturating; NaN gives the largest."""
+    return to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=0x7F)
+
+
+@triton.jit
+def from_int8(codes):
+    """Inverse of to_int8."""
+    return from_integer_codes(codes, BITS=8, FRACTION=0)
 
 
 # -------------------------------------------------------- conversions, and the arithmetic that must give the same codes
