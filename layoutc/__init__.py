@@ -1,6 +1,6 @@
-"""layoutc: from one layout spec to a quantized weight that shards, gathers and trains under PyTorch FSDP2.
+"""layoutc compiles a layout spec into a quantized weight that shards, gathers and trains under PyTorch FSDP2.
 
-The compiler does not need torch, and importing this package does not import it; the runtime is imported at first use.
+The compiler does not need torch, and `import layoutc` does not import it. The runtime is imported at first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checkpoints of models with quantized weights: saved and loaded whole, checked, converted, listed.
+"""Saves, loads, checks, converts and lists checkpoints of models with quantized weights.
 
-It builds on torch.distributed.checkpoint, whose own functions work too. It adds that a folder is either complete or not
-there, that every byte is checked before a live model is written, and that precisions may differ.
+It builds on torch.distributed.checkpoint, whose own functions work too. On top of that, a folder is either complete or
+absent, every byte is checked before a live model is written, and precisions may differ.
 """
 
 from layoutc.checkpoint.as_stored import quantize_as_stored as quantize_as_stored

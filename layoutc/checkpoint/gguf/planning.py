@@ -33,8 +33,8 @@ _OF_OTHER_PARTS = re.compile(r"(v|a|mm)\.|blk\.\d+\.nextn\.")  # encoders of ima
 
 
 class LoadedGguf(NamedTuple):
-    """What a load did beyond copying: names of the model that it found nothing for, names of the file that the model
-    does not have, and parameters whose values were dequantized, since they are plain."""
+    """The result of `load_gguf`: names of the model that the file lacks, names of the file that the model lacks, and
+    plain parameters whose values were dequantized."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

@@ -28,7 +28,7 @@ Rename = Callable[[str], str]
 
 
 class Loaded(NamedTuple):
-    """Names of the model that a load found nothing for, and names of the files that the model does not have."""
+    """The result of `load_safetensors`: names of the model that the files lack, and names that the model lacks."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

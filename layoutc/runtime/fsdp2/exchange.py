@@ -315,11 +315,11 @@ def _codes_of(name: str, reduced: Sequence[Reduced], recipe: Recipe | None) -> C
 
 
 class ExplainedReduction(NamedTuple):
-    """How the gradients of the parameters travel that FSDP2 gathers together.
+    """How the gradients of a parameter group travel.
 
-    name: of their module; "": the root. into: the dtype of sums. way: "reduce-scatter", FSDP2's own, with `reason`
-    where an exchange was asked for and is not possible; "exchange", of gradients as they are; or the recipe's name.
-    sends: bytes that a rank sends others in a step. keeps: bytes that error feedback takes on each rank.
+    name: its module's name; "" is the root. into: the dtype of sums. way: "reduce-scatter", FSDP2's own, with a
+    `reason` if an exchange was asked for and is impossible; "exchange", unquantized; or the recipe's name.
+    sends: the bytes that a rank sends in a step. keeps: the bytes of error feedback on each rank.
     """
 
     name: str

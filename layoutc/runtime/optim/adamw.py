@@ -53,7 +53,7 @@ class AdamW(ByRule):
         least: int = 4096,
         seed: int = 0,
     ) -> None:
-        """`params`: as for torch.optim.AdamW, also groups and named parameters. seed: of random bits, 32 bits.
+        """`params`: as for torch.optim.AdamW, also groups and named parameters. seed: 32 bits, for the random bits.
 
         Raises ValueError for options out of range, and LayoutError for shards whose cuts would split blocks of moments.
         """

@@ -106,7 +106,7 @@ class ByRule(MasterWeights):
             state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
 
     def explain(self) -> list[Held]:
-        """What is held of each parameter on this rank, and whether its launch writes the weight's codes, or why not."""
+        """What this rank holds of each parameter, and whether its launch writes the weight's codes, or why not."""
         found = []
         for entry in self._entries():
             state, local, master = self.inner.state.get(entry.stepped, {}), entry.local, local_of(entry.stepped)

@@ -29,8 +29,8 @@ _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 class ExplainedProduct(NamedTuple):
     """One product of one weight.
 
-    kernel: the kinds of scales that scaled_mm, or scaled_grouped_mm for weights of experts, reads; "" if it is not
-    called. own_mode: the weight's own choice, which `layoutc.set_products_` has set; None: it follows the mode of all.
+    kernel: the kinds of scales that scaled_mm reads, or scaled_grouped_mm for weights of experts; "" without a kernel.
+    own_mode: the per-weight override of `layoutc.set_products_`; None: the weight follows the mode of all.
     """
 
     name: str

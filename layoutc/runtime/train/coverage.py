@@ -47,18 +47,18 @@ class CoveredParameter:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What `coverage` found: a row for each parameter, in the model's order."""
+    """The result of `coverage`: a row for each parameter, in the model's order."""
 
     rows: tuple[CoveredParameter, ...]
 
     @property
     def elements(self) -> int:
-        """The elements of all linear layers and experts."""
+        """The number of elements in all linear layers and experts."""
         return sum(row.elements for row in self.rows if row.is_weight)
 
     @property
     def quantized(self) -> int:
-        """How many of those are quantized, or are when they are gathered."""
+        """How many of these are quantized, or cast on gather."""
         return sum(row.elements for row in self.rows if row.is_weight and row.kind != "plain")
 
     @property

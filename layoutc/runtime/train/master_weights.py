@@ -88,7 +88,7 @@ class MasterWeights(FollowsParameters):
         self._step_masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As Optimizer.add_param_group. Makes masters for the new parameters."""
+        """Adds a group, as Optimizer.add_param_group does, and makes masters for its parameters."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
@@ -103,8 +103,8 @@ class MasterWeights(FollowsParameters):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the inner optimizer on the masters, then rewrites every parameter that has a gradient from its master.
 
-        Collective: every rank steps with the same parameters. Parameters of a group whose learning rate is 0 are not
-        written. closure: called once, before the step; its result is returned. Raises LayoutError as the class says,
+        Collective: every rank steps with the same parameters. A group with the learning rate 0 is not written.
+        closure: called once, before the step; its result is returned. Raises LayoutError as the class says, and
         TypeError for inner optimizers that need a closure (LBFGS, SAM).
         """
         loss = None
@@ -166,9 +166,9 @@ class MasterWeights(FollowsParameters):
     @left_by_compilers
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rewrites every weight from its master, after something else has written into what `masters()` gave.
+        """Rewrites every weight from its master, after something else has written the masters of `masters()`.
 
-        Collective, as a step is, and raises as one. What was written into weights since the last step is lost.
+        Collective, like a step, and raises the same. Values written into weights since the last step are lost.
         """
         self._follow()
         self._check_kinds()
@@ -181,14 +181,14 @@ class MasterWeights(FollowsParameters):
             entry.stamp = stamp(entry.param)
 
     def state_dict(self) -> dict[str, Any]:
-        """As Optimizer.state_dict, of the parameters that the groups hold now."""
+        """Returns what Optimizer.state_dict does, for the parameters that the groups hold now."""
         self._follow()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
-        Parameters are not touched: they belong to the model's state. Raises ValueError, before anything is changed, if
+        It leaves parameters alone: they belong to the model's state. Raises ValueError, before anything is changed, if
         groups or parameters do not match.
         """
         self._follow()
@@ -215,10 +215,10 @@ class MasterWeights(FollowsParameters):
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
-        """Each parameter, in the order of the groups -> its fp32 master, sharded as it is. For averages and exports.
+        """Maps each parameter, in group order, to its fp32 master, sharded alike. For averages and exports.
 
-        A parameter that is its own master (it is fp32, or does not train) maps to itself. These are what is stepped:
-        call `write_back` after writing into them. Weights written since the last step become masters first.
+        A parameter that is its own master (it is fp32, or does not train) maps to itself. Steps use these tensors:
+        call `write_back` after you write into them. Weights written since the last step become masters first.
         """
         if not self._loaded:
             self._refresh_masters()
