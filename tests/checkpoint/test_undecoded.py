@@ -254,6 +254,7 @@ def test_columns_in_another_order_are_refused(order: Tensor, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("order", [index(0, 1), index(-1, -1)], ids=["in_order", "unset"])
 def test_an_index_in_order_or_of_minus_1_alone_says_nothing(order: Tensor, tmp_path: Path) -> None:
+    """And is written back as it was, with the folder as a source."""
     torch.manual_seed(0)
     path = two_groups(tmp_path / "in", order)
     model = nn.ModuleDict({"a": nn.Linear(256, 128, bias=False), "norm": nn.RMSNorm(128)})
@@ -264,6 +265,14 @@ def test_an_index_in_order_or_of_minus_1_alone_says_nothing(order: Tensor, tmp_p
     values = numbers * torch.tensor([1.0, 2.0]).repeat_interleave(128)
     assert torch.equal(model["a"].weight, values)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], values)
+    quantize_as_stored(model, path)
+    load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "exported", files="compressed_tensors", source=path)
+    convert_safetensors(path, tmp_path / "converted", files="int4_packed128/compressed_tensors")
+    for name in ("exported", "converted"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == load_file(path / "model.safetensors").keys()
+        assert torch.equal(found["a.weight_g_idx"], order)
 
 
 @pytest.mark.parametrize("locations", [["weight_input", "input"], ["output"], ["weight_input", "weight_output"], []])

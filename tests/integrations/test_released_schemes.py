@@ -675,20 +675,27 @@ def test_auto_rounds_own_format_is_that_of_the_program_whose_tensors_it_has(
 
 
 def test_auto_rounds_own_format_is_written_back(tmp_path: Path) -> None:
-    """GPTQ's tensors under its config: the values of GPTQ's definition, and the config as it was."""
+    """GPTQ's tensors but for g_idx, under its config: the values of GPTQ's definition, by an export, a conversion and a
+    stream that add nothing; and with g_idx where no source says that files lack it."""
+    from safetensors.torch import save_file
+
     config = of_auto_round("auto_gptq", block_name_to_quantize="layers")
-    path, model = tmp_path / "in", Mlp(HALF)
-    older_folder(path, "unused.json", {}, gptq)
-    (path / "unused.json").unlink()
+    path, model, tensors = tmp_path / "in", Mlp(HALF), gptq(dict(Mlp(HALF).state_dict()))[0]
+    path.mkdir()
+    save_file({name: one for name, one in tensors.items() if "g_idx" not in name}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
     assert set(quantize_as_stored(model, path).values()) == {"gptq"}
     assert load_safetensors(model, path) == ((), ())
-    tensors = tensors_in(path)
     for name, param in model.named_parameters():
         if isinstance(param, QuantizedTensor):
             assert torch.equal(param.dequantize(HALF), gptq_values(tensors, name))
     export_safetensors(model, tmp_path / "out", files="gptq", source=path)
+    convert_safetensors(path, tmp_path / "same", files="gptq/gptq")
     assert same_files(path, tmp_path / "out")
+    assert same_files(path, tmp_path / "same")
+    assert {name for name, _ in stream_export(model, files="gptq", source=path)} == tensors_in(path).keys()
+    export_safetensors(model, tmp_path / "alone", files="gptq")
+    assert tensors_in(tmp_path / "alone").keys() == tensors.keys()
 
 
 def test_metas_fp8_of_fbgemm_is_loaded_and_written_back(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from layoutc.checkpoint.common.narrowing import warn_of
+from layoutc.checkpoint.held.stated import ORDER
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -92,7 +93,7 @@ def rest_of(
     plain = {name for name, one in source.items() if one.dtype in ("F32", "BF16", "F16")}
     made_plain = {_module(one.name) for one in weights if one.bound is None and one.name not in plain}
     above = {prefix for module in modules for prefix in _prefixes(module)}
-    stated = {tensor_name(pattern, part) for of, part in parts for pattern in of.ignored}
+    stated = {tensor_name(pattern, part) for of, part in parts for pattern in (*of.ignored, ORDER)}
     kept, others = list[str](), list[str]()
     for name in source:
         module = _module(name)

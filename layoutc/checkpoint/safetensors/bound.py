@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -38,11 +38,13 @@ def held(
     bound: Bound,
     texts: Mapping[str, bytes] = NO_TEXTS,
     like: Mapping[str, Stored] = NO_TENSORS,
+    following: Container[str] | None = None,
 ) -> tuple[Held, ...]:
     """The tensors that files hold by this binding for a weight of this name and shape.
 
     texts, like: texts and tensors of files that the weight was read from, by name: what texts say is kept, and so are
-    narrower dtypes of planes, and the dims of single values. Raises LayoutError if its rows can't be cut into the
+    narrower dtypes of planes, and the dims of single values. following: the names of tensors there that follow from
+    shapes, which some programs leave out; None: all are written. Raises LayoutError if its rows can't be cut into the
     parts, or its values into the dims, that the binding says; and for files that have codes of a plane's values which
     the binding does not say how to make.
     """
@@ -74,6 +76,8 @@ def held(
             one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes, joined=group)
             tensors += with_codes(one, parameter, prod(in_file.shape))
         for follows in stated(binding, parameter, each, shape[-1]):
+            if following is not None and follows.name not in following:
+                continue
             facts = follows.facts
             if follows.text is not None:
                 facts = Facts((follows.most(texts.get(follows.name)),), facts.dtype)

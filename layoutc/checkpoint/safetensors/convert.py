@@ -309,14 +309,15 @@ def _weight(
         like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items() if not one.meanings}
     if not same:  # the dims of a single value are the program's own
         like = {tensor: one._replace(shape=(0,)) for tensor, one in like.items()}
-    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, like)
+    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, like, kept.following if kept else None)
     planned = tuple(Planned(one.name, one.facts, one.may_be_shorter) for one in tensors)
     return Job(name, source, into, planned, tensors, kept)
 
 
 def _beside(contents: Contents, found: Mapping[str, Found]) -> set[str]:
-    """Scales of activations and the like, of a folder that has weights quantized."""
+    """Scales of activations and the like, of a folder that has weights quantized, and the order of their columns."""
     unread = {name for weight in found.values() for name in weight.unread}
+    unread |= {one.name for weight in found.values() for one, _ in weight.stated if one.may_be_unset}
     return {name for name in contents.tensors if found and (name in unread or OF_ACTIVATIONS.search(name))}
 
 

@@ -225,7 +225,9 @@ def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple
 
 def _as_kept(name: str, value: Tensor, one: Bound, kept: KeptIn | None) -> tuple[Held, ...]:
     shape = tuple(value.shape)
-    return held(name, shape, kept.found.bound, kept.texts, kept.like) if kept else held(name, shape, one)
+    if kept is None:
+        return held(name, shape, one)
+    return held(name, shape, kept.found.bound, kept.texts, kept.like, kept.following)
 
 
 def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[list[Item], list[str]]:

@@ -37,6 +37,11 @@ class KeptIn(NamedTuple):
             for stored, _ in one.parts
         }
 
+    @property
+    def following(self) -> frozenset[str]:
+        """The names of tensors that follow from its shape, of those that the files have."""
+        return frozenset(one.name for one, _ in self.found.stated)
+
     def too_wide(self, planes: Mapping[str, Tensor] | None) -> frozenset[str]:
         """The planes that have values here which the dtypes of the files don't hold. None: values are not known yet,
         and may be any."""
