@@ -70,9 +70,18 @@ def model_of(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------- compressed-tensors
-def compressed(model: Any, folder: Path, preset: str, kv: bool = False, joined: bool = False, **changed: Any) -> None:
+def compressed(
+    model: Any,
+    folder: Path,
+    preset: str,
+    kv: bool = False,
+    joined: bool = False,
+    alone: bool = False,
+    **changed: Any,
+) -> None:
     """As llm-compressor saves: a scheme applied, scales of the weights' extremes, compressed in place. kv: also scales
-    of keys and values. joined: one global scale for weights that vLLM joins. changed: arguments of the weights' scheme.
+    of keys and values. joined: one global scale for weights that vLLM joins. alone: activations are as they were, for
+    which it has a format of another name. changed: arguments of the weights' scheme.
     """
     from compressed_tensors.compressors.model_compressors.model_compressor import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
@@ -83,6 +92,7 @@ def compressed(model: Any, folder: Path, preset: str, kv: bool = False, joined: 
     except KeyError:
         pytest.skip(f"compressed-tensors {version('compressed-tensors')} has no {preset}")
     scheme.weights = by = scheme.weights.model_copy(update=changed)
+    scheme.input_activations = None if alone else scheme.input_activations
     cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}} if kv else {}
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], **cache))
     for name, module in model.named_modules():
@@ -375,6 +385,8 @@ ROWS = (
     ct("FP8_DYNAMIC", "fp8_channel_bf16", "fp8_rowwise", name="FP8_DYNAMIC, with FP8 keys and values", kv=True),
     ct("FP8_DYNAMIC", "fp8_rowwise", name="FP8_DYNAMIC, fp32 scales", dtype=torch.float32),
     ct("FP8_DYNAMIC", "fp8_rowwise", name="FP8_DYNAMIC, fp16 scales", dtype=torch.float16),
+    ct("FP8_DYNAMIC", "fp8_channel_bf16", "fp8_rowwise", name="FP8, weights alone, a scale each row", alone=True),
+    ct("FP8", "fp8_current", "fp8_current/modelopt", name="FP8, weights alone", alone=True),
     ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek"),
     ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek", name="FP8_BLOCK, fp32 scales", dtype=torch.float32),
     ct("FP8_BLOCK", "fp8_block", "fp8_block/deepseek", name="FP8_BLOCK, fp16 scales", dtype=torch.float16),

@@ -635,19 +635,46 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
             {"quantization_config": short},
             {"compression_config": config},
             {"model_type": "some_vl", "text_config": {"hidden_size": 256, "quantization_config": config}},
+            {"quantization_config": config, "text_config": {"hidden_size": 256, "quantization_config": config}},
         )
     ):
         folder = with_config(path, tmp_path / str(i), one)
         check_values("block_bf16", path, loaded(folder))
         convert_safetensors(folder, tmp_path / f"plain{i}", dtype=torch.bfloat16)
-        left = (tmp_path / f"plain{i}" / "config.json").read_text() if i == 3 else ""
+        left = (tmp_path / f"plain{i}" / "config.json").read_text() if i >= 3 else ""
         assert "quantization_config" not in left
+        export_safetensors(loaded(folder), tmp_path / f"same{i}", files="deepseek", source=folder)
+        assert i == 2 or json.loads((tmp_path / f"same{i}" / "config.json").read_text()) == one  # 2: under today's key
     for written, kind in (
         ({"quant_method": "AWQ", "w_bit": 4, "q_group_size": 128, "version": "GEMM", "zero_point": True}, "awq"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "GPTQ", "desc_act": False}, "gptq"),
     ):
         labels = [one.label for one in recognize.recognized(written, recognize.installed())]
         assert labels == [f"{kind}/{kind}", f"{kind}/{kind}, scales of other dtypes"]
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # by which transformers goes, whatever the method is
+    for written, label in (
+        (nf4, "nf4_bitsandbytes/bitsandbytes"),
+        (nf4 | {"quant_method": "bitsandbytes_4bit"}, "nf4_bitsandbytes/bitsandbytes"),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "nvfp4_modelopt/modelopt"),  # as vLLM has its name
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "fp8_current/modelopt"),
+    ):
+        assert recognize.recognized(written, recognize.installed())[0].label == label
+    for written in ({"load_in_8bit": True}, nf4 | {"bnb_4bit_quant_type": "int4"}):
+        assert not recognize.recognized(written, recognize.installed())
+
+
+def test_a_config_without_a_method_is_written_back_as_it_is(tmp_path: Path) -> None:
+    """bitsandbytes' first ones have none, and their folder no second key, which MLX's have for theirs."""
+    from safetensors.torch import save_file
+
+    tensors, config = bitsandbytes(dict(Mlp().state_dict()))
+    del config["quant_method"]
+    (path := tmp_path / "in").mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    export_safetensors(loaded(path), tmp_path / "out", files="bitsandbytes", source=path)
+    assert same_files(path, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"quantization_config": config}
 
 
 def of_auto_round(packing: str, data_type: str = "int", bits: int = 4, **more: Any) -> dict[str, Any]:
@@ -661,6 +688,11 @@ def of_auto_round(packing: str, data_type: str = "int", bits: int = 4, **more: A
     [
         (of_auto_round("auto_gptq"), "gptq/gptq"),
         (of_auto_round("auto_awq"), "awq/awq"),
+        (of_auto_round("gptq"), "gptq/gptq"),
+        (of_auto_round("awq"), "awq/awq"),
+        (of_auto_round("") | {"packing_format": "auto", "quant_method": "intel/auto-round"}, "gptq/gptq"),
+        (of_auto_round("") | {"packing_format": None, "backend": "auto_round:exllamav2"}, None),
+        (of_auto_round("gptqmodel"), None),
         (of_auto_round("llm_compressor", "mx_fp", act_bits=4), "mxfp4/compressed_tensors"),
         (of_auto_round("llm_compressor", "mx_fp", 8, act_bits=8), "mxfp8_frozen/compressed_tensors"),
         (of_auto_round("llm_compressor", "nv_fp", act_bits=4), None),

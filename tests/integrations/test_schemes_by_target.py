@@ -25,22 +25,29 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 pytestmark = pytest.mark.skipif(
     find_spec("compressed_tensors") is None, reason="needs compressed-tensors: pip install 'layoutc[formats]'"
 )
-SCHEMES = {"block": "FP8_BLOCK", "channel": "FP8_DYNAMIC", "packed": "W4A16", "nvfp4": "NVFP4A16"}
+SCHEMES = {
+    "block": "FP8_BLOCK",
+    "channel": "FP8_DYNAMIC",
+    "packed": "W4A16",
+    "zeros": "W4A16_ASYM",
+    "nvfp4": "NVFP4A16",
+}
 RECIPES = {
     "block.weight": "fp8_block",
     "channel.weight": "fp8_channel_bf16",
     "packed.weight": "int4_packed128",
+    "zeros.weight": "int4_packed128_zeros",
     "nvfp4.weight": "nvfp4_compressed_tensors",
 }
 
 
 class Layers(nn.Module):
-    """A linear layer for each scheme, and one that stays plain."""
+    """A linear layer for each scheme, of which two differ in zero points alone, and one that stays plain."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"block": (256, 384), "channel": (384, 256), "packed": (256, 256), "nvfp4": (256, 256)}
+        sizes = dict.fromkeys(SCHEMES, (256, 256)) | {"block": (256, 384), "channel": (384, 256)}
         for name, (k, m) in (sizes | {"head": (256, 32)}).items():
             self.add_module(name, nn.Linear(k, m, bias=False, dtype=torch.bfloat16))
 
@@ -74,8 +81,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "nvfp4":
             layer.weight_global_scale.data.copy_(generate_gparam(weight.min(), weight.max()))
             level = (layer.weight_global_scale.data,)
-        scale, _ = calculate_qparams(pieces.amin(-1), pieces.amax(-1), by, *level)
+        scale, zero = calculate_qparams(pieces.amin(-1), pieces.amax(-1), by, *level)
         layer.weight_scale.data.copy_(scale)
+        if not by.symmetric:
+            layer.weight_zero_point.data.copy_(zero)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     save_file({key: one.contiguous() for key, one in model.state_dict().items()}, folder / "model.safetensors")
@@ -193,7 +202,7 @@ def by_layers(folder: Path) -> tuple[Layers, Path]:
             for i, (name, (_, said)) in enumerate(algos.items())
         },
         "quantized_layers": {name: said for name, (_, said) in algos.items()},
-        "ignore": ["head", "block"],
+        "ignore": ["head", "block", "packed", "zeros"],
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
         "producer": {"name": "modelopt", "version": "0.47.0"},
@@ -230,5 +239,5 @@ def test_schemes_of_modelopt_by_layer_come_back(tmp_path: Path) -> None:
     export_safetensors(state, tmp_path / "moved", files="modelopt", source=theirs)
     moved = config_of(tmp_path / "moved")
     assert moved["quantized_layers"]["block"] == {"quant_algo": "NVFP4", "group_size": 16}
-    assert moved["ignore"] == ["head", "packed"]
+    assert moved["ignore"] == ["head", "packed", "zeros"]
     assert quantize_as_stored(Layers(), tmp_path / "moved") == recipes | {"block.weight": "nvfp4_modelopt"}

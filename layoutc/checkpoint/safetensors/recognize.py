@@ -215,9 +215,13 @@ def is_for_another(
     bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
 ) -> bool:
     """True if the tensors of a weight have the dtypes and shapes that another of `told` says, and not those of this
-    one; or narrower ones than that says, where this one has no place for them. shape: as for `is_held`."""
-    own = _fit(bound, name, shape, tensors)
-    return own < EXACT and any(_fit(other, name, shape, tensors) > own for other in told)
+    one; or narrower ones than that says, where this one has no place for them; or if they are those of both, and more
+    of that one, such as zero points. shape: as for `is_held`."""
+    own, names = _fit(bound, name, shape, tensors), {plane.name for plane in bound.binding.planes.values()}
+    if own < EXACT:
+        return any(_fit(other, name, shape, tensors) > own for other in told)
+    larger = [other for other in told if {plane.name for plane in other.binding.planes.values()} > names]
+    return any(_fit(other, name, shape, tensors) == EXACT for other in larger)
 
 
 def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:

@@ -20,7 +20,7 @@ from layoutc.checkpoint.common.folders import partly, sync
 from layoutc.checkpoint.held.stored import NAMES
 from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
-from layoutc.runtime.bindings.configs import KEYS, holder
+from layoutc.runtime.bindings.configs import KEYS, holder, holders, spelled
 from layoutc.runtime.bindings.source_configs import Modules, config_of
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -215,15 +215,16 @@ def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[
 def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
     """Writes config.json with this `quantization_config`, where the config has one; or without any if it is empty."""
     stated = deepcopy(dict(config))
-    at, key = holder(stated) or (stated, KEYS[0])
-    before = at.get(key)
-    for one in KEYS:  # MLX has two that say the same
-        if one in at and at[one] == before:
-            del at[one]
-    if quantization:
-        at[KEYS[0]] = dict(quantization)
-        if "quant_method" not in quantization:
-            at[KEYS[-1]] = dict(quantization)
+    found = holder(stated)
+    before = found[0][found[1]] if found is not None else None
+    for at in holders(stated) or [stated]:
+        for one in KEYS:  # MLX has two that say the same
+            if one in at and at[one] == before:
+                del at[one]
+        if quantization:
+            at[KEYS[0]] = dict(quantization)
+            if "quant_method" not in spelled(quantization):
+                at[KEYS[-1]] = dict(quantization)
     text = json.dumps(stated, indent=2, sort_keys=True, default=str) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     sync(folder / CONFIG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+# auto-round's packings that are another program's, and which it is; its own loader takes "auto" as the one here.
+PACKING, PACKING_AUTO = re.compile(r"auto_round:(?:auto_)?(\w+q)"), "auto_round:auto_gptq"
+# What compressed-tensors' fallback has in weights of 8 bits, by their type: the tensors of these formats.
+OF_NAIVE: Mapping[Any, str] = MappingProxyType({"float": "float-quantized", "int": "int-quantized"})
 # What auto-round's `data_type` and `bits` are as `format`, where it packs as llm-compressor does.
 OF_LLM_COMPRESSOR: Mapping[tuple[Any, Any], str] = MappingProxyType(
     {("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized"}
@@ -54,6 +59,18 @@ def holder(config: MutableMapping[str, Any]) -> tuple[MutableMapping[str, Any], 
     return next((found for part in parts if (found := holder(part)) is not None), None)
 
 
+def holders(config: MutableMapping[str, Any]) -> list[MutableMapping[str, Any]]:
+    """The mapping of `holder`, and those of parts of the model that say the same once more; [] without any."""
+    first = holder(config)
+    return _that_say(config, first[0][first[1]]) if first is not None else []
+
+
+def _that_say(config: MutableMapping[str, Any], said: Any) -> list[MutableMapping[str, Any]]:
+    parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, MutableMapping)]
+    own = [config] if any(config.get(key) == said for key in KEYS) else []
+    return own + [one for part in parts if part != said for one in _that_say(part, said)]
+
+
 def list_in(config: Mapping[str, Any], plain: str) -> str:
     """The key of a config for the modules that are not quantized, which a binding calls `plain`."""
     return next((key for key in (plain, *LISTS.get(plain, ())) if key in config), plain)
@@ -65,10 +82,17 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
     for other, key in (*SPELLINGS.items(), *(("format", key) for key in OF_FORMAT)):
         if other in found:
             found.setdefault(key, found[other])
-    if found.get("quant_method") == "auto-round":
-        packing, form = str(found.get("packing_format")), (found.get("data_type"), found.get("bits"))
-        if packing.startswith(own := "auto_round:auto_"):
-            found["quant_method"] = packing.removeprefix(own)
+    method = str(found.get("quant_method", ""))
+    if True in (found.get("load_in_4bit"), found.get("load_in_8bit")):  # which decide in transformers
+        found["quant_method"] = "bitsandbytes"
+    elif method.startswith("modelopt"):  # vLLM takes those of a kind, and what the file of its own has inside
+        inner = found.get(KEYS[-1])
+        found |= {**(inner if isinstance(inner, Mapping) else {}), "quant_method": "modelopt"}
+    elif "auto-round" in method:
+        packing = found.get("packing_format") or found.get("backend") or "auto"  # the second in older ones
+        form = found.get("data_type"), found.get("bits")
+        if known := PACKING.fullmatch(PACKING_AUTO if packing == "auto" else str(packing)):
+            found["quant_method"] = known[1]
         elif packing == "auto_round:llm_compressor" and form in OF_LLM_COMPRESSOR:
             found |= {"quant_method": "compressed-tensors", "format": OF_LLM_COMPRESSOR[form]}
     return found
@@ -91,9 +115,17 @@ def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [config]
     own = [one.get("format") if isinstance(one, Mapping) else None for one in groups.values()]
     return [
-        {**config, "format": form or config.get("format"), "config_groups": {key: one}}
+        {**config, "format": _format(form or config.get("format"), one), "config_groups": {key: one}}
         for (key, one), form in zip(groups.items(), own, strict=True)
     ]
+
+
+def _format(form: Any, group: Any) -> Any:
+    """A group's format, by the name that bindings have for its tensors."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if form != "naive-quantized" or not isinstance(weights, Mapping) or weights.get("num_bits") != 8:
+        return form
+    return OF_NAIVE.get(weights.get("type"), form)
 
 
 def modules_in(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
