@@ -910,18 +910,20 @@ def test_weights_under_smoothed_activations_are_refused(released: Callable[[str]
 
 
 def test_headers_as_other_programs_write_them(released: Callable[[str], Path], tmp_path: Path) -> None:
-    """MLX: no metadata, stated as null, and a header of any length; and a tensor of a dtype that nothing here has."""
+    """MLX: no metadata, stated as null, and a header of any length; and tensors of a dtype that nothing here has, of
+    no module and of those for other programs alone."""
     path, folder = released("block_bf16"), tmp_path / "in"
     raw = (path / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length]) | {"__metadata__": None}
     end = len(raw) - 8 - length
     header["table"] = {"dtype": "C64", "shape": [3], "data_offsets": [end, end + 24]}
+    header["up_proj.output_scale"] = {"dtype": "C64", "shape": [], "data_offsets": [end + 24, end + 32]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (1 - len(text) % 2)  # odd, so that nothing is aligned
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + raw[8 + length :] + b"complex!" * 3
+        len(text).to_bytes(8, "little") + text + raw[8 + length :] + b"complex!" * 4
     )
     (folder / "config.json").symlink_to(path / "config.json")
     model = Mlp()
@@ -931,6 +933,10 @@ def test_headers_as_other_programs_write_them(released: Callable[[str], Path], t
     convert_safetensors(folder, tmp_path / "out", files="fp8_block/deepseek")
     assert same_files(folder, tmp_path / "out")
     assert tensors_in(tmp_path / "out")["table"].dtype == torch.complex64
+    with pytest.warns(UserWarning, match=r"^table of .* are not written"):
+        export_safetensors(model, tmp_path / "exported", files="deepseek", source=folder)
+    assert same_files(folder, tmp_path / "exported", but=("table",))
+    assert tensors_in(tmp_path / "exported")["up_proj.output_scale"].dtype == torch.complex64
 
 
 class Stacks(nn.Module):

@@ -258,8 +258,7 @@ def _jobs(
         if name in of_weights:
             continue
         if stored.dtype not in OF_OTHERS:  # nothing that is multiplied: copied as bytes
-            facts = Facts((stored.end - stored.begin,), torch.uint8)
-            jobs.append(Job(name, stored, None, (Planned(name, facts, declared=(stored.dtype, stored.shape)),)))
+            jobs.append(Job(name, stored, None, (writing.copy_of(name, stored),)))
             continue
         facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
         chosen = into is not None and any(fnmatchcase(name, pattern) for pattern in match)

@@ -22,12 +22,12 @@ from layoutc.checkpoint.common.narrowing import check_finite, warn_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
-from layoutc.checkpoint.held.stored import DTYPES, OF_OTHERS
+from layoutc.checkpoint.held.stored import DTYPES
 from layoutc.checkpoint.held.undecoded import check_values
 from layoutc.checkpoint.held.weights import Held, Noted, warn_apart, warn_rounded
 from layoutc.checkpoint.safetensors import beside, recognize, writing
 from layoutc.checkpoint.safetensors.bound import held
-from layoutc.checkpoint.safetensors.files import OURS, Slices
+from layoutc.checkpoint.safetensors.files import OURS, Slices, bytes_of
 from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_wide
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -50,6 +50,7 @@ class Item(NamedTuple):
     held: tuple[Held, ...] = ()
     kept: KeptIn | None = None
     copied: Callable[[], Tensor] | None = None  # reads a tensor of the source, in place of a value
+    declared: tuple[str, tuple[int, ...]] | None = None  # its dtype and shape in files, of bytes
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class Item(NamedTuple):
     def planned(self) -> list[Planned]:
         """Its tensors in a file."""
         shorter = {one.name for one in self.held if one.may_be_shorter}
-        return [Planned(name, facts, name in shorter) for name, facts in self.tensors.items()]
+        return [Planned(name, facts, name in shorter, self.declared) for name, facts in self.tensors.items()]
 
 
 @torch.no_grad()
@@ -292,10 +293,10 @@ def _with_source(
         kept, others = [], kept + others
     found = list[Item]()
     for name in (name for name in kept if name not in written):
-        if (stored := source.tensors[name]).dtype not in OF_OTHERS:
-            raise LayoutError(f"{name} in the source is {stored.dtype}, which torch has no dtype for")
-        facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
-        found.append(Item(name, name, torch.empty(0), {name: facts}, copied=partial(source.slices.read, stored, ())))
+        stored = source.tensors[name]
+        copy = writing.copy_of(name, stored)
+        read = partial(source.slices.read, stored, ()) if copy.declared is None else partial(bytes_of, stored)
+        found.append(Item(name, name, torch.empty(0), {name: copy.facts}, copied=read, declared=copy.declared))
     return config, found, others
 
 

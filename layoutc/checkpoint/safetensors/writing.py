@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.folders import partly, sync
-from layoutc.checkpoint.held.stored import NAMES
+from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.runtime.bindings.configs import KEYS, holder, holders, spelled
@@ -106,6 +106,13 @@ class Planned(NamedTuple):
     def nbytes(self) -> int:
         """The most bytes that it has."""
         return self.facts.nbytes
+
+
+def copy_of(name: str, stored: Stored) -> Planned:
+    """A tensor that is copied from another file: as bytes, where torch has no dtype for it."""
+    if stored.dtype in OF_OTHERS:
+        return Planned(name, Facts(stored.shape, OF_OTHERS[stored.dtype]))
+    return Planned(name, Facts((stored.end - stored.begin,), torch.uint8), declared=(stored.dtype, stored.shape))
 
 
 class OpenFile:
