@@ -87,8 +87,10 @@ class Origin(NamedTuple):
         one, for texts that can't be what was written.
         """
         others = [Bound(bound.cls, one) for one in bound.cls.LAYOUT.files.values()]
-        varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in bound.binding.planes.values())
-        if not (varies or bound.binding.parts or (bound.binding.text is not None and bound.binding.text[2])):
+        binding = bound.binding
+        varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in binding.planes.values())
+        follow = binding.shape or binding.groups or binding.codebook or binding.text
+        if not (varies or binding.parts or follow):
             return None  # planes decide all of the files
         if not recognize.is_held(bound, name, shape, self.tensors):
             return None
