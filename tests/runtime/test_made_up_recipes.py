@@ -26,6 +26,7 @@ from layoutc.conformance.material import array
 from layoutc.conformance.model.placing import plane_values
 from layoutc.conformance.model.weights import Model, planes_of
 from layoutc.layout.layout import resolve
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.weight.returned_buffers import by_reference
 from layoutc.spec.checks.read import read_spec
 from layoutc.spec.formats import BUILTIN, thresholds
@@ -113,8 +114,8 @@ def specs(draw: st.DrawFn) -> Spec:
     return spec
 
 
-def load(spec: Spec) -> tuple[ModuleType, ModuleType]:
-    """The generated reference and layout of a spec, run from text, in a package of that moment."""
+def load(spec: Spec) -> tuple[ModuleType, Layout]:
+    """The generated reference of a spec and its LAYOUT, run from text, in a package of that moment."""
     files, package = compile_spec(spec, "0" * 64), ModuleType("made_up")
     package.__path__ = []
     modules = {"made_up": package}
@@ -124,7 +125,7 @@ def load(spec: Spec) -> tuple[ModuleType, ModuleType]:
                 modules[name] = sys.modules[f"made_up.{name}"] = module = ModuleType(f"made_up.{name}")
                 module.__package__ = "made_up"
                 exec(compile(text, f"{name}.py", "exec"), module.__dict__)
-    return modules["reference"], modules["layout"]
+    return modules["reference"], modules["layout"].LAYOUT
 
 
 def weight(seed: int, special: float | None) -> torch.Tensor:
