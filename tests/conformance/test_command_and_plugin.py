@@ -62,12 +62,13 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("test", tmp_path / "none.yaml").exit_code == 2
     assert run("test", "--specs", tmp_path / "none").exit_code == 2
 
+    recipe, *fault = MUTANTS["a tie goes to the odd code"][:4]
+
     def broken(path: Path, **options: object) -> Subject:
-        fault = edit(*MUTANTS["a tie goes to the odd code"][1:4])
-        return compile_subject(path, seed=int(str(options["seed"])), edit=fault)
+        return compile_subject(path, seed=int(str(options["seed"])), edit=edit(*fault))
 
     monkeypatch.setattr("layoutc.conformance.subject.compile_subject", broken)
-    result = run("test", ROOT / "specs" / "nvfp4.yaml", "--check", "encode", "--no-distributed")
+    result = run("test", ROOT / "specs" / f"{recipe}.yaml", "--check", "encode", "--no-distributed")
     assert result.exit_code == 1
     assert re.search(
         r"  FAIL  encode .*\n +rowwise_data differs in \d+ of \d+ bytes\n +plane rowwise_data, seed 0", result.stdout
