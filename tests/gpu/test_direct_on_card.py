@@ -59,6 +59,12 @@ def bits(made: list[torch.Tensor]) -> list[torch.Tensor]:
     return [each.contiguous().view(torch.uint8) for each in made]
 
 
+def differing(made: list[torch.Tensor], others: list[torch.Tensor]) -> list[str]:
+    """Of each tensor that differs: its number, how many bytes differ, and the first and last of them."""
+    places = [(nth, (a != b).nonzero().tolist()) for nth, (a, b) in enumerate(zip(made, others, strict=True))]
+    return [f"tensor {nth}: {len(at)} bytes, {at[0]} to {at[-1]}" for nth, at in places if at]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_direct_and_ordinary_launches_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
@@ -66,8 +72,14 @@ def test_direct_and_ordinary_launches_give_the_same_bytes(name: str, monkeypatch
     given = inputs(layout)
     direct = [bits(work(kernels, layout, x)) for x in given]
     monkeypatch.setattr(triton_direct, "state_of", lambda _: None)  # Triton's own launcher for all that follows
-    for x, made in zip(given, direct, strict=True):
-        assert all(map(torch.equal, made, bits(work(kernels, layout, x)))), (x.shape, x.stride(), x.storage_offset())
+    for nth, (x, made) in enumerate(zip(given, direct, strict=True)):
+        ordinary = bits(work(kernels, layout, x))
+        if not all(map(torch.equal, made, ordinary)):
+            again = bits(work(kernels, layout, x))
+            pytest.fail(
+                f"input {nth}, {x.dtype}, {x.shape}, {x.stride()}, {x.storage_offset()}: "
+                f"{differing(made, ordinary)}; ordinary launches: {differing(ordinary, again)}"
+            )
 
 
 def test_launches_are_direct_here() -> None:
