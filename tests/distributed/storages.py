@@ -64,7 +64,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
         if hasattr(shard, "QUANTIZED"):
             known = registry.find(shard)
             assert known is not None, name
-            tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known).joined.items()}
+            tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known.param()).joined.items()}
             if not isinstance(weight, QuantizedTensor):
                 tensors["values"] = weight
         if isinstance(weight, QuantizedTensor):

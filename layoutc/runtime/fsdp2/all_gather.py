@@ -37,7 +37,7 @@ def decide(shard: Any) -> None:
             say_changed(str(error), "gathers and reductions")
         else:
             steady_group.carry(sharding)
-    on_gather.check_unwritten(shard, hooks.gathered_of(sharding).values)
+    on_gather.check_unwritten(shard, hooks.gathered_of(sharding.param()).values)
 
 
 def send(shard: QuantizedTensor, mesh: DeviceMesh) -> Sent:

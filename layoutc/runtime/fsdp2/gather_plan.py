@@ -264,7 +264,7 @@ def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight
         return "cuts go through its blocks, or ranks send planes of other than multiples of 16 bytes"
     if not leaves_values and any(map(Tensor.is_inference, outputs)):  # whose planes only inference may write
         return fsdp2.FOR_INFERENCE
-    state, route = hooks.gathered_of(sharding), hooks.route_of(sharding, shard)
+    state, route = hooks.gathered_of(param), hooks.route_of(sharding, shard)
     gathering = Gathering(route, joined=state.joined) if is_cast else hooks.gathering_of(shard, sharding, route)
     legs = route.legs.values()
     sizes = route.slots or tuple([leg.sent * leg.width for leg in legs])

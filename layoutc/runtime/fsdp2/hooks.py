@@ -55,6 +55,10 @@ class Gathered:
     read: Gathering | None = None
     routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
 
+    def codes_in(self, for_backward: bool) -> PassName:
+        """The pass that gathers codes now: "both" for a weight that stays gathered after forward."""
+        return "both" if self.stays_gathered else "backward" if for_backward else "forward"
+
     def let_go(self) -> None:
         """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
         self.values = self.read = None
@@ -65,9 +69,8 @@ _gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary(
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
-def gathered_of(sharding: Sharding) -> Gathered:
-    """The state that all gathers of the parameter share."""
-    param = sharding.param()
+def gathered_of(param: Any) -> Gathered:
+    """The state that all gathers of an FSDPParam share."""
     gathered = _gathered.get(param)
     if gathered is None:
         gathered = _gathered[param] = Gathered()
@@ -117,7 +120,7 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
         planes = {name: shard.store.planes[name] for name in layout.shared_in[route.which]}
         gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
-        gathering.joined = gathered_of(sharding).joined
+        gathering.joined = gathered_of(sharding.param()).joined
         if sharding.dim:
             _check_rows_travel(shard, sharding.dim)
             sharding.gather_as_rows()
@@ -132,8 +135,8 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
             f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
             "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
         )
-    key = which or pass_of(sharding, gathered_of(sharding)), on_gather.is_awaited(sharding.param())
-    if key not in (routes := gathered_of(sharding).routes):
+    key = which or pass_of(sharding), on_gather.is_awaited(sharding.param())
+    if key not in (routes := gathered_of(sharding.param()).routes):
         (*padded, k), world = sharding.padded_shape, 1  # of `replicate`
         if (group := sharding.process_group) is not None:
             cards.warn_if_elsewhere(parameter_name(shard) or "a weight", shard.device)
@@ -159,22 +162,21 @@ def passing(shard: Shard) -> PassName:
     if (simulated := _simulated.get()) is not None:
         return simulated[0]
     sharding = find(shard)
-    return pass_of(sharding, gathered_of(sharding)) if sharding else "forward"
+    return pass_of(sharding) if sharding else "forward"
 
 
-def pass_of(sharding: Sharding, gathered: Gathered) -> PassName:
-    """The pass that gathers now: "both" for a weight that stays gathered after forward; "forward" for one whose gathers
-    leave values, which are those of forward in both passes.
+def pass_of(sharding: Sharding) -> PassName:
+    """The pass that gathers now; "forward" for a weight whose gathers leave values, which are those of forward in both
+    passes.
 
     FSDP2 allocates a parameter's gather outputs once, so whether it stays gathered is decided at the first gather.
     """
     if on_gather.is_awaited(sharding.param()):
         return "forward"
+    gathered = gathered_of(sharding.param())
     if gathered.stays_gathered is None:
         gathered.stays_gathered = not sharding.frees_after_forward
-    if gathered.stays_gathered:
-        return "both"
-    return "backward" if sharding.gathers_for_backward else "forward"
+    return gathered.codes_in(sharding.gathers_for_backward)
 
 
 def finish(
@@ -189,7 +191,7 @@ def finish(
     """
     sharding = find(shard)
     if sharding is not None and on_gather.is_awaited(sharding.param()):
-        state, device = gathered_of(sharding), next(iter(planes.values())).device
+        state, device = gathered_of(sharding.param()), next(iter(planes.values())).device
         state.read = gathering
         values = None if out is not None else new_values(sharding, gathering.route, dtype, device)
         assert state.values is not None
@@ -213,7 +215,7 @@ def new_values(sharding: Sharding, route: Route, dtype: torch.dtype, device: tor
     what gathers first."""
     with torch.inference_mode(False):
         values = torch.empty(route.shape, dtype=dtype, device=device)
-        gathered_of(sharding).values = values.view(route.matrix)
+        gathered_of(sharding.param()).values = values.view(route.matrix)
     return values
 
 

@@ -54,7 +54,7 @@ class SteadyGroup(PlannedGroup):
     _reduces: bool | None  # whether FSDP2 reduces gradients as is known; None before it does
     _reduction: Reduction | None  # once there were gradients
     _of_values: Any  # the first FSDPParam whose gathers leave values; None if all leave codes
-    _of_codes: Any  # the first one whose gathers leave codes
+    _of_codes: hooks.Gathered | None  # of the first one whose gathers leave codes
     _mode: Settings  # of all weights, under which that was decided
     _awaits_backward: bool  # gathered in a forward pass that may have a graph, since the last backward
     _plans: dict[PassName, GatherPlan | None] | None  # None: none is to be made; of a pass: FSDP2 is left to it
@@ -72,7 +72,7 @@ class SteadyGroup(PlannedGroup):
             return None
         if self._plans is None or not self._is_at_rest():
             return None
-        which = FORWARD if self._of_codes is None else hooks.passing(shard_of(self._of_codes))
+        which = FORWARD if self._of_codes is None else self._of_codes.codes_in(self.for_backward)
         plan = self._plans.get(which)
         if plan is not None and plan.holds():
             return plan
@@ -138,7 +138,7 @@ def carry(sharding: Sharding) -> None:
         decisions: list[Any] = [gathered.decision_of(one) for one in weights]
         leaves = list(zip(weights, [one.values for one in decisions], strict=True))
         steady._of_values = next((one for one, values in leaves if values), None)
-        steady._of_codes = next((one for one, values in leaves if not values), None)
+        steady._of_codes = next((hooks.gathered_of(one) for one, values in leaves if not values), None)
         steady._plans, steady._mode = {}, decisions[0].mode
         steady._awaits_backward = True  # perhaps: hooks, which call this, run without gradients
         steady._reduction = steady._reduces = None
