@@ -13,9 +13,10 @@ the last step and were not after the first; with --profile, where the card's tim
 trace of it for each variant.
 `layoutc:RECIPE` are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low`
 multiplies in low precision, `+by_layers` and `+on_gather` say who dequantizes (default: gathers, where that costs
-nothing), and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients), `+grad_fp8` and
-`+grad_int4` as codes of these recipes. Printed for each: bytes that a rank hands to collectives for gradients in a
-step, counted, and what layoutc.explain_gradients says of them.
+nothing). `+adam8` and `+adam8bf16` keep moments in 8 bits with masters in fp32 or bf16, and `+adam32` steps fp32 state
+by the same launch (MasterWeights with state= and masters=). `+exchange`, of any variant, sends gradients in bf16
+(layoutc.exchange_gradients), `+grad_fp8` and `+grad_int4` as codes of these recipes. Printed for each: bytes that a
+rank hands to collectives for gradients in a step, counted, and what layoutc.explain_gradients says of them.
 `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has
 that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture. With --turns N all variants are held at once and take N
@@ -58,13 +59,19 @@ VARIANTS = (
     *("bf16", "torchao", "torchao-rowwise", "layoutc:fp8_current", "layoutc:fp8_current+low", "cast:fp8_current+low"),
     *("layoutc:fp8_rowwise+low", "layoutc:fp8_block", "layoutc:fp8_block+low", "cast:fp8_block+low"),
 )
+# Moments and masters of weights under MasterWeights.
+STATES = {
+    "adam32": {"state": "fp32"},
+    "adam8": {"state": "8bit"},
+    "adam8bf16": {"state": "8bit", "masters": "bf16"},
+}
 # Where a kernel belongs, by what its name contains; the first that fits.
 KINDS = (
     ("gather", ("nccl", "all_gather", "split_with_sizes", "chunk_cat", "rank_sum")),
     ("quantize", ("quantize_kernel", "lay_out_kernel", "amax", "scaled_mm_out", "to_copy_amax")),
     ("products", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_scaled_mm")),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
-    ("optimizer", ("multi_tensor", "adam", "foreach")),
+    ("optimizer", ("multi_tensor", "adam", "foreach", "update_kernel", "scalars_kernel")),
     ("copies", ("memcpy", "memset", "copy")),
 )
 
@@ -154,6 +161,8 @@ def build(
             layoutc.exchange_gradients(model, None if way == "exchange" else way)
     adamw: dict[str, Any] = {"lr": 1e-4, "fused": True, "capturable": graph}
     if kind == "layoutc":
+        for way in STATES.keys() & set(variant.split("+")):
+            adamw |= STATES[way]
         optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **adamw)

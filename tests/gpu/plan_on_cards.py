@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 tests/gpu/plan_on_cards.py plans.json [--only llama] # on cards
 
 The first writes what `layoutc plan` says of each case; the second trains it under FSDP2, with layers as groups, and
-prints both, in order. Peaks are the allocator's, after the first steps, which make the optimizer's state; without
+prints both, in order, and each peak and plan as a share of the first case's of its model and tokens, which is bf16.
+Peaks are the allocator's, after the first steps, which make the optimizer's state; without
 cards, of tiny models (`--tiny` beside `--plan`), those of all storages that live. Exits with 1 if a peak is more than
 5% from its plan, if more than 1% of a plan stays allocated after its case, or if a compiled step on cards is more than
 15% from its estimate, which has no modules whose norms and activations are kernels each.
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RANKS, STEPS, WARM = 2, 5, 3
+AIMS = {"8bit-fp32": 0.72, "8bit-bf16": 0.62}  # of bf16's peak
 HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "use_cache": False, "num_hidden_layers": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -62,6 +64,11 @@ class Case:
     sequence: int = 2048
     batch: int = 2
     state: str = ""  # of moments and masters, as 8bit-bf16
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What cases share whose memory is compared: the model and its tokens, and how its layers run."""
+        return self.model, self.full, self.compiled, self.sequence, self.batch
 
     @property
     def name(self) -> str:
@@ -243,7 +250,7 @@ def main() -> int:
     if cards:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cards else "gloo", **({"device_id": device} if cards else {}))
-    bad = 0
+    bad, plain = 0, dict[tuple[Any, ...], tuple[float, float]]()
     for case in CASES:
         one = stated.get(case.name)
         if one is None or asked.only not in case.name:
@@ -251,6 +258,10 @@ def main() -> int:
         most, seconds = run(case, one["tiny"], device)
         off, slow = most / one["memory"] - 1, seconds / one["step"] - 1
         bad |= (abs(off) > 0.05 and (cards or not case.compiled)) or (cards and case.compiled and abs(slow) > 0.15)
+        plain |= {case.alike: (most, one["memory"])} if case.recipe == "bf16" else {}
+        of_peak, of_plan = plain.get(case.alike, (most, one["memory"]))
+        if case.state:
+            bad |= off > 0.02 or (cards and case.alike in plain and most / of_peak > AIMS[case.state])
         if dist.get_rank() == 0:
             gib, planned = most / 2**30, one["memory"] / 2**30
             acts = one["peaks"]["activations"] / 2**30
@@ -258,6 +269,8 @@ def main() -> int:
                 f"{case.name}: peak {gib:.3f} GiB, planned {planned:.3f} ({off:+.1%}; activations {acts:.3f})",
                 flush=True,
             )
+            shares = f"{most / of_peak:.3f} of bf16's peak, planned {one['memory'] / of_plan:.3f}"
+            print(f"    {shares}, aim {AIMS[case.state]}" if case.state else f"    {shares}", flush=True)
             print(f"    step {seconds * 1e3:.1f} ms, planned {one['step'] * 1e3:.1f} ({slow:+.1%})", flush=True)
             if cards:
                 held = torch.cuda.max_memory_reserved() / 2**30
