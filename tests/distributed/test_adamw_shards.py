@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import layoutc
+
+
+class Lion(torch.optim.Optimizer):
+    """Known to the rules by its name; they step it."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -23,6 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16 masters, fp8": {"masters": "bf16", "state": "fp8"},
     "SGD, bf16 masters, 8bit": {"kind": torch.optim.SGD, "momentum": 0.9, "masters": "bf16", "state": "8bit"},
     "Adam, 8bit": {"kind": torch.optim.Adam, "state": "8bit"},
+    "Lion": {"kind": Lion, "state": "fp32"},
+    "Lion, bf16 masters, 8bit": {"kind": Lion, "masters": "bf16", "state": "8bit"},
 }
 
 
@@ -81,10 +92,13 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> dict[str, 
     return values_of(model, optimizer)
 
 
-def steps_as_one_process(recipe: str, form: dict[str, Any]) -> None:
+def steps_as_one_process(recipe: str, form: dict[str, Any], ranks: int | None = None) -> None:
     """Also, in fp32, as torch.optim.AdamW steps masters."""
+    mesh = mesh_of(ranks or dist.get_world_size())
+    if mesh.get_coordinate() is None:
+        return
     alone, sharded = model_of(recipe), model_of(recipe)
-    fully_shard(sharded)
+    fully_shard(sharded, mesh=mesh)
     expected = steps(alone, optimizer_of(alone, form), 0, 3)
     assert_same(steps(sharded, optimizer_of(sharded, form), 0, 3), expected)
     if not form:
@@ -96,9 +110,18 @@ def steps_as_one_process(recipe: str, form: dict[str, Any]) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "fp32"), ("fp8_current", "8bit"), ("mxfp8", "Adam, 8bit")])
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [("mxfp8", "fp32"), ("fp8_current", "8bit"), ("mxfp8", "Adam, 8bit"), ("mxfp8", "Lion, bf16 masters, 8bit")],
+)
 def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> None:
     two.run(steps_as_one_process, recipe, FORMS[form])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "8bit"), ("fp8_current", "bf16 masters"), ("nvfp4", "Lion")])
+def test_three_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
+    four.run(steps_as_one_process, recipe, FORMS[form], 3)
 
 
 @pytest.mark.thorough
@@ -111,31 +134,46 @@ def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> 
 
 def sharded_with(form: dict[str, Any]) -> tuple[nn.Module, Any]:
     model = model_of("mxfp8")
-    fully_shard(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     return model, optimizer_of(model, form)
+
+
+def losses_of(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
+    """Of steps by backward. Ranks see the same tokens, so that a mean over ranks is each one's own."""
+    found = []
+    for step in range(first, last):
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
 
 
 def save(folder: str, form: dict[str, Any]) -> None:
     model, optimizer = sharded_with(form)
-    steps(model, optimizer, 0, 3)
+    losses_of(model, optimizer, 0, 3)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
 
 
 def resume(folder: str, form: dict[str, Any]) -> None:
-    """On another number of ranks, the next steps are those of one process that never stopped."""
+    """On another number of ranks, the next ten losses, and what they leave, are those of a run that never stopped."""
     model, optimizer = sharded_with(form)
     weights, states = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optim": states}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    alone = model_of("mxfp8")
-    expected = steps(alone, optimizer_of(alone, form), 0, 6)
-    assert_same(steps(model, optimizer, 3, 6), expected)
+    other, its_own = sharded_with(form)
+    expected = losses_of(other, its_own, 0, 13)[3:]
+    assert losses_of(model, optimizer, 3, 13) == expected
+    assert len(set(expected)) == 10
+    assert_same(values_of(model, optimizer), values_of(other, its_own))
 
 
 @pytest.mark.thorough  # test_state_checkpoints.py has states in the first tier
-@pytest.mark.parametrize("form", ["bf16 masters", "8bit", "SGD, bf16 masters, 8bit"])
+@pytest.mark.parametrize("form", ["bf16 masters", "8bit", "SGD, bf16 masters, 8bit", "Lion, bf16 masters, 8bit"])
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])
     four.run(resume, str(tmp_path), FORMS[form])
