@@ -23,7 +23,7 @@ from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_to
 from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import measured, scaled_grouped_mm
-from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, recipes_of
+from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, Recipes, recipes_of
 from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.linear import Ways, again, note_without_kernel
 from layoutc.runtime.quantize import weights
@@ -50,19 +50,18 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
     """
     call = call_of(right, _groups(x, offs), x, mode)
-    _, weight, groups, sizes, _ = call
-    ways = call.ways
+    ways, sizes = call.ways, call.sizes
     call.note("forward")
     flat = x.reshape(-1, sizes.k)
     if ways.forward == "dequantize":
         values = right.values_of(orientation_of("forward", sizes.by_columns), x.dtype)
         out = in_high_precision(x, values, offs)
     else:
-        made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
+        made = _multiply("forward", call, flat, x)
         out = _unsafe_view(made, [*x.shape[:-1], sizes.n])  # no view: FSDP2 warns of modules that return one
     if keeps != "quantized" or ways.grad_weight == "dequantize":
         return [out]
-    return [out, *_kept(weight, flat, groups, x)]
+    return [out, *_kept(call, flat, x)]
 
 
 def backward(
@@ -79,36 +78,28 @@ def backward(
     saved: what forward gave, or x.
     """
     call = call_of(right, _groups(grad, offs), grad, mode)
-    _, weight, groups, sizes, _ = call
-    ways, trains = call.ways, keeps != "nothing"
+    ways, sizes, trains = call.ways, call.sizes, keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
     call.note(*(name for name, is_asked in asked if is_asked))
     grad = grad.contiguous()  # that of a sum has strides of 0
     flat = grad.view(-1, sizes.n)
     low = any(is_asked and getattr(ways, name) != "dequantize" for name, is_asked in asked)
     # One for both products: a traced graph would merge two draws into one.
-    seed = operators.seed_of(recipes_of(type(weight)).gradient, flat) if low else None
+    seed = operators.seed_of(call.recipes.gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
         made.append(grad_input_in_high_precision(call, grad, offs))
     elif needs_input:
-        found = _multiply("grad_input", ways.grad_input, flat, weight, groups, sizes, grad, seed)
+        found = _multiply("grad_input", call, flat, grad, seed)
         made.append(_unsafe_view(found, [*grad.shape[:-1], sizes.k]))
     if trains and ways.grad_weight == "dequantize":
         made.append(grad_weight_in_high_precision(grad, saved[0], offs, sizes.by_columns))
     elif trains:
         if keeps == "input":
             with computed_in_backward():
-                saved = _kept(weight, again(saved[0]).reshape(-1, sizes.k), groups, saved[0])
-        made.append(_grad_weight(weight, flat, saved, groups, sizes, seed))
+                saved = _kept(call, again(saved[0]).reshape(-1, sizes.k), saved[0])
+        made.append(_grad_weight(call, flat, saved, seed))
     return made
-
-
-def _kept(weight: QuantizedTensor, flat: Tensor, groups: Groups, x: Tensor) -> list[Tensor]:
-    """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
-    recipe = recipes_of(type(weight)).activation
-    kept = _quantized(recipe, "columnwise", None, flat, groups, x).buffers
-    return [kept[name] for name in recipe.LAYOUT.sources["columnwise"]]
 
 
 class Call(NamedTuple):
@@ -125,6 +116,11 @@ class Call(NamedTuple):
     def ways(self) -> Ways:
         """How each product is computed."""
         return Ways(*(one.way for one in self.chosen))
+
+    @property
+    def recipes(self) -> Recipes:
+        """Of the weight, activations and gradients."""
+        return recipes_of(type(self.weight))
 
     def kernel(self, name: ProductName) -> Grouped | str:
         """That of a product; or why there is none."""
@@ -173,62 +169,49 @@ def grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, 
 
 
 # ------------------------------------------------------------------------------------------------------------- products
-def _multiply(
-    name: ProductName,
-    way: str,
-    flat: Tensor,
-    weight: QuantizedTensor,
-    groups: Groups,
-    sizes: Sizes,
-    x: Tensor,
-    seed: Tensor | None = None,
-) -> Tensor:
+def _multiply(name: ProductName, call: Call, flat: Tensor, x: Tensor, seed: Tensor | None = None) -> Tensor:
     """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
-    (role, _), (_, orientation) = operands_of(name, sizes.by_columns)
-    recipe: Recipe = getattr(recipes_of(type(weight)), role)
-    shared = x if role == "activation" else None
-    found = kernel(type(weight), name, sizes.by_columns) if way == "kernel" else None
-    if isinstance(found, Grouped):
-        made = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
-        return by_kernel(name, found, made, weight, groups, sizes, x)
-    values = _values(recipe, "rowwise", _quantized(recipe, "rowwise", None, flat, groups, shared, seed), flat.shape)
-    whole = weight.values_of(orientation, torch.float32)
+    (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
+    recipe: Recipe = getattr(call.recipes, role)
+    stated = call.kernel(name) if getattr(call.ways, name) == "kernel" else None
+    found = stated if isinstance(stated, Grouped) else None
+    made = _quantized(recipe, "rowwise", found, flat, call.groups, x if role == "activation" else None, seed)
+    if found is not None:
+        return by_kernel(name, found, made, call, x)
+    values, whole = _values(recipe, "rowwise", made, flat.shape), call.weight.values_of(orientation, torch.float32)
     right = whole.transpose(1, 2) if orientation == "rowwise" else whole
-    product: Tensor = _by_groups(values, right, groups.ends)
+    product: Tensor = _by_groups(values, right, call.groups.ends)
     return product.to(x.dtype)
 
 
-def by_kernel(
-    name: ProductName,
-    found: Grouped,
-    quantized: Tokens,
-    weight: QuantizedTensor,
-    groups: Groups,
-    sizes: Sizes,
-    x: Tensor,
-) -> Tensor:
+def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, x: Tensor) -> Tensor:
     """forward, or grad_input, of tokens that are quantized already, in x's dtype."""
-    (role, _), (_, orientation) = operands_of(name, sizes.by_columns)
+    (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
     buffers, apart = quantized
-    a = scaled_grouped_mm.tokens(getattr(recipes_of(type(weight)), role).LAYOUT, buffers, found)
+    a = scaled_grouped_mm.tokens(getattr(call.recipes, role).LAYOUT, buffers, found)
     with computed_in_backward() if name == "grad_input" else nullcontext():
-        read = weight_buffers(weight, orientation)
-    b = scaled_grouped_mm.experts(weight.LAYOUT, orientation, read, found, sizes)
-    made = scaled_grouped_mm.multiply(a, b, groups.ends if apart is None else apart.ends, found, x.dtype)
+        read = weight_buffers(call.weight, orientation)
+    b = scaled_grouped_mm.experts(call.weight.LAYOUT, orientation, read, found, call.sizes)
+    made = scaled_grouped_mm.multiply(a, b, call.groups.ends if apart is None else apart.ends, found, x.dtype)
     return made if apart is None else made[apart.rows]
 
 
-def _grad_weight(
-    weight: QuantizedTensor, flat: Tensor, saved: Sequence[Tensor], groups: Groups, sizes: Sizes, seed: Tensor | None
-) -> Tensor:
+def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
+    """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
+    recipe = call.recipes.activation
+    kept = _quantized(recipe, "columnwise", None, flat, call.groups, x).buffers
+    return [kept[name] for name in recipe.LAYOUT.sources["columnwise"]]
+
+
+def _grad_weight(call: Call, flat: Tensor, saved: Sequence[Tensor], seed: Tensor | None) -> Tensor:
     """The gradient (experts, n, k) of quantized gradients and activations, by the reference."""
-    recipes = recipes_of(type(weight))
-    layout = recipes.activation.LAYOUT
-    buffers = dict(zip(layout.sources["columnwise"], saved, strict=True))
-    kept = Tokens(buffers, groups.apart(rows_together(layout, "columnwise")))
-    right = _values(recipes.activation, "columnwise", kept, (sizes.tokens, sizes.k))
-    quantized = _quantized(recipes.gradient, "columnwise", None, flat, groups, None, seed)
-    left = _values(recipes.gradient, "columnwise", quantized, flat.shape)
+    (_, activation, gradient), groups = call.recipes, call.groups
+    buffers = dict(zip(activation.LAYOUT.sources["columnwise"], saved, strict=True))
+    kept = Tokens(buffers, groups.apart(rows_together(activation.LAYOUT, "columnwise")))
+    right = _values(activation, "columnwise", kept, (call.sizes.tokens, call.sizes.k))
+    left = _values(
+        gradient, "columnwise", _quantized(gradient, "columnwise", None, flat, groups, None, seed), flat.shape
+    )
     made: Tensor = _by_groups(left.t(), right, groups.ends)
     return made.to(flat.dtype)
 

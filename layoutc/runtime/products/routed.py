@@ -22,7 +22,7 @@ from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import Routes
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
-from layoutc.runtime.products.choice import ProductName, Recipe, recipes_of
+from layoutc.runtime.products.choice import ProductName, Recipe
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -39,11 +39,11 @@ class _Pair(NamedTuple):
     @property
     def activation(self) -> Recipe:
         """Of rows that forward multiplies."""
-        return recipes_of(type(self.up.weight)).activation
+        return self.up.recipes.activation
 
     def gradient(self, call: grouped.Call) -> str | None:
         """The key of the recipe of gradients, where the product of a call has a kernel for them."""
-        return recipes_of(type(call.weight)).gradient.KEY if call.ways.grad_input == "kernel" else None
+        return call.recipes.gradient.KEY if call.ways.grad_input == "kernel" else None
 
 
 def _pair(up: QuantizedTensor, down: QuantizedTensor, ends: Tensor, rows: int, x: Tensor) -> _Pair:
@@ -57,7 +57,7 @@ def _multiply(name: ProductName, call: grouped.Call, planes: list[Tensor], like:
     assert isinstance(found, Grouped)
     data, scale = planes
     tokens = grouped.Tokens(dict(zip(quantized_rows.PLANES, (data, scale.flatten()), strict=True)), None)
-    return grouped.by_kernel(name, found, tokens, call.weight, call.groups, call.sizes, like)
+    return grouped.by_kernel(name, found, tokens, call, like)
 
 
 def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ def _backward(
 
 def _why_not(pair: _Pair) -> str:
     """Why rows are not quantized by what makes them; "" if they are."""
-    recipes = recipes_of(type(pair.up.weight))
+    recipes = pair.up.recipes
     for call in pair:
         if call.ways.forward != "kernel" or call.ways.grad_weight != "dequantize":
             return "no kernel for forward, or gradients of weights are in low precision"
