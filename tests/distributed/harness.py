@@ -24,6 +24,7 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch._inductor.pattern_matcher",  # takes as long to import as two graphs to compile
     "layoutc.checkpoint",
+    "layoutc.build.pipeline",  # of specs that helpers read and build, and what these import
     "pytest",
 )
 WANTED: list[str] = []

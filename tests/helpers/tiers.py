@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import pytest
+import torch
 from places import EXCHANGED, SPECS, UNSHIPPED
 
 Case = TypeVar("Case")
@@ -31,6 +32,8 @@ COLLECTED = pytest.StashKey[set[str]]()  # of this run, before tests were left o
 RANKS = {"one", "two", "three", "four"}  # fixtures of groups of processes
 # Cases of a test without a `sample` of its own: where they differ in recipes and flags alone, and where in more.
 CASES = {"distributed": (1, 2), "runtime": (2, 4), "checkpoint": (1, 3), "integrations": (1, 2)}
+if not torch.cuda.is_available():
+    CASES["gpu"] = (1, 1)  # all are skipped, and one of each test says so
 WEEK = os.environ.setdefault("LAYOUTC_WEEK", datetime.now(UTC).strftime("%G-W%V"))  # workers have that of their session
 EVERY, TURNS = os.environ.get("LAYOUTC_ALL_PAIRS") == "1", 3
 RECIPES = {path.stem for folder in (SPECS, UNSHIPPED, EXCHANGED) for path in folder.glob("*.yaml")}
