@@ -42,7 +42,9 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
         if isinstance(weight.data, QuantizedTensor):
             for adapter in layer.active_adapters:
                 if adapter in getattr(layer, "lora_variant", {}) or getattr(layer, "lora_bias", {}).get(adapter):
-                    raise ValueError(f"{name}: adapter {adapter} is more than a product of two matrices: keep it apart")
+                    raise ValueError(
+                        f"{name}: adapter {adapter} is more than a product of two matrices: keep it separate"
+                    )
     errors = {}
     for name, layer in layers.items():
         weight, key = _weight(layer)
@@ -81,7 +83,10 @@ def merged_state(model: Any) -> dict[str, Tensor]:
         )
     for name, value in base.state_dict(keep_vars=True).items():
         if ".modules_to_save." in name or ".token_adapter." in name:
-            raise ValueError(f"{name} is a copy that is trained: merge_and_unload() makes it part of the model")
+            raise ValueError(
+                f"{name} is a trained copy (modules_to_save or trainable tokens): merge_and_unload() makes it part of "
+                "the model"
+            )
         if (own := _of_base(name, layers)) is not None:
             state[own] = value
     return state

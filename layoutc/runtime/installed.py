@@ -190,7 +190,7 @@ def _import_from(folder: Path, name: str) -> None:
 def _of_spec(path: Path) -> ModuleType:
     """The package built from a spec: in `generated/` here or beside the spec's folder, or shipped."""
     if not path.is_file():
-        raise ValueError(f"{path} is no file; {WAYS}")
+        raise ValueError(f"{path} is not a file; {WAYS}")
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     changed = ""
     for folder in dict.fromkeys([(BUILT / path.stem).absolute(), path.absolute().parent.parent / BUILT / path.stem]):

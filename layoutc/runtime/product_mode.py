@@ -98,9 +98,9 @@ def _setting(mode: str, on_gather: bool, saves: Saves | None) -> str:
 def checked(mode: Mode | None, where: Where | None = None) -> Settings:
     """Settings as a user writes them. Raises ValueError for anything else."""
     if mode not in (None, *_PUBLIC):
-        raise ValueError(f"products are {' or '.join(_PUBLIC)}, not {mode!r}")
+        raise ValueError(f"products take {' or '.join(_PUBLIC)}, not {mode!r}")
     if where not in (None, *get_args(Where)):
-        raise ValueError(f"weights are dequantized by {' or '.join(get_args(Where))}, not {where!r}")
+        raise ValueError(f"dequantize takes {' or '.join(get_args(Where))}, not {where!r}")
     return Settings(mode, where)
 
 
@@ -156,7 +156,7 @@ class products(_Set):
     def __init__(self, mode: Mode, *, saves: Saves | None = None) -> None:
         global _saves
         if mode is None:
-            raise ValueError(f"products are {' or '.join(_PUBLIC)}, not None")
+            raise ValueError(f"products take {' or '.join(_PUBLIC)}, not None")
         if saves not in (None, *get_args(Saves)):
             raise ValueError(f"saves must be {' or '.join(map(repr, get_args(Saves)))}, not {saves!r}")
         super().__init__(checked(mode))
@@ -191,7 +191,7 @@ class dequantize(_Set):
 
     def __init__(self, where: Where) -> None:
         if where is None:
-            raise ValueError(f"weights are dequantized by {' or '.join(get_args(Where))}, not None")
+            raise ValueError(f"dequantize takes {' or '.join(get_args(Where))}, not None")
         super().__init__(checked(None, where))
 
 

@@ -33,7 +33,7 @@ def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, or an int64 tensor of one element, not {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit into 64 bits with a sign, and {seed} does not")
+        raise ValueError(f"seed must fit into 64 bits with a sign, but {seed} does not")
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 

@@ -156,7 +156,7 @@ def refused() -> str:
 
 def test_weights_that_are_gathered_apart_say_what_to_do(two: Ranks) -> None:
     for message in two.run(refused):
-        assert "0.[q_proj, k_proj, v_proj].weight, which are not gathered with it" in message
+        assert "(0.[q_proj, k_proj, v_proj].weight), but FSDP2 gathers them apart" in message
 
 
 def files(folder: str, use: str) -> bool:

@@ -94,12 +94,15 @@ def refused() -> None:
             layoutc.exchange_tokens(x, None, None, world, recipe=recipe)
     with pytest.raises(ValueError, match="takes rows in multiples of 32 and columns in multiples of 32"):
         layoutc.exchange_tokens(x[:, :40], None, None, world, gradients="mxfp8")
-    with pytest.raises(ValueError, match=r"splits \[3, 2\] and \[2, 2\] are not those of 4 tokens over 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"input_splits \[3, 2\] must have 2 entries that add up to 4 tokens, and output_splits \[2, 2\]",
+    ):
         layoutc.exchange_tokens(x, None, [3, 2], world)
-    with pytest.raises(ValueError, match="3 tokens are not cut evenly over 2 ranks: give input_splits"):
+    with pytest.raises(ValueError, match="3 tokens do not divide evenly among 2 ranks: pass input_splits"):
         layoutc.exchange_tokens(x[:3], None, None, world)
     with pytest.raises(
-        ValueError, match=r"takes \(tokens, columns\) in fp32, bf16 or fp16, not \(4, 128\) in torch.int64"
+        ValueError, match=r"takes x of shape \(tokens, columns\) in fp32, bf16 or fp16, not \(4, 128\) in torch.int64"
     ):
         layoutc.exchange_tokens(x.long(), None, None, world)
 

@@ -300,7 +300,7 @@ def refuses_other_dims(recipe: str, experts: bool) -> str:
     ("recipe", "experts", "words"),
     [
         ("fp8_block", True, "48 of each 96 rows; both numbers, and where the cuts fall, must be multiples of 128"),
-        ("fp8_rowwise", False, "it has scales that cover whole rows or columns"),
+        ("fp8_rowwise", False, "its scales cover whole rows or columns"),
     ],
 )
 def test_other_dims_are_refused_on_every_rank(two: Ranks, recipe: str, experts: bool, words: str) -> None:

@@ -274,7 +274,7 @@ def stays_gathered(how: str) -> None:
         model[0].unshard()
     with (
         product_modes.products("reference"),
-        pytest.raises(LayoutError, match=r"still gathered, as values, .*reference"),
+        pytest.raises(LayoutError, match=r"still gathered, as bf16 weights, .*reference"),
     ):
         loss_of(model, 2)
     for block in model[:3]:

@@ -304,7 +304,7 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (cast_after_fully_shard, ["layers.0.weight is already sharded: call cast_on_gather_ before fully_shard"]),
     (
         masters_of_a_model_that_is_not_trained,
-        ["MasterWeights has layers.0.weight", "create it after fully_shard"],
+        ["MasterWeights has layers.0.weight", "create MasterWeights after fully_shard"],
     ),
     (tied_to_a_weight_that_is_not_chosen, ["head.weight is tied to layers.0.weight", "leave out head.weight"]),
     (ranks_write_different_weights, ["ranks quantize different weights at the same time", "in the same order"]),

@@ -241,7 +241,9 @@ def test_adapters_that_are_more_than_a_product_are_refused_and_nothing_is_merged
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more))
         kept = {name: param.detach().clone() for name, param in model.named_parameters()}
-        with pytest.raises(ValueError, match="adapter default is more than a product of two matrices: keep it apart"):
+        with pytest.raises(
+            ValueError, match="adapter default is more than a product of two matrices: keep it separate"
+        ):
             merge(model)
         assert all(torch.equal(param.detach(), kept[name]) for name, param in model.named_parameters())
 

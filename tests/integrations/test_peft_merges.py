@@ -243,7 +243,9 @@ def test_merge_has_an_undo(recipe: str) -> None:
     assert same(planes_of(nn.ParameterList([weight])), before)
     layoutc.merge_(weight, delta, keep_base=True)
     layoutc.merge_(weight, delta)
-    with pytest.raises(LayoutError, match=r"nothing is kept of 0.weight .* write layoutc.merge_\(weight, delta, keep"):
+    with pytest.raises(
+        LayoutError, match=r"0.weight .*has kept nothing from before a merge: call layoutc.merge_\(weight, delta, keep"
+    ):
         layoutc.unmerge_(weight)
     with pytest.raises(TypeError, match=r"unmerge_ takes from quantized weights; .* write weight.sub_\(delta\)"):
         layoutc.unmerge_(torch.ones(2, 2))

@@ -144,8 +144,8 @@ def test_what_has_no_rule_is_refused() -> None:
     """In words, before anything is made; without state= and masters= each class steps by itself, as before."""
     weight = [nn.Parameter(torch.zeros(4, 4))]
     for kind, options, said in (
-        (torch.optim.RMSprop, {}, "leave them out, and RMSprop keeps its state as it makes it"),
-        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with state= or masters= does not take amsgrad=True"),
+        (torch.optim.RMSprop, {}, "not with RMSprop: leave them out, and it keeps its own state"),
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with state= or masters= does not support amsgrad=True"),
         (torch.optim.SGD, {}, "give it momentum=0.9"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -368,13 +368,13 @@ def test_options_out_of_range_are_refused() -> None:
     weight = [nn.Parameter(torch.zeros(4, 4))]
     with pytest.raises(ValueError, match="lr=-1"):
         layoutc.AdamW(weight, lr=-1)
-    with pytest.raises(ValueError, match="none of fp32, 8bit, fp8, 4bit"):
+    with pytest.raises(ValueError, match="one of fp32, 8bit, fp8, 4bit, or a dict"):
         layoutc.AdamW(weight, state="8bits")
-    with pytest.raises(ValueError, match="none of fp32, bf16"):
+    with pytest.raises(ValueError, match='"fp32" or "bf16", not '):
         layoutc.AdamW(weight, masters="fp16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="this optimizer has no state exp_avgs"):
         layoutc.AdamW(weight, state={"exp_avgs": "mxfp8"})
-    with pytest.raises(ValueError, match="nvfp4 can't hold a state"):
+    with pytest.raises(ValueError, match="nvfp4 can't hold optimizer state"):
         layoutc.AdamW(weight, state={"exp_avg": "nvfp4"})
 
 

@@ -453,7 +453,9 @@ def test_a_history_can_not_be_traced() -> None:
     """A graph would quantize with the amax of the step that it was traced in, for ever."""
     model = nn.Sequential(nn.Linear(64, 64))
     layoutc.cast_on_gather_(model, "fp8_delayed")
-    with pytest.raises(Exception, match="follows a history of amaxes, which a traced graph would never advance"):
+    with pytest.raises(
+        Exception, match="takes its scale from a history of amaxes, which a traced graph would never advance"
+    ):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 64))
 
 

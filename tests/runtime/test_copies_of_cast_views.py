@@ -77,7 +77,7 @@ def test_blocks_of_a_copy_that_was_written_are_not_guessed(written: str) -> None
     with torch.no_grad():
         copy = layer.weight.t().contiguous()
         (layer.weight if written == "weight" else copy).mul_(2)
-        with pytest.raises(LayoutError, match=r"either has been written since.*copy view\.detach\(\)"):
+        with pytest.raises(LayoutError, match=r"one of the two was written since.*copy view\.detach\(\)"):
             torch.randn(4, 256) @ copy
 
 

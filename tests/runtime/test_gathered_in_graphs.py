@@ -33,7 +33,7 @@ def test_a_graph_reads_what_the_weight_holds_when_it_runs(recipe: str) -> None:
     graph = read()
     assert torch.equal(graph(), shard.values_of("rowwise", torch.float32))
     gather(shard, "backward", memory, whole)
-    with pytest.raises(MissingOrientation, match="FSDP2 does not hold this shard any more"):
+    with pytest.raises(MissingOrientation, match="FSDP2 no longer holds this shard"):
         graph()
     gather(shard, "forward", memory, whole)
     assert torch.equal(graph(), shard.values_of("rowwise", torch.float32))

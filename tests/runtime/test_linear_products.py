@@ -519,7 +519,7 @@ def test_modes() -> None:
             assert mode.current().products == "reference"
         assert mode.current().products == "low_precision"
     assert mode.current() == ("dequantize", "gather")
-    with pytest.raises(ValueError, match="products are low_precision or dequantize, not 'fp8'"):
+    with pytest.raises(ValueError, match="products take low_precision or dequantize, not 'fp8'"):
         layoutc.products("fp8")  # type: ignore[arg-type]
     with layoutc.products("low_precision", saves="quantized"):
         assert mode.saves(in_graph=True) == "quantized"
@@ -538,7 +538,7 @@ def test_two_settings_that_end_in_any_order() -> None:
     assert mode.current() == ("dequantize", "layer")
     second.__exit__(None, None, None)
     assert mode.current() == ("dequantize", "gather")
-    with pytest.raises(ValueError, match="weights are dequantized by gather or layer, not 'hook'"):
+    with pytest.raises(ValueError, match="dequantize takes gather or layer, not 'hook'"):
         layoutc.dequantize("hook")  # type: ignore[arg-type]
 
 

@@ -287,12 +287,12 @@ def test_mistakes_change_nothing() -> None:
     model = build(blocks=1)
     product_modes.set_products_(model, "reference")
     for mode in ("fp8", "", True):
-        with pytest.raises(ValueError, match=r"products are low_precision or dequantize, not"):
+        with pytest.raises(ValueError, match=r"products take low_precision or dequantize, not"):
             layoutc.set_products_(model, mode)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"weights are dequantized by gather or layer, not 'rank'"):
+    with pytest.raises(ValueError, match=r"dequantize takes gather or layer, not 'rank'"):
         layoutc.set_products_(model, dequantize="rank")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"filter_fn chooses no module with a quantized weight; there are 4: 0.q.weight, "
+        ValueError, match=r"filter_fn chooses no module with a quantized weight. The model has 4: 0.q.weight, "
     ):
         product_modes.set_products_(model, "dequantize", filter_fn=lambda _, name: name == "head")
     with pytest.raises(

@@ -46,8 +46,8 @@ class CopiedView:
             if not view._views:
                 return None
             raise LayoutError(
-                f"{copy.label()} is a copy of a view of a weight, and either has been written since, so what its "
-                "blocks are is not known: to multiply with the weight, copy the view again; for a weight with blocks "
-                "of its own, copy view.detach()"
+                f"{copy.label()} is a copy of a view of a weight, and one of the two was written since, so its blocks "
+                "are unknown: copy the view again to multiply with the weight, or copy view.detach() for a weight "
+                "with its own blocks"
             )
         return view

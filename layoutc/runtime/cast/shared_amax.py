@@ -113,9 +113,8 @@ class Agreed:
             return
         if capturing(current.device):
             raise LayoutError(
-                f"{tensor.label()}: its scale follows a history of amaxes, which replays of a CUDA graph would not "
-                "advance; use layoutc.quantize_ in place of cast_on_gather_, whose histories lie in the weights, or a "
-                "recipe without one"
+                f"{tensor.label()} takes its scale from a history of amaxes, which replays of a CUDA graph would not "
+                "advance: use layoutc.quantize_, which keeps histories in the weights, or a recipe without a history"
             )
         last, before = self._on(current.device)
         amax, extra = with_history(layout, current, before)
@@ -141,13 +140,14 @@ class Agreed:
     def _traced(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.fused is not None:
             raise UnsupportedOperator(
-                f"{tensor.label()} is quantized under one amax with others ({self.fused[1]}), which a traced graph "
-                "does not see; shard them with fully_shard, whose gathers run outside of graphs"
+                f"{tensor.label()} shares one amax with other weights ({self.fused[1]}), which a traced graph does "
+                "not see: shard them with fully_shard, whose gathers run outside of graphs"
             )
         if tensor.LAYOUT.history:
             raise UnsupportedOperator(
-                f"{tensor.label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
-                "shard it with fully_shard, whose gathers run outside of graphs, or leave its module uncompiled"
+                f"{tensor.label()} takes its scale from a history of amaxes, which a traced graph would never "
+                "advance: shard it with fully_shard, whose gathers run outside of graphs, or leave its module "
+                "uncompiled"
             )
         amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(shape))
         return with_history(tensor.LAYOUT, amax, None)
@@ -210,8 +210,8 @@ def _check_whole(tensors: Sequence[Cast]) -> None:
     for tensor in tensors:
         if (group := tensor._agreed.fused) is not None and count[group] < group[2]:
             raise LayoutError(
-                f"{tensor.label()} is quantized under one amax with others, {group[1]}, which are not gathered with "
-                "it, or are sharded over other ranks: call fully_shard on the module that has all of them, or "
+                f"{tensor.label()} shares one amax with other weights ({group[1]}), but FSDP2 gathers them apart or "
+                "shards them over other ranks: call fully_shard on the module that has all of them, or "
                 "layoutc.precompute_amaxes(model) after each step"
             )
 

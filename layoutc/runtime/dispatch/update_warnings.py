@@ -116,8 +116,8 @@ def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
         if param.grad is None and (found := getattr(param, _REPLACED, None)) is not None:
             name, caller = found
             raise LayoutError(
-                f"{type(optimizer).__name__} has {name} of shape {tuple(param.shape)} from before {caller}, which "
-                "replaced it, and would never train it: create the optimizer after that, with model.parameters()"
+                f"{caller} replaced {name} of shape {tuple(param.shape)}, and {type(optimizer).__name__} would step "
+                f"the old one alone: create the optimizer after {caller}, with model.parameters()"
             )
 
 

@@ -52,7 +52,10 @@ class _Kept:
     def copied(self, ranks: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Each rank's chunks of the gradients in a row: (ranks, n / ranks)."""
         if not self.grads:
-            raise LayoutError("gradients were not copied into this buffer: FSDP2 reduces in another way than is known")
+            raise LayoutError(
+                "FSDP2 did not copy the gradients into this buffer: this torch reduces them in a way that layoutc "
+                "does not know"
+            )
         return in_rows(self.grads, ranks, like.numel(), dtype, self.dim)
 
 
@@ -268,7 +271,7 @@ def exchange_gradients(
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
             f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
-            "where FSDP2 takes one reduce-scatter for all. Call fully_shard on modules of their own for each mesh"
+            "but FSDP2 reduces them together. Call fully_shard on separate modules, one for each mesh"
         )
     acts = {
         module: one.over

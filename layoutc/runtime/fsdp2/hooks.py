@@ -152,8 +152,8 @@ def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
     layout = shard.LAYOUT
     if layout.shared_along_rows - layout.shared or layout.amax_columns is not None:
         raise LayoutError(
-            f"{parameter_name(shard)}: {layout.name} can't be sharded on dim {dim}, since it has scales that cover "
-            "whole rows or columns of the weight; shard dim 0"
+            f"{parameter_name(shard)}: {layout.name} can't be sharded on dim {dim}, because its scales cover whole "
+            "rows or columns of the weight; shard dim 0"
         )
 
 
@@ -236,8 +236,8 @@ def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str
     sharding = find(shard)
     if sharding is None or sharding.is_gone or (group := sharding.process_group) is None:
         raise MissingOrientation(
-            f"{shard.label()}: {orientation} can't be gathered, since FSDP2 does not hold this shard any more; keep "
-            "a reference to the model"
+            f"{shard.label()}: FSDP2 no longer holds this shard, so {orientation} can't be gathered; keep a reference "
+            "to the model"
         )
     quantized = shard.to_gather((orientation,))
     gathering = Gathering(route_of(sharding, quantized, "both"))

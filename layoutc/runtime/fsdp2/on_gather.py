@@ -41,8 +41,8 @@ def check_unwritten(shard: Any, values: Tensor | None) -> None:
     if values is not None and version_of(values):  # gathers keep it at 0
         reset_version(values)
         raise LayoutError(
-            f"{shard.label()} was written while it was gathered, and each gather undoes that; write into the sharded "
-            "parameter, on all ranks: before forward, or after reshard()"
+            f"{shard.label()} was written while it was gathered, and the next gather undoes that; write into the "
+            "sharded parameter, on all ranks: before forward, or after reshard()"
         )
 
 

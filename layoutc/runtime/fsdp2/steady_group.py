@@ -113,8 +113,8 @@ class SteadyGroup(PlannedGroup):
         settings = product_mode.in_effect(shard_of(self._of_values).own_products)
         if settings.products != "dequantize":
             raise LayoutError(
-                f"{self.named('weights')} are still gathered, as values, which {settings} does not "
-                f"multiply; {gathered.RESHARD}"
+                f"{self.named('weights')} are still gathered, as bf16 weights, which {settings} does not multiply; "
+                f"{gathered.RESHARD}"
             )
 
 

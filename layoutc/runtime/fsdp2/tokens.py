@@ -62,17 +62,19 @@ def exchange_tokens(
     """
     if x.dim() != 2 or x.dtype not in _FLOATS:
         raise ValueError(
-            f"exchange_tokens takes (tokens, columns) in fp32, bf16 or fp16, not {tuple(x.shape)} in {x.dtype}"
+            f"exchange_tokens takes x of shape (tokens, columns) in fp32, bf16 or fp16, not {tuple(x.shape)} in "
+            f"{x.dtype}"
         )
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     world, (rows, columns) = group.size(), x.shape
     if input_splits is None and rows % world:
-        raise ValueError(f"exchange_tokens: {rows} tokens are not cut evenly over {world} ranks: give input_splits")
+        raise ValueError(f"exchange_tokens: {rows} tokens do not divide evenly among {world} ranks: pass input_splits")
     sends, takes = (list(splits or [rows // world] * world) for splits in (input_splits, output_splits))
     if not torch.compiler.is_compiling() and (sum(sends) != rows or len(sends) != world or len(takes) != world):
         raise ValueError(
-            f"exchange_tokens: splits {sends} and {takes} are not those of {rows} tokens over {world} ranks"
+            f"exchange_tokens: input_splits {sends} must have {world} entries that add up to {rows} tokens, and "
+            f"output_splits {takes} as many entries"
         )
     keys = [None if one is None else _key(one, columns) for one in (recipe, gradients)]
     made: Tensor = _Exchange.apply(x, takes, sends, group.group_name, *keys)  # type: ignore[no-untyped-call]

@@ -60,9 +60,9 @@ class ByRule(MasterWeights):
         """As MasterWeights and AdamW have it. Raises ValueError for classes without a rule (optim/rules.py)."""
         masters = masters or "fp32"
         if masters not in ("fp32", "bf16"):
-            raise ValueError(f"masters={masters!r} is none of fp32, bf16")
+            raise ValueError(f'masters must be "fp32" or "bf16", not {masters!r}')
         if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must fit into 32 bits, and {seed} does not")
+            raise ValueError(f"seed must fit into 32 bits, but {seed} does not")
         owner = MasterWeights if type(self) is ByRule else type(self)
         groups = inner_optimizer.groups_of(owner.__name__, optimizer_class, params)
         self._rule, given = rules.of_class(optimizer_class, options)
@@ -173,7 +173,7 @@ class ByRule(MasterWeights):
         if updates is None or not updates.holds(members, grads):
             if capturing(device):
                 raise LayoutError(
-                    "the first step makes its tables, and a CUDA graph can't capture that: step once before the "
+                    "the first step allocates tables, which a CUDA graph can't capture: step once before the "
                     "capture, with gradients of the same dtypes"
                 )
             updates = Updates(self._rule, members, grads, len(self.param_groups))

@@ -45,9 +45,7 @@ def _of_parameter(key: Any, saved: Any, moments: Sequence[str]) -> Any:
         return saved
     state = {**saved, **saved.get(_WRAPPED, {})}
     if "max_exp_avg_sq" in state:
-        raise ValueError(
-            f"the state of parameter {key} has max_exp_avg_sq, of amsgrad, which layoutc.AdamW does not have"
-        )
+        raise ValueError(f"the state of parameter {key} has max_exp_avg_sq, but layoutc.AdamW does not support amsgrad")
     state.pop(_WRAPPED, None)
     for number, name in enumerate(moments, 1):
         if f"state{number}" in state:

@@ -142,8 +142,8 @@ class Updates:
             if numbers != self._given[at]:
                 if capturing(self._device) and self._given[at] is not None:
                     raise LayoutError(
-                        "an option has changed since the last step before a CUDA graph is captured, which "
-                        "would fix it; make it a tensor on the card, as lr=torch.tensor(3e-4, device='cuda')"
+                        "an option has changed since the last step, and the CUDA graph that is being captured would "
+                        "fix its value; make it a tensor on the card, as in lr=torch.tensor(3e-4, device='cuda')"
                     )
                 row = torch.tensor(numbers, dtype=torch.float64)
                 self.options[at, : len(given)].copy_(row)

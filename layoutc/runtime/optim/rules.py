@@ -54,15 +54,15 @@ def of_class(optimizer_class: Callable[..., torch.optim.Optimizer], options: Map
     rule = LION if kind.__name__ == "Lion" else rules.get(kind)
     if rule is None:
         raise ValueError(
-            "state= and masters= are there for AdamW, Adam, SGD with momentum, and Lion, whose steps this package has: "
-            f"leave them out, and {kind.__name__} keeps its state as it makes it"
+            f"state= and masters= work with AdamW, Adam, SGD with momentum, and Lion, not with {kind.__name__}: leave "
+            "them out, and it keeps its own state"
         )
     if rule is ADAM and given.get("decoupled_weight_decay"):
         rule = ADAMW
     given.pop("decoupled_weight_decay" if rule.name == "adam" else "", None)
     if other := sorted(key for key in given.keys() - _KNOWN if given[key] and given[key] != _NEUTRAL.get(key)):
         named = ", ".join(f"{key}={given[key]!r}" for key in other)
-        raise ValueError(f"{kind.__name__} with state= or masters= does not take {named}: leave them out")
+        raise ValueError(f"{kind.__name__} with state= or masters= does not support {named}: leave them out")
     if rule is SGD and not given["momentum"]:
         raise ValueError("SGD without momentum has no state: leave state= and masters= out, or give it momentum=0.9")
     return rule, given

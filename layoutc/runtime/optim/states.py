@@ -41,8 +41,8 @@ class Forms:
         if isinstance(state, str):
             if state != "fp32" and state not in FORMS:
                 raise ValueError(
-                    f"state={state!r} is none of fp32, {', '.join(FORMS)}; a dict names a recipe for each moment, "
-                    'as {"exp_avg": "adam_m8"}'
+                    f'state must be one of fp32, {", ".join(FORMS)}, or a dict of recipes such as {{"exp_avg": '
+                    f'"adam_m8"}}, not {state!r}'
                 )
             names = dict(zip(moments, FORMS.get(state, ()), strict=False))
         else:
@@ -80,8 +80,8 @@ def _tensor_of(recipe: str) -> type[QuantizedTensor]:
     layout = cls.LAYOUT
     if layout.shares_amax or layout.stochastic or layout.block_rows > 1:
         raise ValueError(
-            f"{recipe} can't hold a state: that takes scales of blocks along rows alone, and elements rounded to "
-            "nearest, so that each shard of rows is what the whole state has there"
+            f"{recipe} can't hold optimizer state: its scales must cover blocks along rows alone, and its elements "
+            "round to nearest, so that a shard of rows equals the same rows of the whole state"
         )
     return cls
 
@@ -150,9 +150,9 @@ def refuse_masters(param: Tensor, name: str, masters: str) -> None:
         if dim == 0 or each >= param.shape[dim] or (is_last and each % 8 == 0):
             continue
         raise LayoutError(
-            f"{name} of shape {tuple(param.shape)} is cut on dim {dim} every {each}, and masters in {masters} are "
-            "rounded by random bits, of which eight columns of a row share a counter; shard dim 0, cut the last dim at "
-            'multiples of 8, or use masters="fp32"'
+            f"{name} of shape {tuple(param.shape)} is cut on dim {dim} every {each}. masters={masters} rounds by "
+            "random bits that eight columns of a row share: shard dim 0, cut the last dim at multiples of 8, or pass "
+            'masters="fp32"'
         )
 
 

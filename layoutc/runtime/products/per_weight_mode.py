@@ -80,7 +80,7 @@ def set_products_(
         raise ValueError("the model has no quantized weights: call quantize_ or cast_on_gather_ before set_products_")
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
-        raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
+        raise ValueError(f"filter_fn chooses no module with a quantized weight. The model has {len(every)}: {shown}")
     chosen_shards = {id(holder): holder for _, param in chosen.values() for holder in _holders(param)}
     changed = _changed(chosen_shards, own)
     for sharding in changed:

@@ -44,7 +44,9 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: in
     for one in groups:
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=one)
     if tag is not None and packed[-2:].tolist() != [tag, -tag]:
-        raise LayoutError("ranks quantize different weights at the same time: write sharded weights in the same order")
+        raise LayoutError(
+            "ranks quantize different weights at the same time: all ranks must write sharded weights in the same order"
+        )
     return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
 
 

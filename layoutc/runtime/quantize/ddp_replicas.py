@@ -64,8 +64,8 @@ def _check_equal_kinds(target: QuantizedTensor, values: Tensor | None, group: di
     most, least, kinds = largest[0].item(), -largest[1].item(), {largest[2].item(), -largest[3].item()}
     if most != least:
         raise LayoutError(
-            f"DistributedDataParallel: {target.label()} is quantized in another way on another rank; quantize the "
-            "model in the same way on all ranks (layoutc.check_ranks(model) names what differs)"
+            f"DistributedDataParallel: another rank quantized {target.label()} differently; quantize the model in the "
+            "same way on all ranks (layoutc.check_ranks(model) names what differs)"
         )
     return kinds == {kind} and values is not None
 

@@ -85,7 +85,7 @@ def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
     """
     if any(placement.is_partial() for placement in weight.placements):
         raise ValueError(
-            f"{name} holds partial sums, whose amax is not known before they are added up: redistribute it first"
+            f"{name} holds partial sums, and its amax is unknown until they are added up: redistribute it first"
         )
     sizes = {dim: [size] for dim, size in enumerate(weight.shape)}
     last = weight.dim() - 1

@@ -50,7 +50,7 @@ def choose(
     Raises ValueError for a pattern that no parameter of two or three dims has a name for, TypeError for one string.
     """
     if isinstance(param_filter, str):
-        raise TypeError(f"param_filter is a list of patterns, or a function: [{param_filter!r}]")
+        raise TypeError(f"param_filter takes a list of patterns or a function: write [{param_filter!r}]")
     every: list[Use] = []
     chosen: dict[tuple[int, str], Use] = {}
     for fqn, module in (pair for root in roots for pair in root.named_modules()):
@@ -92,6 +92,6 @@ def check_ties(roots: Sequence[nn.Module], chosen: Sequence[Use], recipe: str, f
         if use.param in names and (id(use.module), use.key) not in places:
             name = names[use.param]
             raise ValueError(
-                f"{name} is tied to {use.name}, which {filters} does not choose: quantizing it to {recipe} would untie "
-                f"them, or dequantize it at each use; let {filters} leave out {name}"
+                f"{name} is tied to {use.name}, which {filters} does not choose: quantizing it to {recipe} would "
+                f"untie them, or dequantize it at each use; leave {name} out of {filters}"
             )

@@ -166,8 +166,8 @@ def step(inner: torch.optim.Optimizer) -> None:
         if "closure" not in str(error):
             raise
         raise TypeError(
-            f"{type(inner).__name__} evaluates its closure at intermediate points, for which MasterWeights makes no "
-            "quantized weights; use an optimizer that steps without a closure"
+            f"{type(inner).__name__} evaluates its closure at intermediate points, and MasterWeights quantizes no "
+            "weights for those: use an optimizer that steps without a closure"
         ) from error
 
 

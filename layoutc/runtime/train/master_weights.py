@@ -195,7 +195,7 @@ class MasterWeights(FollowsParameters):
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
-            raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, this optimizer has {sizes[0]}")
+            raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, but this optimizer has {sizes[0]}")
         states = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):

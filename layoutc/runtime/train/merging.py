@@ -79,8 +79,8 @@ def unmerge_(weight: Tensor) -> None:
     local = _local(weight, "unmerge_ takes from", "weight.sub_(delta)")
     if not merges.give_back(local):
         raise LayoutError(
-            f"nothing is kept of {local.label()} from before a merge: write layoutc.merge_(weight, delta, "
-            "keep_base=True), and nothing else into the weight"
+            f"{local.label()} has kept nothing from before a merge: call layoutc.merge_(weight, delta, "
+            "keep_base=True), and write nothing else into the weight until unmerge_"
         )
 
 

@@ -36,8 +36,9 @@ def check_sharded(params: Iterable[Tensor]) -> None:
     for param in params:
         if id(param) in whole:
             raise LayoutError(
-                f"a parameter of shape {tuple(param.shape)} is gathered now, and gradients come to its shards: call "
-                "reshard() on the model's FSDP modules first, and give MasterWeights the parameters that they have then"
+                f"a parameter of shape {tuple(param.shape)} is gathered now, but its shards receive the gradients: "
+                "call reshard() on the model's FSDP modules, and give MasterWeights the parameters that they have "
+                "then"
             )
 
 
@@ -163,6 +164,6 @@ class FollowsParameters(torch.optim.Optimizer):
             for param, (name, _) in self._recipes.items():
                 if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
                     raise LayoutError(
-                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
-                        "new parameters: create it after fully_shard"
+                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which "
+                        "replaced it: create MasterWeights after fully_shard"
                     )

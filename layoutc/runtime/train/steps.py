@@ -258,8 +258,8 @@ class WriteBack:
             key = tuple(map(id, groups)) or local.device
             if local.fused is not None and batch_of.setdefault(local.fused, key) != key:
                 raise LayoutError(
-                    f"{local.fused[1]} are quantized under one amax, but {local.weight_name} is on another device, or "
-                    "sharded over other ranks, than others of them: shard them alike, or leave share_amax= out"
+                    f"{local.fused[1]} share one amax, but {local.weight_name} is on another device than others of "
+                    "them, or sharded over other ranks: shard them alike, or leave share_amax= out"
                 )
             batch = batches.setdefault(key, Batch(groups))
             batch.entries.append(entry)

@@ -145,7 +145,7 @@ def _now(
             if not plane.untyped_storage().nbytes() and plane.numel():
                 raise LayoutError(
                     f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a weight that FSDP2 has resharded; "
-                    "call the module that fully_shard was given, or unshard() it first"
+                    "call the module that has fully_shard, or unshard() it first"
                 )
         return found
     shard = gathered.home() if gathered is not None else None

@@ -202,8 +202,8 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         """Raises LayoutError if FSDP2 has freed a gathered weight's planes."""
         if self.store.home is not None and self.store.is_freed:
             raise LayoutError(
-                f"{self.label()} was gathered, and FSDP2 has resharded it since; read it in the forward of the "
-                "module that fully_shard was given, between its unshard() and reshard(), or read the sharded parameter"
+                f"{self.label()} was gathered, and FSDP2 has resharded it since; read it in the forward of its "
+                "fully_shard module, between unshard() and reshard(), or read the sharded parameter"
             )
 
     def check_readable(self) -> None:
