@@ -53,7 +53,7 @@ def quantize_as_stored(
     path, is_file = Path(path), Path(path).is_file()
     if is_file and share_amax:
         raise LayoutError(
-            f"{path}: no type of GGUF has a scale for a whole weight, which share_amax=True would make one"
+            f"{path}: share_amax=True joins scales of whole weights, which no type of GGUF has: leave it out"
         )
     chosen = (of_gguf if is_file else planning).classes_in(path, model, files, rename)
     parameters, by_class = dict(model.named_parameters()), dict[type[QuantizedTensor], set[str]]()
@@ -67,7 +67,7 @@ def quantize_as_stored(
     joined = {cls for cls, names in by_class.items() if share_amax and groups_of(names, stated[cls])}
     if share_amax and not joined:
         raise LayoutError(
-            "share_amax=True: the files hold no weights beside each other that engines join, under one scale each"
+            "share_amax=True joins nothing: the files hold no neighbouring weights that engines join under one scale"
         )
     for cls, names in by_class.items():
         package = importlib.import_module(cls.__module__.rpartition(".")[0])

@@ -61,7 +61,7 @@ class Destination:
         if self.value is None:
             self.value = self._empty(source, same)
         if isinstance(self.value, QuantizedTensor) and not same:
-            raise DamagedError(f"{self.name}: its pieces are not all quantized in the same layout; save it again")
+            raise DamagedError(f"{self.name}: its pieces have different layouts; save it again")
         into = self.value
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             into = into.narrow(dim, offset, length)

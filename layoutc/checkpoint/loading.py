@@ -193,7 +193,7 @@ def _write(new: Sequence[Destination]) -> None:
             one.commit()
         except Exception as error:
             raise LayoutError(
-                f"{one.name} could not be written, though other weights have been: don't use the model before a load "
+                f"{one.name} could not be written after other weights were: don't use the model before a load "
                 f"succeeds ({type(error).__name__}: {error})"
             ) from error
 

@@ -66,8 +66,8 @@ def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, A
             )
     if more := sorted({file.name for file in partial.glob("*.distcp")} - needed.keys()):
         raise LayoutError(
-            f"the save is not complete: {partial / more[0]} was written by none of its ranks. Another save into the "
-            "same folder is running; save into different folders"
+            f"the save is not complete: none of its ranks wrote {partial / more[0]}. Another save into the same "
+            "folder is running; save into different folders"
         )
     return sizes
 

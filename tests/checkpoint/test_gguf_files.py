@@ -375,7 +375,7 @@ def test_a_file_converts_to_a_plain_folder(file: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
     with pytest.raises(FileExistsError, match="convert into a new folder"):
         checkpoint.convert_gguf(file, tmp_path / "plain", dtype="bfloat16")
-    with pytest.raises(ValueError, match="dtype= is float32, bfloat16 or float16, not int8"):
+    with pytest.raises(ValueError, match="dtype= must be float32, bfloat16 or float16, not int8"):
         checkpoint.convert_gguf(file, tmp_path / "other", dtype="int8")
     (tmp_path / "bad.gguf").write_bytes(file.read_bytes()[:-100])
     with pytest.raises(LayoutError, match="is truncated"):
@@ -513,13 +513,13 @@ HUGE = key("llama.attention.layer_norm_rms_epsilon", 12, struct.pack("<d", 1e300
     ("keys", "words"),
     [
         ([LLAMA], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
-        ([LLAMA, SCALED], "llama.rope.scaling.type says that rotary dims are scaled, but not all of how"),
+        ([LLAMA, SCALED], "llama.rope.scaling.type scales rotary dims, but does not say how in full"),
         ([LLAMA, HUGE], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
         (
             [LLAMA, key("llama.attention.head_count", ARRAY, struct.pack("<IQ2I", U32, 2, 4, 8))],
-            "llama.attention.head_count differs from layer to layer, [4, 8], and a field of a config is one number",
+            "llama.attention.head_count differs from layer to layer, [4, 8], but a field of a config is one number",
         ),
-        ([key("general.architecture", STRING, text("phi3"))], "fields of configs are not known of phi3 without exp"),
+        ([key("general.architecture", STRING, text("phi3"))], "layoutc knows no config fields of phi3 without exp"),
     ],
     ids=range(5),
 )
@@ -533,18 +533,18 @@ def test_where_keys_say_too_little_there_is_no_config_json(keys: list[bytes], wo
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "no layers": ({"block_count": 0}, "llama.block_count is 0, and is a whole number from 1"),
-    "fewer layers": ({"block_count": 1}, "llama.block_count is 1, and the file has tensors of 2 layers, up to 1"),
-    "more layers": ({"block_count": 33}, "llama.block_count is 33, and the file has tensors of 2 layers, up to 1"),
+    "no layers": ({"block_count": 0}, "llama.block_count is 0, but must be a whole number of 1 or more"),
+    "fewer layers": ({"block_count": 1}, "llama.block_count is 1, but the file has tensors of 2 layers, up to 1"),
+    "more layers": ({"block_count": 33}, "llama.block_count is 33, but the file has tensors of 2 layers, up to 1"),
     "width": (
         {"embedding_length": 512},
-        "token_embd.weight has shape [72, 256], where the file's keys make it [72, 51",
+        "token_embd.weight has shape [72, 256], but the file's keys make it [72, 51",
     ),
-    "rows": ({"feed_forward_length": 256}, "blk.0.ffn_gate.weight has shape [512, 256], where the file's keys make"),
-    "heads": ({"head_count": 8}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it [64, 256]"),
-    "heads of keys": ({"head_count_kv": 4}, "blk.0.attn_k.weight has shape [128, 256], where the file's keys make it"),
+    "rows": ({"feed_forward_length": 256}, "blk.0.ffn_gate.weight has shape [512, 256], but the file's keys make"),
+    "heads": ({"head_count": 8}, "blk.0.attn_k.weight has shape [128, 256], but the file's keys make it [64, 256]"),
+    "heads of keys": ({"head_count_kv": 4}, "blk.0.attn_k.weight has shape [128, 256], but the file's keys make it"),
     "more heads of keys": ({"head_count_kv": 8}, "llama has 4 query heads, which is not a multiple of its 8 key heads"),
-    "no length": ({"context_length": 0}, "llama.context_length is 0, and is a whole number from 1"),
+    "no length": ({"context_length": 0}, "llama.context_length is 0, but must be a whole number of 1 or more"),
 }
 
 
@@ -631,7 +631,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(unstated: Path,
     other = gguf_files.skeleton()
     layoutc.quantize_(other, "int8_block", param_filter=["*.q_proj.weight"])
     with pytest.raises(
-        LayoutError, match=r"q_proj\.weight is int8_block, which GGUF has no type for\. .*q4_k/gguf, q6_k/gguf, q8_0"
+        LayoutError,
+        match=r"GGUF has no type for int8_block, the recipe of .*q_proj\.weight\. .*q4_k/gguf, q6_k/gguf, q8_0",
     ):
         checkpoint.export_gguf(other, tmp_path / "out.gguf", source=unstated)
     (tmp_path / "out.gguf").touch()
@@ -889,7 +890,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "not a GGUF file"),
     "a short one": (SOUND[:23], "not a GGUF file"),
     "another magic": (by_hand(magic=b"GGML"), "not a GGUF file"),
-    "big-endian": (by_hand(order=">"), "in big-endian order, which is not read: convert it"),
+    "big-endian": (by_hand(order=">"), "a big-endian GGUF file, which layoutc does not read: convert it"),
     "version 1": (by_hand(version=1), "has GGUF version 1;"),
     "version 0": (by_hand(version=0), "has GGUF version 0;"),
     "version 4": (by_hand(version=4), "has GGUF version 4;"),
@@ -897,7 +898,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "some more tensors": (by_hand(counts=(3, 1)), "truncated|can't hold|has 0 dims|not UTF-8"),
     "many keys": (by_hand(counts=(2, 2**62)), "number of key-values is 4,611"),
     "a long key": (by_hand([struct.pack("<Q", 2**40) + bytes(99)]), "length of a key is 1,099,511,627,776"),
-    "a key beyond 65,535": (by_hand([key("a" * 65_536, U8, b"1")]), "a key has 65536 bytes, and the most is 65535"),
+    "a key beyond 65,535": (by_hand([key("a" * 65_536, U8, b"1")]), "a key has 65536 bytes; the limit is 65535"),
     "a key of other bytes": (by_hand([text(b"\xff\xfe") + struct.pack("<IB", U8, 1)]), "a key is not UTF-8"),
     "a key twice": (by_hand([LLAMA, LLAMA]), "the key 'general.architecture' twice"),
     "a long string": (by_hand([key("a", STRING, struct.pack("<Q", 2**50))]), "length of the value of 'a' is 1,125"),
@@ -919,14 +920,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "alignment 48": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 48))]), "alignment is 48"),
     "a wide alignment": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 2**31))]), "alignment is 21"),
     "alignment in words": (by_hand([LLAMA, key("general.alignment", STRING, text("32"))]), "alignment is '32'"),
-    "no dims": (entry(()), "has 0 dims, and a tensor has 1 to 4"),
+    "no dims": (entry(()), "has 0 dims; a tensor has 1 to 4"),
     "many dims": (entry((1,) * 5), "has 5 dims"),
     "a size of 0": (entry((0,)), r"has shape \[0\]"),
     "large sizes": (entry((2**63, 2**63, 2**63, 2**63)), "has 28,948"),
     "an unknown type": (entry(kind=99), "is of type 99, which this version"),
     "a type that is no more": (entry(kind=4), "is of type 4, which"),
     "half a block": (entry((4,), Q8_0_TYPE), "rows of Q8_0 are multiples of 32"),
-    "a long name": (entry(name="x" * 65), "name of a tensor has 65 bytes, and the most is 64"),
+    "a long name": (entry(name="x" * 65), "name of a tensor has 65 bytes; the limit is 64"),
     "an offset beyond": (entry(offset=2**62), "begins at byte 46116860184273880"),
     "an offset between": (entry(offset=8), "but what precedes it ends at"),
     "overlapping": (by_hand(tensors=TWO | {"token_embd.weight": ((4, 1), F32_TYPE, 0, VALUES)}), "what precedes it"),
@@ -960,7 +961,7 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
         (lambda path: (path.write_bytes(array(U8, 2**39)), os.truncate(path, 2**40)), "header has more than 10,"),
         (lambda path: (path.write_bytes(STRINGS), os.truncate(path, 2**40)), "make it 68,719,476,736 strings"),
         (lambda path: (path.write_bytes(by_hand(counts=(2, 3 * 10**6))), os.truncate(path, 2**40)), "3,000,000 keys"),
-        (lambda path: (path.write_bytes(TEXT), os.truncate(path, 2**40)), "16777217 bytes, and the most is 16777216"),
+        (lambda path: (path.write_bytes(TEXT), os.truncate(path, 2**40)), "16777217 bytes; the limit is 16777216"),
         (lambda path: (path.write_bytes(MANY), os.truncate(path, 2**40)), "header has more than 10,000,000 bytes"),
     ],
     ids=["a pipe", "tensors", "an array", "strings", "many keys", "text", "a long header"],

@@ -129,7 +129,7 @@ def test_a_folder_that_comes_to_be_meanwhile_is_kept(tmp_path: Path, monkeypatch
         finish(self, **given)
 
     monkeypatch.setattr(saving.Writer, "finish", late)
-    with pytest.raises(LayoutError, match="was created by something else during the save"):
+    with pytest.raises(LayoutError, match=r"something else created .* during the save"):
         checkpoint.save(state(2), tmp_path / "there")
     assert step_in(tmp_path / "there") == 1
 
@@ -142,7 +142,7 @@ def test_another_save_into_the_same_folder_is_noticed(tmp_path: Path, monkeypatc
         return write(self, *args)
 
     monkeypatch.setattr(saving.Writer, "write_data", beside)
-    with pytest.raises(LayoutError, match=r"__7_0\.distcp was written by none of its ranks\. Another save"):
+    with pytest.raises(LayoutError, match=r"none of its ranks wrote .*__7_0\.distcp\. Another save"):
         checkpoint.save(state(1), tmp_path / "there")
     assert names(tmp_path) == [".there.incomplete"]
 

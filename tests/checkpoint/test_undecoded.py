@@ -97,7 +97,7 @@ def test_a_folder_with_codes_that_nothing_decodes_is_not_converted(
 ) -> None:
     """All of them are named at once, no other is, and nothing is written."""
     path = folder(tmp_path / "in", tensors, config)
-    with pytest.raises(LayoutError, match="tensors hold codes that nothing here decodes") as raised:
+    with pytest.raises(LayoutError, match="tensors hold codes that layoutc can't decode") as raised:
         convert_safetensors(path, tmp_path / "out", source_files=source_files, **into)
     text = str(raised.value)
     assert all(f"{name} (" in text for name in named)

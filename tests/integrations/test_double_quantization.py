@@ -145,7 +145,7 @@ def test_extremes_have_bitsandbytes_codes(values: list[float]) -> None:
 
 @pytest.mark.parametrize("values", [[float("nan"), 1.0], [float("inf"), 1.0], [3e38, 3e38]])
 def test_scales_without_a_finite_mean_have_no_codes(values: list[float]) -> None:
-    with pytest.raises(LayoutError, match="not finite, or too large to take their mean"):
+    with pytest.raises(LayoutError, match="not finite, or too large to subtract their mean"):
         encode(torch.tensor([values]), codebook(), 256)
 
 

@@ -838,7 +838,7 @@ def test_a_weight_without_the_text_that_states_its_shape_is_refused(
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").symlink_to(written("bitsandbytes") / "config.json")
-    with pytest.raises(LayoutError, match=rf"{name}, which states its shape, is not there"):
+    with pytest.raises(LayoutError, match=rf"{name}, which states its shape, is missing"):
         convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
 
 

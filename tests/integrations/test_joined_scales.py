@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "compressed_tensors"))),
     reason="pip install 'layoutc[integrations,formats]'",
 )
-APART = r"engines join into one have scales apart, by up to [\d.]+ times \(.*_proj.*Engines take one"
+APART = r"engines join have scales that differ by up to [\d.]+ times \(.*_proj.*Engines take one"
 GROUPS = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 

@@ -261,7 +261,7 @@ def streams_in_shards() -> bool:
     fully_shard(model)
     with pytest.raises(ValueError, match=r"0 has adapters that are not merged, 2 layers in all: merge_adapter"):
         merged_state(model)
-    with pytest.raises(LayoutError, match=r"0\.base_layer\.weight is the base of a layer with adapters: merge them"):
+    with pytest.raises(LayoutError, match=r"0\.base_layer\.weight is the base of a layer with adapters\. Merge them"):
         list(stream_export(model, files="deepseek"))
     model.merge_adapter()
     found = dict(stream_export(merged_state(model), files="deepseek"))

@@ -832,7 +832,7 @@ def test_a_config_that_is_left_over_beside_plain_weights_is_refused(tmp_path: Pa
             partial(export_safetensors, quantized, out, files="deepseek", source=path),
             lambda path=path: list(stream_export(quantized, files="deepseek", source=path)),
         ):
-            with pytest.raises(LayoutError, match=rf"no tensor there has their names\. .* {named}"):
+            with pytest.raises(LayoutError, match=rf"no tensor has their names\. .* {named}"):
                 use()
         assert not out.exists()
         (path / file).unlink()

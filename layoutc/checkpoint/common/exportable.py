@@ -20,7 +20,7 @@ def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
     if wrapped := next((name for name in state if ".base_layer." in name), None):
         raise LayoutError(
-            f"{wrapped} is the base of a layer with adapters: merge them, and pass the state of the base, "
+            f"{wrapped} is the base of a layer with adapters. Merge them, and pass the state of the base, "
             "layoutc.integrations.peft.merged_state(model)"
         )
     tensors = {}

@@ -186,8 +186,8 @@ def publish(folder: Path, overwrite: bool) -> None:
     if os.path.lexists(folder):
         if not overwrite:
             raise LayoutError(
-                f"{folder} was created by something else during the save: the complete checkpoint is in {partial}, "
-                "which can be renamed"
+                f"something else created {folder} during the save: the complete checkpoint is in {partial}, which can "
+                "be renamed"
             )
         if old.exists():
             remove(old)

@@ -97,7 +97,7 @@ class _Cursor:
                 f"{self.size}"
             )
         if self.at > HEADER:
-            raise DamagedError(f"{self.path}: the header has more than {HEADER:,} bytes, the most that is read")
+            raise DamagedError(f"{self.path}: the header has more than {HEADER:,} bytes, the limit")
         if self.at > len(self.bytes):
             more = max(self.at - len(self.bytes), min(CHUNK + len(self.bytes), HEADER - len(self.bytes)))
             self.bytes += read_at(self._file, len(self.bytes), more)
@@ -149,7 +149,7 @@ class _Cursor:
         """The next string. Raises DamagedError if it is longer, or no UTF-8."""
         length = self.count(1, f"the length of {what}")
         if length > most:
-            raise DamagedError(f"{self.path}: {what} has {length} bytes, and the most is {most}")
+            raise DamagedError(f"{self.path}: {what} has {length} bytes; the limit is {most}")
         begin = self.need(length, what)
         try:
             return self.bytes[begin : self.at].decode()
@@ -197,8 +197,8 @@ def _begin(cursor: _Cursor) -> int:
     version = cursor.integer("I", "the version")
     if version and version & 0xFFFF == 0:
         raise DamagedError(
-            f"{path} is a GGUF file in big-endian order, which is not read: convert it with gguf-convert-endian, "
-            "of the package gguf"
+            f"{path} is a big-endian GGUF file, which layoutc does not read: convert it with gguf-convert-endian, of "
+            "the package gguf"
         )
     if version not in VERSIONS:
         raise DamagedError(
@@ -256,7 +256,7 @@ def _entry(cursor: _Cursor) -> Held:
     about = f"{cursor.path}: {short(name)}"
     dims = cursor.integer("I", f"the dims of {short(name)}")
     if not 1 <= dims <= MOST_DIMS:
-        raise DamagedError(f"{about} has {dims} dims, and a tensor has 1 to {MOST_DIMS}")
+        raise DamagedError(f"{about} has {dims} dims; a tensor has 1 to {MOST_DIMS}")
     shape = tuple(cursor.integer("Q", f"the sizes of {short(name)}") for _ in range(dims))[::-1]
     number = cursor.integer("I", f"the type of {short(name)}")
     offset = cursor.integer("Q", f"the offset of {short(name)}")

@@ -201,7 +201,7 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
     kind = next((one for one in kinds if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id), None)
     if kind is None:
         there = ", ".join(sorted({one.label for one in installed()}))
-        raise LayoutError(f"{name} is {cls.LAYOUT.name}, which GGUF has no type for. Recipes with a type: {there}")
+        raise LayoutError(f"GGUF has no type for {cls.LAYOUT.name}, the recipe of {name}. Recipes with a type: {there}")
     local = local_tensor(value)
     held = local.store.planes if isinstance(local, QuantizedTensor) else None
     needed = next(iter(kind.cls.LAYOUT.sources.values()))

@@ -107,8 +107,7 @@ def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, he
         heads, of_layer = heads[number], f" of layer {number}"
     if key in header.keys and key not in header.values:
         raise LayoutError(
-            f"{header.path}: {key}, the heads of {name}, is an array of other than numbers, or of more than "
-            f"{MOST_NUMBERS:,}"
+            f"{header.path}: {key}, the heads of {name}, must be an array of at most {MOST_NUMBERS:,} numbers"
         )
     if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
         raise LayoutError(
@@ -128,12 +127,12 @@ def config_of(header: Header) -> dict[str, object]:
     experts = values.get(f"{arch}.expert_count", 0) != 0
     made = next((one for one in names_of(header).architecture.configs if one.experts == experts), None)
     if made is None:
-        raise LayoutError(f"fields of configs are not known of {arch} {'with' if experts else 'without'} experts")
+        raise LayoutError(f"layoutc knows no config fields of {arch} {'with' if experts else 'without'} experts")
     of_scales = [key for key in header.keys if key.startswith(f"{arch}.rope.scal")]
     scaled = [key for key in of_scales if values.get(key) not in ("none", 1.0)]
     if scaled or "rope_freqs.weight" in header.tensors:
         which = (scaled or ["rope_freqs.weight"])[0]
-        raise LayoutError(f"{which} says that rotary dims are scaled, but not all of how")
+        raise LayoutError(f"{which} scales rotary dims, but does not say how in full")
     config: dict[str, object] = {"architectures": [made.name], "model_type": made.model_type, **made.fixed}
     heads = f"{arch}.attention.head_count"
     keys = {f"{arch}.{key}": field for key, field in made.sizes.items()}
@@ -153,10 +152,10 @@ def config_of(header: Header) -> dict[str, object]:
     tokens = {name: values.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
     config |= {name: number for name, number in tokens.items() if isinstance(number, int)}
     if not _is_number(config["rope_theta"]):
-        raise LayoutError(f"{arch}.rope.freq_base is no number")
+        raise LayoutError(f"{arch}.rope.freq_base is not a number")
     for key, field in {heads: "num_attention_heads", **keys}.items():
         if field != "rms_norm_eps" and not (isinstance(size := config[field], int) and size > 0):
-            raise LayoutError(f"{key} is {short(size)}, and is a whole number from 1")
+            raise LayoutError(f"{key} is {short(size)}, but must be a whole number of 1 or more")
     _check_layers(header, f"{arch}.block_count", config)
     _check_shapes(header, arch, config)
     return {field: _decimal(value) if isinstance(value, float) else value for field, value in config.items()}
@@ -169,10 +168,10 @@ def _check_layers(header: Header, key: str, config: Mapping[str, object]) -> Non
         if (match := _LAYER.match(name)) is not None:
             layers.setdefault(int(match[1]), set()).add(name[match.end() :])
     if len(layers) != count or max(layers) != len(layers) - 1:
-        raise LayoutError(f"{key} is {count}, and the file has tensors of {len(layers)} layers, up to {max(layers)}")
+        raise LayoutError(f"{key} is {count}, but the file has tensors of {len(layers)} layers, up to {max(layers)}")
     for number, found in layers.items():
         if differing := sorted(found ^ layers[0]):
-            raise LayoutError(f"layers 0 and {number} differ in {short(differing[0])}, which one of them does not have")
+            raise LayoutError(f"layers 0 and {number} differ: only one of them has {short(differing[0])}")
 
 
 def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> None:
@@ -187,14 +186,14 @@ def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> No
     if experts is not None:
         sizes |= {"experts": experts, "expert_rows": sizes.get("moe_intermediate_size", sizes["intermediate_size"])}
         if (used := sizes["num_experts_per_tok"]) > experts:
-            raise LayoutError(f"{arch}.expert_used_count is {used}, and there are {experts} experts")
+            raise LayoutError(f"{arch}.expert_used_count is {used}, but there are {experts} experts")
     for name, held in header.tensors.items():
         module, _, last = _LAYER.sub("", name).rpartition(".")
         dims = SHAPES[module] if last == "weight" else SHAPES[module][:1]
         if any(dim not in sizes for dim in dims):
-            raise LayoutError(f"{name} is a weight of experts, and {arch}.expert_count says that there are none")
+            raise LayoutError(f"{name} is a weight of experts, but {arch}.expert_count says that there are none")
         if held.shape != (shape := tuple(sizes[dim] for dim in dims)):
-            raise LayoutError(f"{name} has shape {list(held.shape)}, where the file's keys make it {list(shape)}")
+            raise LayoutError(f"{name} has shape {list(held.shape)}, but the file's keys make it {list(shape)}")
 
 
 def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
@@ -203,7 +202,7 @@ def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
     if not isinstance(value, tuple):
         return value
     if len({*value}) > 1:
-        raise LayoutError(f"{key} differs from layer to layer, {short(value)}, and a field of a config is one number")
+        raise LayoutError(f"{key} differs from layer to layer, {short(value)}, but a field of a config is one number")
     return next(iter(value), None)
 
 

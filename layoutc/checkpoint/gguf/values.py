@@ -31,7 +31,7 @@ def library() -> ModuleType:
         import gguf.quants
     except ImportError as error:
         raise ImportError(
-            "gguf, which says what other types of GGUF stand for, is not installed: pip install gguf"
+            "the package gguf, which decodes other types of GGUF, is not installed: pip install gguf"
         ) from error
     return gguf.quants
 
@@ -46,7 +46,7 @@ def check_known(held: Held) -> None:
         quants.dequantize(one.numpy(), gguf.GGMLQuantizationType(held.number))
     except (ValueError, NotImplementedError) as error:
         raise LayoutError(
-            f"{held.name} is {held.type} in the file, which the package gguf that is installed can't dequantize"
+            f"{held.name} is {held.type} in the file, which the installed gguf can't dequantize: pip install -U gguf"
         ) from error
 
 

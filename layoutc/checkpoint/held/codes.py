@@ -71,7 +71,7 @@ def encode(values: Tensor, codebook: tuple[float, ...], block: int) -> Encoded:
     rest = torch.nn.functional.pad(flat - offset, (0, -len(flat) % block)).view(-1, block)
     scale = rest.abs().amax(1) if len(rest) else rest.new_empty(0)
     if not bool(torch.isfinite(scale).all()) or not bool(torch.isfinite(offset)):
-        raise LayoutError("its values are not finite, or too large to take their mean from them: they have no codes")
+        raise LayoutError("its values are not finite, or too large to subtract their mean, so they have no codes")
     normal = (rest * (1 / scale)[:, None]).clamp(-1, 1)
     # A scale near the least of fp32 has no reciprocal: bitsandbytes' index of what is no number is 0.
     numbers = ((normal + 1) * 0.5 * STEPS + 0.5).nan_to_num(0).long()

@@ -299,8 +299,8 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
         each = values.reshape(prod(at.shape), -1)
         if not torch.equal(each[:, :1].expand_as(each).view(torch.int32), each.view(torch.int32)):
             raise LayoutError(
-                "rows of a matrix were quantized by themselves, under amaxes of their own, but files have one for all: "
-                "write the whole weight at once"
+                "rows of a matrix were quantized under separate amaxes, but files have one for all: write the whole "
+                "weight at once"
             )
         return each[:, 0].clone(memory_format=torch.contiguous_format).reshape(at.shape)
     if len(at.plane.shape) == 1 or bound.scalar:

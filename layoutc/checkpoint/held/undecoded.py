@@ -100,7 +100,7 @@ def refuse(where: str, found: Mapping[str, str], instead: str) -> None:
     """
     if found:
         raise LayoutError(
-            f"{where}: {len(found)} tensors hold codes that nothing here decodes, so they can't pass for values: "
+            f"{where}: {len(found)} tensors hold codes that layoutc can't decode, so they can't pass for values: "
             f"{'; '.join(_listed(found))}. {instead}"
         )
 

@@ -173,10 +173,10 @@ def warn_apart(where: object, scales: Mapping[str, Mapping[str, float]]) -> None
     worst = max(apart, key=lambda group: ratio(apart[group]))
     shown = ", ".join(f"{name} = {value:.4g}" for name, value in sorted(apart[worst].items()))
     warnings.warn(
-        f"{where}: {len(apart)} groups of weights that engines join into one have scales apart, by up to "
-        f"{ratio(apart[worst]):.3g} times ({printable(shown)}). Engines take one scale for all of a group, so that "
-        "their values are others than these. Weights are quantized under one by `layoutc convert --match` of plain "
-        "values, and by share_amax=True in quantize_, quantized_init and cast_on_gather_",
+        f"{where}: {len(apart)} groups of weights that engines join have scales that differ by up to "
+        f"{ratio(apart[worst]):.3g} times ({printable(shown)}). Engines take one scale for each group, and so compute "
+        "other values. Quantize such weights under one scale, with `layoutc convert --match` from plain values, or "
+        "with share_amax=True in quantize_, quantized_init and cast_on_gather_",
         stacklevel=4,
     )
 
@@ -186,7 +186,6 @@ def warn_rounded(label: str, errors: Sequence[float]) -> None:
     if errors:
         warnings.warn(
             f"{label}: the scales of {len(errors)} weights are rounded to codes, by at most {max(errors):.2%} of a "
-            "weight's largest scale. Codes that weights were loaded from are kept where an export is told the folder: "
-            "source=folder",
+            "weight's largest scale. To keep the codes that weights were loaded from, export with source=folder",
             stacklevel=4,
         )

@@ -53,7 +53,7 @@ def held(
     if bound.is_read_only:
         others = [one for one in layout.files.values() if not recognize.Bound(bound.cls, one).is_read_only]
         instead = f"; export as {layout.name}/{others[0].name}" if others else ""
-        raise LayoutError(f"{about}: they have codes of values that the recipe holds, which are never made{instead}")
+        raise LayoutError(f"{about}: layoutc reads such files, and does not write their codes{instead}")
     parameters, each, matrices = _parts(about, name, shape, bound)
     of_part = layout.planes(each, shape[-1])
     tensors = list[Held]()
@@ -97,7 +97,7 @@ def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple
     if len(parameters) > 1 and each % rows_per_value:
         raise LayoutError(
             f"{about}: parts of {each} rows end inside blocks of {rows_per_value}, so the weight would share scales "
-            "that the files have apart: keep the parts as weights of their own"
+            "that the files keep apart: keep the parts as separate weights"
         )
     return parameters, each, matrices if len(parameters) == 1 else None
 
@@ -222,7 +222,7 @@ def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping
     else:
         found = [find(part, (m // len(parts), shape[-1]), bound, tensors, whole=True) for part in parts]
         if any(found) and not all(found):
-            raise LayoutError(f"{parts[found.index(None)]} in files of {bound.label} is not there, a part of {name}")
+            raise LayoutError(f"{parts[found.index(None)]}, a part of {name}, is missing in files of {bound.label}")
     return [one for one in found if one is not None]
 
 
@@ -234,7 +234,7 @@ def _meaning(
         return []
     codes, text = pattern.codes, tensor_name(bound.binding.text[0], parameter)
     if text not in tensors:
-        raise LayoutError(f"{about}: {text}, which has {codes.offset}, is not there")
+        raise LayoutError(f"{about}: {text}, which has {codes.offset}, is missing")
     codebook = _there(about, tensors, tensor_name(codes.codebook, parameter), "F32", (256,))
     scale = _there(about, tensors, tensor_name(codes.scale, parameter), "F32", (-(-count // codes.block),))
     return [Meaning(codebook, scale, tensors[text], codes.block, codes.offset)]
@@ -250,7 +250,7 @@ def _there(
 ) -> Stored:
     """A tensor of this shape and dtype. Raises LayoutError."""
     if (stored := tensors.get(name)) is None:
-        raise LayoutError(f"{about}: {name} is not there")
+        raise LayoutError(f"{about}: {name} is missing")
     if bound is not None and narrower.is_storage(bound, stored) and stored.end - stored.begin == prod(shape):
         return stored._replace(dtype="U8", shape=shape, header=(stored.dtype, stored.shape))
     _check(about, stored, dtype, shape)
@@ -305,7 +305,7 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
     pattern, template, _ = bound.binding.text
     tensor = tensor_name(pattern, name)
     if (stored := tensors.get(tensor)) is None:
-        raise LayoutError(f"{name} in files of {bound.label}: {tensor}, which states its shape, is not there")
+        raise LayoutError(f"{name} in files of {bound.label}: {tensor}, which states its shape, is missing")
     if stored.dtype != "U8" or len(stored.shape) != 1 or stored.shape[0] > LONGEST_TEXT:
         raise LayoutError(
             f"{name} in files of {bound.label}: {tensor} is {stored.dtype} of {list(stored.shape)}, but should be a "

@@ -49,8 +49,8 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
     says = f"files={files!r}" if files else older or "quantization_config in config.json"
     instead = "leave it out" if files else f"delete {older}" if older else "delete quantization_config from config.json"
     raise LayoutError(
-        f"{path}: {says} tells of files of {told[0].label}, and no tensor there has their names. If all weights are "
-        f"plain, {instead}"
+        f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. If all weights are plain, "
+        f"{instead}"
     )
 
 

@@ -192,7 +192,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype of plain values, by itself or its name. Raises ValueError for another."""
     found = {str(one).removeprefix("torch."): one for one in weights.FLOATS}.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise ValueError(f"dtype= is float32, bfloat16 or float16, not {dtype}")
+        raise ValueError(f"dtype= must be float32, bfloat16 or float16, not {dtype}")
     return found
 
 
@@ -271,7 +271,7 @@ def _jobs(
         else:
             jobs.append(Job(name, stored, None, (Planned(name, facts),)))
     if unused := [pattern for pattern in match if not any(fnmatchcase(job.name, pattern) for job in jobs)]:
-        raise LayoutError(f"no tensor is named like {unused[0]!r}")
+        raise LayoutError(f"match= chooses nothing: no tensor is named like {unused[0]!r}")
     taken: dict[str, str] = {}
     for job in jobs:
         for tensor in job.tensors:
@@ -296,7 +296,7 @@ def _weight(
         into = source.bound  # of another recipe, but the files are the same
     if len(shape) > 2 and not (isinstance(source, Found) and source.bound.binding.planes == into.binding.planes):
         raise LayoutError(
-            f"{name} is a stack of experts, which no other binding is known to hold alike: load and export it"
+            f"{name} is a stack of experts, and layoutc knows no other binding that holds it alike: load and export it"
         )
     into.check_shape(shape, name)
     alone = into.without_parts()

@@ -173,7 +173,7 @@ def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dty
     found = recognize.chosen(files, recognize.bindings_of(classes))
     have = {one.cls.LAYOUT.layout_id for one in found}
     if lacking := [cls.LAYOUT.name for cls in classes if cls.LAYOUT.layout_id not in have]:
-        raise LayoutError(f"{lacking[0]}, which the model has weights of too, has no files {files!r}")
+        raise LayoutError(f"the model also has weights in {lacking[0]}, which has no files {files!r}")
     return found
 
 

@@ -109,7 +109,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes
                 f"{length}"
             )
         if length > HEADER:
-            raise DamagedError(f"{path} should have a header of {length:,} bytes, but the most is {HEADER:,}")
+            raise DamagedError(f"{path} should have a header of {length:,} bytes, but the limit is {HEADER:,}")
         raw = read_at(file, 8, length)
     header = json_of(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", None)

@@ -225,7 +225,7 @@ def classes_in(
     as `layoutc.checkpoint.quantize_as_stored`."""
     contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
     if not told:
-        raise LayoutError(f"{path}: there is no quantization_config in config.json: pass files=, the binding's name")
+        raise LayoutError(f"{path}: config.json has no quantization_config: pass files=, the binding's name")
     choosing.check_holds(path, files, told, contents.tensors)
     parameters = {
         file_name(name, rename): (name, tuple(value.shape))
@@ -234,7 +234,7 @@ def classes_in(
     }
     groups = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
     if not groups:
-        raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
+        raise LayoutError(f"{path} holds no parameter of the model quantized under its name: pass rename=")
     for group in groups:
         _check_is_held(group[0])
         if len(group) > 1:
