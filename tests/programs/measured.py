@@ -1,4 +1,4 @@
-"""The page of measurements, made of the runs in `tests/bench/runs`: a section and a table for each.
+"""The page of measurements, made of the runs in `tests/bench/runs`: a section and a table for each theme.
 
 A run is the JSON of a benchmark (`kind` "step" or "optimizer"), or a table that was taken from what a benchmark printed
 (`kind` "table"): `unit`, `columns`, and `rows` of a name and a cell for each column. A cell is a number or a text, or
@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 RUNS = Path(__file__).parents[2] / "tests" / "bench" / "runs"
-ORDER = (
-    *("back_to_back", "graphs", "links", "gradient_codes", "gathers", "host", "reductions", "optimizer", "kernels"),
-    *("memory", "experts", "plans", "estimates", "losses", "forms", "tuning", "checkpoints", "files"),
-)
+THEMES = {
+    "Time of a step": ("steps", "back_to_back", "graphs", "experts", "links", "gradient_codes"),
+    "Parts of a step": ("gathers", "host", "reductions", "memory", "optimizer", "kernels"),
+    "Plans and estimates": ("plans", "estimates"),
+    "Loss": ("losses", "forms", "tuning"),
+    "Checkpoints and files": ("checkpoints", "files"),
+}
 NAMES = {
     "bf16": "bf16 weights",
     "torchao": "torchao FP8",
@@ -27,11 +30,25 @@ NAMES = {
 }
 HEAD = """# What was measured
 
-Each section is a recorded run: what was run, on which machine, with which versions, when, and by which command.
-`tests/bench/runs` has the runs as JSON, with more rows, and `python tests/programs/front.py` writes this page. *(n)* is
-the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336. The history has what was
-measured before: `git log -p -- tests/bench/RESULTS.md`.
+Each section lists recorded runs: what was run, on which machine, with which versions, when, and by which command. One
+table shows their figures. `tests/bench/runs` has the runs as JSON, with more rows, and `python tests/programs/front.py`
+writes this page. *(n)* is the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336.
+Older figures are in the history: `git log -p -- tests/bench/RESULTS.md`.
 """
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run as the page shows it. rows: a name, and a cell for each column."""
+
+    title: str
+    said: str  # what was run, where, when, and how
+    columns: list[str]
+    rows: list[list[str]]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.said, *map(_row, self.rows)])
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,57 @@ def settings() -> list[Setting]:
 
 def steps_table() -> str:
     """ms of a step (spread), how many times as fast as bf16, and the peak of a card."""
+    return _table(*_cells_of_steps())
+
+
+def errors_table() -> str:
+    """What rounding to each recipe costs."""
+    data = run("numerics")
+    return _table(data["columns"], [[row["name"], *row["cells"]] for row in data["rows"]])
+
+
+def page() -> str:
+    """All of it."""
+    return "\n".join([HEAD, *(_theme(title, [_shown(name) for name in names]) for title, names in THEMES.items())])
+
+
+def sections() -> dict[str, str]:
+    """Anchor to text, of all runs."""
+    shown = [_shown(name) for names in THEMES.values() for name in names]
+    return {anchor(one.title): one.text for one in shown}
+
+
+def anchor(title: str) -> str:
+    """What a link to a heading says, on the site and in repositories."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _theme(title: str, runs: list[Shown]) -> str:
+    """What was run, run by run, and one table: a row with the columns' names begins each run."""
+    listed = [f'- <a id="{anchor(one.title)}"></a>**{one.title}**: {one.said}' for one in runs]
+    width = max(len(one.columns) for one in runs)
+    rows = []
+    for one in runs:
+        rows += [[f"**{one.title}**", *(f"*{name}*" for name in one.columns)], *one.rows]
+    first, *others = [row + [""] * (width + 1 - len(row)) for row in rows]
+    return "\n".join([f"## {title}\n", *listed, "", _row(first), "|---|" + "--:|" * width, *map(_row, others), ""])
+
+
+def _shown(name: str) -> Shown:
+    if name == "steps":
+        return _steps()
+    return _optimizer() if name == "optimizer" else _of_table(run(name))
+
+
+def _steps() -> Shown:
+    runs = [run(file.stem) for file in sorted(RUNS.glob("steps_*.json"))]
+    where = {**runs[0], "machine": f"two {runs[0]['device']}, NVLink"}
+    said = "8 Llama blocks, compiled. The host's noise is in the spread of steps at sequence 512."
+    commands = [f"torchrun --nproc-per-node 2 {one['command']}" for one in runs]
+    return Shown("Steps", _said(said, "ms", where, commands), *_cells_of_steps())
+
+
+def _cells_of_steps() -> tuple[list[str], list[list[str]]]:
     found, rows = settings(), []
     for variant, name in NAMES.items():
         cells = []
@@ -78,45 +146,16 @@ def steps_table() -> str:
             peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if setting.peaks else ""
             cells.append(f"{row['median_ms']:.1f} ({row['spread_ms']:.1f}), {faster:.2f}x{peak}")
         rows.append([name, *cells])
-    return _table([setting.title for setting in found], rows)
+    return [setting.title for setting in found], rows
 
 
-def errors_table() -> str:
-    """What rounding to each recipe costs."""
-    data = run("numerics")
-    return _table(data["columns"], [[row["name"], *row["cells"]] for row in data["rows"]])
-
-
-def page() -> str:
-    """All of it."""
-    steps = [run(file.stem) for file in sorted(RUNS.glob("steps_*.json"))]
-    device = f"two {steps[0]['device']}, NVLink"
-    commands = [f"torchrun --nproc-per-node 2 {one['command']}" for one in steps]
-    said = "8 Llama blocks, compiled. The host's noise is in the spread of steps at sequence 512."
-    parts = [HEAD, _section("Steps", said, {**steps[0], "machine": device}, commands, steps_table())]
-    parts += [_optimizer() if name == "optimizer" else _of_table(run(name)) for name in ORDER]
-    return "\n".join(parts)
-
-
-def sections(text: str) -> dict[str, str]:
-    """Anchor to text, of a page's second-level headings."""
-    parts = re.split(r"^## (.+)\n", text, flags=re.M)[1:]
-    return {anchor(title): body for title, body in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def anchor(title: str) -> str:
-    """What a link to a heading says, on the site and in repositories."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def _of_table(data: dict[str, Any]) -> str:
+def _of_table(data: dict[str, Any]) -> Shown:
     shown = [row for row in data["rows"] if not row.get("detail")]
     rows = [[row["name"], *(_cell(cell) for cell in row["cells"])] for row in shown]
-    unit = f", {data['unit']}" if data["unit"] else ""
-    return _section(data["title"] + unit, data["said"], data, data["commands"], _table(data["columns"], rows))
+    return Shown(data["title"], _said(data["said"], data["unit"], data, data["commands"]), data["columns"], rows)
 
 
-def _optimizer() -> str:
+def _optimizer() -> Shown:
     """Each form of the optimizer, beside what each recipe's weights take under MasterWeights."""
     data, beside, rows = run("optimizer"), {}, []
     for row in data["rows"]:
@@ -133,23 +172,25 @@ def _optimizer() -> str:
         "2^28 parameters in weights of 4096 x 14336, by turns; bytes that a parameter moves, and the share of a copy's "
         "bandwidth. Times are against MasterWeights. Steps of quantized state multiply by reciprocals since; not timed."
     )
-    columns = ["step", "bytes", "share"]
     where = {**data, "machine": f"one {data['device']}"}
-    return _section("The optimizer's step, ms", said, where, [f"python {data['command']}"], _table(columns, rows))
+    said = _said(said, "ms", where, [f"python {data['command']}"])
+    return Shown("The optimizer's step", said, ["step", "bytes", "share"], rows)
 
 
-def _section(title: str, said: str, where: dict[str, Any], commands: list[str], table: str) -> str:
+def _said(said: str, unit: str, where: dict[str, Any], commands: list[str]) -> str:
     versions = [f"{name} {where[name]}" for name in ("torch", "triton", "torchao", "transformers") if where.get(name)]
     ran = f"On {where['machine']}; {', '.join(versions)}{'; ' if versions else ''}{where['date']}."
-    title, _, unit = title.partition(", ")
-    unit = f" In {unit}." if unit else ""
     ways = ", ".join(f"`{one}`" for one in commands)
-    return f"## {title}\n{said} {ran}{unit} By {ways}:\n\n{table}"
+    return f"{said} {ran}{f' In {unit}.' if unit else ''} By {ways}."
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return "\n".join([*lines, *map(_row, rows)]) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(cell: Any) -> str:

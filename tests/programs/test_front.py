@@ -106,7 +106,7 @@ def paragraphs(text: str) -> list[str]:
 def test_each_figure_stands_in_a_recorded_run(page: Path) -> None:
     """A paragraph with a time, a size in GiB, a speed or a percentage links to the sections of runs that have each of
     its figures, or names the test that computes them."""
-    runs = measured.sections((ROOT / "docs" / "pages" / "measured.md").read_text(encoding="utf-8"))
+    runs = measured.sections()
     for part in paragraphs(page.read_text(encoding="utf-8")):
         figures = {number for found in FIGURE.findall(part) for number in found if number}
         if figures and not re.search(r"`tests/[\w/]+\.py`", part):
