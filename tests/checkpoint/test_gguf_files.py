@@ -761,7 +761,7 @@ def test_types_whose_values_nobody_knows_are_refused_before_anything_is_written(
     (tmp_path / "a.gguf").write_bytes(by_hand(tensors=tensors))
     model = Small()
     model.model["embed_tokens"] = torch.nn.Embedding(1, 256)
-    with pytest.raises(LayoutError, match=r"token_embd\.weight is Q8_K in the file, which the package gguf .* can't"):
+    with pytest.raises(LayoutError, match=r"token_embd\.weight is Q8_K in the file, which the installed gguf can't"):
         checkpoint.load_gguf(model, tmp_path / "a.gguf")
     assert not model.model["norm"].weight.any()
 
@@ -842,11 +842,11 @@ def test_heads_that_differ_from_layer_to_layer_order_the_rows_of_each(kind: int,
         (of_layers("attention.head_count_kv", 3, 1), "head_count_kv says 3 of layer 0"),
         (
             of_layers("attention.head_count_kv", *[1] * 5000),
-            "head_count_kv, the heads of blk.0.attn_k.weight, is an array of other",
+            "head_count_kv, the heads of blk.0.attn_k.weight, must be an array of at most",
         ),
         (
             of_layers("attention.head_count_kv", 0, kind=STRING),
-            "head_count_kv, the heads of blk.0.attn_k.weight, is an array of other",
+            "head_count_kv, the heads of blk.0.attn_k.weight, must be an array of at most",
         ),
         (key("llama.attention.head_count_kv", STRING, text("1")), "head_count_kv says '1'"),
     ],

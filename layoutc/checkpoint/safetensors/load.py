@@ -234,9 +234,7 @@ def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Re
             f"{name}: the files have its {', '.join(source.planes)}, but the model also needs {', '.join(lacking)}"
         )
     if len(runs) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs):
-        raise LayoutError(
-            f"{name} is cut inside blocks of {layout.block_rows} rows on a dim other than the first: shard dim 0"
-        )
+        raise LayoutError(f"{name} is cut inside blocks of {layout.block_rows} rows on another dim than dim 0")
 
 
 def _other(name: str, local: Tensor, source: Entry) -> str:
