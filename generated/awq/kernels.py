@@ -31,15 +31,13 @@ def scales(lowest, highest):
 @triton.jit
 def origin_of_rowwise_data(at, m, k):
     """Which value of rowwise_data is at a position of rowwise_data, and if there is one: k (g a b) -> k (g b a)."""
-    count_1 = m
     at_a = at % 4
     at = at // 4
     at_b = at % 2
     at = at // 2
-    at_g = at % (count_1 // 8)
-    at = at // (count_1 // 8)
-    at_k = at
-    k_at = at_k
+    at_g = at % (m // 8)
+    at = at // (m // 8)
+    k_at = at
     m_at = (at_g * 4 + at_a) * 2 + at_b
     return m_at * k + k_at, (k_at < k) & (m_at < m)
 
@@ -47,15 +45,13 @@ def origin_of_rowwise_data(at, m, k):
 @triton.jit
 def origin_of_rowwise_zero(at, m, k):
     """Which value of rowwise_zero is at a position of rowwise_zero, and if there is one: g (m a b) -> g (m b a)."""
-    count_1 = m
     at_a = at % 4
     at = at // 4
     at_b = at % 2
     at = at // 2
-    at_m = at % (count_1 // 8)
-    at = at // (count_1 // 8)
-    at_g = at
-    k_at = at_g
+    at_m = at % (m // 8)
+    at = at // (m // 8)
+    k_at = at
     m_at = (at_m * 4 + at_a) * 2 + at_b
     return m_at * (k // 128) + k_at, (k_at < k // 128) & (m_at < m)
 

@@ -32,24 +32,18 @@ def scales(lowest, highest):
 @triton.jit
 def origin_of_rowwise_data(at, m, k):
     """Which value of rowwise_data is at a position of rowwise_data, and if there is one: in words."""
-    count_1 = k
-    at_b = at % count_1
-    at = at // count_1
-    at_a = at
-    m_at = at_a
-    k_at = at_b
+    k_at = at % k
+    at = at // k
+    m_at = at
     return m_at * k + k_at, (m_at < m) & (k_at < k)
 
 
 @triton.jit
 def origin_of_rowwise_zero(at, m, k):
     """Which value of rowwise_zero is at a position of rowwise_zero, and if there is one: in words."""
-    count_1 = m
-    at_b = at % count_1
-    at = at // count_1
-    at_a = at
-    k_at = at_a
-    m_at = at_b
+    m_at = at % m
+    at = at // m
+    k_at = at
     return m_at * (k // 128) + k_at, (k_at < k // 128) & (m_at < m)
 
 

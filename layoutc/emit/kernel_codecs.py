@@ -265,25 +265,28 @@ def _origin(move: SwizzleMove, layout: Layout) -> Function:
     swizzle = buffer.swizzle or _in_order(len(buffer.dims))
     counts = [sizes.padded(dim).replace("cdiv(", "tl.cdiv(").replace("up(", "lt.round_up(") for dim in buffer.dims]
     stated, tiles = dict(swizzle.sizes), [swizzle.tile(d) for d in range(len(counts))]
+    sides = [count if count.isidentifier() else f"count_{d}" for d, count in enumerate(counts)]
     extent = {
-        name: str(stated[name]) if name in stated else f"(count_{d} // {tiles[d]})" if tiles[d] > 1 else f"count_{d}"
+        name: str(stated[name]) if name in stated else f"({sides[d]} // {tiles[d]})" if tiles[d] > 1 else sides[d]
         for d, group in enumerate(swizzle.groups)
         for name in group
     }
+    at = {name: f"at_{name}" for group in swizzle.groups for name in group}
+    at |= {group[0]: f"{dim.axis}_at" for group, dim in zip(swizzle.groups, buffer.dims, strict=True) if not group[1:]}
     lines: list[str] = []
     for name in reversed(swizzle.order[1:]):
-        lines += [f"at_{name} = at % {extent[name]}", f"at = at // {extent[name]}"]
-    lines.append(f"at_{swizzle.order[0]} = at")
+        lines += [f"{at[name]} = at % {extent[name]}", f"at = at // {extent[name]}"]
+    lines.append(f"{at[swizzle.order[0]]} = at")
     for name, order in swizzle.picks:
         lines.append(f"# {name}: {' '.join(map(str, order))}")
-        lines.append(f"at_{name} = (tl.full((), {_nibbles(order)}, tl.int64) >> (4 * at_{name})) & 15")
+        lines.append(f"{at[name]} = (tl.full((), {_nibbles(order)}, tl.int64) >> (4 * {at[name]})) & 15")
     inside, entry = [], {"m": "", "k": ""}
     for d, (group, dim) in enumerate(zip(swizzle.groups, buffer.dims, strict=True)):
         first, *others = group
-        value = f"at_{first}"
+        value = at[first]
         for name in others:
-            value = f"{_atom(value)} * {extent[name]} + at_{name}"
-        lines.append(f"{dim.axis}_at = {value}")
+            value = f"{_atom(value)} * {extent[name]} + {at[name]}"
+        lines += [f"{dim.axis}_at = {value}"] if others else []
         inside.append(f"({dim.axis}_at < {sizes.count(dim.axis, dim.per).replace('cdiv(', 'tl.cdiv(')})")
         times = buffer.repeats[d]
         entry[dim.axis] = f"{dim.axis}_at // {times}" if times > 1 else f"{dim.axis}_at"
