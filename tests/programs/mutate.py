@@ -277,6 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("modules", nargs="+", help="modules or folders of them, below the root")
     parser.add_argument("--count", type=int, default=20, help="how many faults (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="which faults are chosen (default 0)")
+    parser.add_argument("--by-lines", action="store_true", help="choose modules by their lines, not each as often")
     parser.add_argument(
         "--only", action="append", default=[], metavar="KEY", help="these faults alone, of all there are"
     )
@@ -303,7 +304,9 @@ def main(arguments: list[str] | None = None) -> int:
     every = [fault for faults in found.values() for fault in faults]
     if unknown := set(asked.only) - {fault.key for fault in every}:
         parser.error(f"no such fault in these modules, as they are: {', '.join(sorted(unknown))}")
-    chosen = [fault for fault in every if fault.key in asked.only] or choose(found, sources, asked.count, asked.seed)
+    chosen = [fault for fault in every if fault.key in asked.only] or choose(
+        found, sources, asked.count, asked.seed, asked.by_lines
+    )
     if asked.list or not chosen:
         for fault in chosen:
             print(f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")

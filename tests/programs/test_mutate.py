@@ -105,6 +105,13 @@ def test_a_seed_chooses_the_same_faults_of_all_kinds_and_modules() -> None:
     assert all(fault.diff(sources[fault.module]).startswith("@@") for fault in one)
 
 
+def test_longer_modules_are_chosen_more_often_where_lines_count() -> None:
+    sources = {"long.py": "n = a + b\n" * 190, "short.py": "n = a + b\n" * 10}
+    found = {name: faults_in(source, name) for name, source in sources.items()}
+    chosen = [[fault.module for fault in choose(found, sources, 40, 5, by_lines)] for by_lines in (True, False)]
+    assert chosen[0].count("long.py") > 33 > chosen[1].count("long.py")
+
+
 def test_faults_know_their_functions() -> None:
     text = "class A:\n    x = f(1)\n\n    def b(self, n=2):\n        def c():\n            return 3\n        return 4\n"
     scopes = {(fault.new, fault.scope) for fault in faults_in(text, "m.py")}

@@ -9,8 +9,13 @@ from typing import Any
 from mutation.fault import Fault, is_fault
 
 
-def choose(faults: dict[str, list[Fault]], sources: dict[str, str], count: int, seed: int) -> list[Fault]:
-    """So many faults of all modules: each time of any module, and there of all kinds in turn. The same for a seed."""
+def choose(
+    faults: dict[str, list[Fault]], sources: dict[str, str], count: int, seed: int, by_lines: bool = False
+) -> list[Fault]:
+    """So many faults of all modules: each time of any module, and there of all kinds in turn. The same for a seed.
+
+    by_lines: of two modules, one that has twice as many lines is chosen twice as often.
+    """
     rng, queues = random.Random(seed), dict[str, list[Fault]]()
     for module in sorted(faults):
         kinds: dict[str, list[Fault]] = {}
@@ -23,7 +28,8 @@ def choose(faults: dict[str, list[Fault]], sources: dict[str, str], count: int, 
         queues[module] = [pile[turn] for turn in range(len(faults[module])) for pile in piles if turn < len(pile)]
     chosen: list[Fault] = []
     while len(chosen) < count and (left := [module for module in queues if queues[module]]):
-        fault = queues[rng.choice(left)].pop(0)
+        weights = [sources[module].count("\n") for module in left] if by_lines else None
+        fault = queues[rng.choices(left, weights)[0]].pop(0)
         if is_fault(fault, sources[fault.module]):
             chosen.append(fault)
     return chosen
