@@ -926,6 +926,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "large sizes": (entry((2**63, 2**63, 2**63, 2**63)), "has 28,948"),
     "an unknown type": (entry(kind=99), "is of type 99, which this version"),
     "a type that is no more": (entry(kind=4), "is of type 4, which"),
+    "no row": (entry((32, 0), Q8_0_TYPE), r"has shape \[0, 32\]"),
     "half a block": (entry((4,), Q8_0_TYPE), "rows of Q8_0 are multiples of 32"),
     "a long name": (entry(name="x" * 65), "name of a tensor has 65 bytes; the limit is 64"),
     "an offset beyond": (entry(offset=2**62), "begins at byte 46116860184273880"),

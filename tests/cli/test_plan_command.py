@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from places import HELPERS, ROOT
 
 from layoutc.cli.app import main
+from layoutc.report.budgets import answer
 from layoutc.report.budgets.figures import FIGURES, figure
 
 SPECS, CONFIGS = ROOT / "specs", ROOT / "tests" / "models" / "configs"
@@ -322,6 +323,12 @@ def test_the_answer_for_70b_on_64_cards_is_one_screen() -> None:
     assert any("above 1 is faster than bf16" in line for line in lines)
 
 
+def test_an_answer_has_twelve_rows_at_most() -> None:
+    data = data_of(LLAMA, "--cards", "64xH100", "--recipe", "nvfp4")
+    several = {**data, "budgets": data["budgets"] * 13}
+    assert [len(answer.tables(one)[1].rows) for one in (data, several)] == [len(data["budgets"]), 12]
+
+
 def test_what_does_not_fit_is_said_first() -> None:
     lines = answer_of("llama-70b", "--cards", "64xH100", "--replicas", "8", "--recipe", "nvfp4")
     assert "does not fit: bf16 takes least" in lines[1]
@@ -331,6 +338,8 @@ def test_what_does_not_fit_is_said_first() -> None:
     assert found is not None, lines[2]
     again = answer_of("llama-70b", *found[1].split(), "--replicas", "8", "--recipe", "nvfp4")
     assert again[1].startswith("  fits: ")
+    planned = data_of("llama-70b", *found[1].split(), "--replicas", "8", "--recipe", "nvfp4")["budgets"]
+    assert lines[2].endswith(f" {min(one['memory'] for one in planned) / 1e9:,.1f} GB)")
     assert sum("no: -" in line for line in lines) == 2
     table = run("llama-70b", "--card", "h100", "--world", "64,512", "--replicas", "8", "--recipe", "nvfp4").stdout
     assert "2 of 4 do not fit an H100 (80.7 GB): nvfp4 on 64 takes" in table

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from layoutc.conformance.model.codes import codes_of
 from layoutc.conformance.registry import all_checks
 from layoutc.conformance.runner import run_check
 from layoutc.conformance.subject import compile_subject
 from layoutc.spec.checks.read import read_spec
-from layoutc.spec.formats import BUILTIN
+from layoutc.spec.formats import BUILTIN, Format
 from layoutc.spec.rules import RULES
 
 VALUES = "[-7, -4, -2.5, -1, 0.5, 2, 3, 6]"
@@ -35,6 +36,11 @@ orientations:
     data: {{layout: m k}}
     scale: {{layout: m k/8}}
 """
+
+
+def test_codes_beyond_the_list_are_none_that_rounding_gives() -> None:
+    """They mean 0, which the list does not have."""
+    assert [*codes_of(Format("odd", values=(-2.0, -1.0, 1.0))).finite] == [0, 1, 2]
 
 
 @pytest.mark.sample(1)

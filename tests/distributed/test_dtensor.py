@@ -177,6 +177,21 @@ def test_rows_of_experts_are_cut_between_blocks(two: Ranks, recipe: str) -> None
     assert "cut dim 0, which may fall anywhere" in messages[0]
 
 
+def merges(recipe: str) -> bool:
+    mesh, whole = mesh_of(2), weight(recipe, side(recipe), side(recipe))
+    delta = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)) * 0.05
+    cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    error = layoutc.merge_(cut, delta)
+    alone = layoutc.merge_(whole, delta)
+    assert_same(cut.full_tensor(), whole)
+    return abs(error - alone) < 1e-6
+
+
+def test_a_plain_update_is_merged_into_shards(two: Ranks) -> None:
+    """Each rank takes its part of what all have."""
+    assert two.run(merges, "mxfp8") == [True, True]
+
+
 def sends_each_byte_once(recipe: str) -> None:
     """The all-to-all of cards, by name: gloo's DTensor gathers instead."""
     mesh, size = mesh_of(dist.get_world_size()), side(recipe)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import layoutc
+from layoutc.integrations.packages import needs
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
 
@@ -96,3 +97,15 @@ def test_cast_weights_without_values_yet(file: str) -> None:
     x = torch.randn(2, 64)
     assert type(model[0].weight) is type(expected[0].weight)
     assert torch.equal(model(x), expected(x))
+
+
+def test_a_package_that_is_missing_is_named_with_the_command() -> None:
+    """Not one that a package itself lacks."""
+    told = (
+        r"layoutc\.integrations\.absent needs absent, .*: pip install 'layoutc\[integrations\]', or pip install absent"
+    )
+    with pytest.raises(ModuleNotFoundError, match=told) as caught, needs("absent"):
+        importlib.import_module("absent")
+    assert caught.value.name == "absent"
+    with pytest.raises(ModuleNotFoundError, match="No module named 'absent'"), needs("torch"):
+        importlib.import_module("absent")

@@ -196,6 +196,12 @@ def half_tiles(data: dict[str, Any]) -> None:
     data["gemm"]["scale"] = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 2, "b": 64, "c": 4}
 
 
+def taller_tiles(data: dict[str, Any]) -> None:
+    data["gemm"]["scale"] = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 3, "b": 32, "c": 4}
+    for orientation, pad in (("rowwise", [384, 4]), ("columnwise", [4, 384])):
+        data["orientations"][orientation]["scale"]["pad"] = pad
+
+
 def same_tiles_in_other_words(data: dict[str, Any]) -> None:
     data["gemm"]["scale"] = {
         "swizzle": "(tile quarter row) (four one) -> tile four row quarter one",
@@ -220,6 +226,7 @@ def padded_codes(data: dict[str, Any]) -> None:
         ("fp8_block_1d", row_major, "BlockWise1x128 scales lie as (k m), and these as (m k)"),
         ("fp8_block", unpadded, "BlockWise128x128 scales have multiples of 4 along k, these of 1"),
         ("mxfp8", half_tiles, "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"),
+        ("mxfp8", taller_tiles, "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"),
         (
             "mxfp8",
             without_tiles,

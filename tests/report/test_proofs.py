@@ -38,6 +38,13 @@ def test_everything_holds_for_shipped_recipes(name: str) -> None:
     assert failures(found, "x.yaml") == []
 
 
+def test_maps_are_walked_over_several_tiles_and_a_torn_one() -> None:
+    """Of a buffer without pads, a weight of 2 x 3 tiles; of scales in tiles of 128 x 4 blocks, one that ends inside."""
+    methods = {one.about: one.method for one in proofs.buffers_are_bijections(recipe("mxfp8"))}
+    assert methods["rowwise_data"].endswith("enumerated, weights of 32 x 96")
+    assert methods["rowwise_scale"].endswith("enumerated, weights of 256 x 384 and 160 x 160")
+
+
 def test_everything_holds_for_codes_that_run_on() -> None:
     assert [proof for proof in prove(six_bits()) if not proof.holds] == []
 

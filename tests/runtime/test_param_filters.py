@@ -80,6 +80,14 @@ def test_filters_that_choose_nothing_are_refused(use: str, filters: dict[str, An
             getattr(layoutc, use)(wrong, nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize(("count", "shown"), [(4, "0.weight, 1.weight, 2.weight, 3.weight"), (5, "3.weight, ...")])
+def test_four_names_are_shown_to_a_pattern_that_fits_none(count: int, shown: str) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(count)])
+    with pytest.raises(ValueError, match="no parameter of 2 or 3 dims has a name like") as caught:
+        layoutc.quantize_(model, "mxfp8", param_filter=["*.w"])
+    assert str(caught.value).endswith(shown)
+
+
 def test_models_that_are_built_quantized() -> None:
     torch.manual_seed(0)
     with layoutc.quantized_init("mxfp8", param_filter=W):

@@ -27,6 +27,7 @@ from quantized_cases import (
     weight,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layoutc
 from layoutc import recipes as layoutc_recipes
@@ -112,6 +113,20 @@ def test_quantize_buffers_gives_the_buffers_of_a_quantized_tensor(recipe: str, o
             gemm_scale = importlib.import_module(f"layoutc.recipes.{recipe}.reference").gemm_scale
             assert same_bits(made[name], gemm_scale(plain, name.split("_")[0]))
             assert made[name].shape == (plain[name].numel(),)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8"])
+def test_buffers_without_values_are_those_of_values(recipe: str) -> None:
+    """As a compiler sees them; an amax too, where none is given."""
+    package, x = module(recipe), weight(4, 128, 256, dtype=torch.bfloat16)
+
+    def facts(x: Tensor) -> dict[str, Any]:
+        made = package.quantize_buffers(x)
+        return {name: (one.shape, one.dtype, one.stride()) for name, one in made.items()}
+
+    with FakeTensorMode() as mode:
+        fake = facts(mode.from_tensor(x))
+    assert fake == facts(x)
 
 
 @each_recipe

@@ -270,9 +270,6 @@ class Codes:
     @cached_property
     def _table(self) -> Array:
         table = np.array([F32(float(value)) for value in self.values], F32)
-        for value, single in zip(self.values, table, strict=True):
-            if isinstance(value, Fraction) and Fraction(float(single)) != value:
-                raise ValueError(f"{self.format.name}: {value} is not an fp32 value")
         negative_zeros = [c for c, v in enumerate(self.values) if v == 0 and c and self.has_sign_bit]
         table[negative_zeros] = F32(-0.0)
         return table
