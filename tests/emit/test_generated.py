@@ -20,6 +20,7 @@ from layoutc.spec import formats
 from layoutc.spec.checks import read
 
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+FEW = SPECS[:4]  # where what is shown has nothing to do with what a spec says
 LAYOUTC = [sys.executable, "-m", "layoutc"]
 
 
@@ -43,36 +44,36 @@ def test_two_hash_seeds_and_two_places_give_the_same_bytes(tmp_path: Path) -> No
 
 
 def test_a_second_build_writes_nothing(tmp_path: Path) -> None:
-    pipeline.build(SPECS, tmp_path, check=False)
+    pipeline.build(FEW, tmp_path, check=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.py")}
-    states = pipeline.build(SPECS, tmp_path, check=False).states
+    states = pipeline.build(FEW, tmp_path, check=False).states
     assert {state.status for state in states} == {"same"}
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.py")}
 
 
 def test_a_spec_with_an_error_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    pipeline.build(SPECS, tmp_path, check=False)
+    pipeline.build(FEW, tmp_path, check=False)
     before = written(tmp_path)
     bad = tmp_path / "bad.yaml"
     bad.write_text("layoutc: 1\nname: bad\n", encoding="utf-8")
-    result = pipeline.build([SPECS[0], bad], tmp_path, check=False)
+    result = pipeline.build([FEW[0], bad], tmp_path, check=False)
     assert result.diagnostics
     assert not result.states
     assert written(tmp_path) == before
 
 
 def test_files_that_no_spec_makes_are_reported_and_left(tmp_path: Path) -> None:
-    pipeline.build(SPECS, tmp_path, check=False)
-    states = pipeline.build(SPECS[1:], tmp_path, check=False).states
+    pipeline.build(FEW, tmp_path, check=False)
+    states = pipeline.build(FEW[1:], tmp_path, check=False).states
     stale = {state.path.parent.name for state in states if state.status == "stale"}
-    assert stale == {SPECS[0].stem}
-    assert (tmp_path / SPECS[0].stem / "tensor.py").is_file()
+    assert stale == {FEW[0].stem}
+    assert (tmp_path / FEW[0].stem / "tensor.py").is_file()
 
 
 def test_building_one_spec_keeps_the_others_in_the_index(tmp_path: Path) -> None:
-    pipeline.build(SPECS, tmp_path, check=False)
+    pipeline.build(FEW, tmp_path, check=False)
     before = written(tmp_path)
-    states = pipeline.build([SPECS[1]], tmp_path, check=False, whole=False).states
+    states = pipeline.build([FEW[1]], tmp_path, check=False, whole=False).states
     assert {state.status for state in states} == {"same"}
     assert written(tmp_path) == before
 
