@@ -46,7 +46,7 @@ class Mesh:
         return sharded and self.world > per_host and per_host % (self.shards * self.tensor) != 0
 
     def ring(self, ranks: int, apart: int, per_host: int) -> Ring:
-        """So many ranks, from each of which the next one is so many away, on hosts of `per_host`."""
+        """`ranks` ranks, each `apart` from the next, on hosts of `per_host` ranks."""
         if self.world <= per_host or per_host % (ranks * apart) == 0:
             return Ring(ranks, ranks)
         return Ring(ranks, max(1, min(per_host // apart, ranks - 1)))

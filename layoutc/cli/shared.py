@@ -88,7 +88,7 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 
 def shape_option(words: str, many: bool = False) -> Callable[[Command], Command]:
-    """Adds --shape: one, or as `shapes` a list of those that were given."""
+    """Adds --shape, once, or repeated as the list `shapes`."""
 
     def shapes_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, int]]:
         return [shape for value in values if (shape := shape_of(ctx, param, value)) is not None]

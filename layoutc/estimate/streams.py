@@ -57,7 +57,7 @@ class GroupTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """When a run ended, how long compute and a link were busy at once, and each task's start and end."""
+    """The end of a run, how long compute and a link overlapped, and each task's start and end."""
 
     total: float
     overlapped: float

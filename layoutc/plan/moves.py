@@ -111,7 +111,7 @@ def word_of(moves: tuple[Move, ...]) -> int:
 
 
 def widest(moves: tuple[Move, ...]) -> int:
-    """The most rows or columns that one entry of a buffer is for, of those that are moved by tiles."""
+    """The most rows or columns that one entry of a buffer covers, among buffers that tiles move."""
     return max([1, *(dim.per for move in moves if not isinstance(move, SwizzleMove) for dim in move.buffer.dims)])
 
 

@@ -55,7 +55,7 @@ def left_out_by(model: nn.Module) -> re.Pattern[str]:
 def modules_of(
     weights: Sequence[Weight], theirs: Sequence[Bound], source: Mapping[str, Stored]
 ) -> tuple[Modules, Modules]:
-    """The modules of weights that are plain and quantized: as they are written, and as the source has them."""
+    """Modules of plain and of quantized weights: as written, and as in the source."""
     plain, quantized, was_plain, was_quantized = list[str](), list[str](), list[str](), list[str]()
     of, was_of = [list[str]() for _ in theirs], [list[str]() for _ in theirs]
     for one in weights:

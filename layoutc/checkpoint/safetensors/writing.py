@@ -27,7 +27,7 @@ from layoutc.runtime.facts import Facts
 
 
 class Sized(Protocol):
-    """What is written, of so many bytes."""
+    """Something to write, with its size in bytes."""
 
     @property
     def nbytes(self) -> int:

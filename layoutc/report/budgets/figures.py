@@ -98,7 +98,7 @@ def label(budget: Mapping[str, Any]) -> str:
 
 
 def faster(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many times as fast each is as the first one on as many cards."""
+    """The speed of each budget relative to the first one on as many cards."""
     first: dict[int, float] = {}
     for one in budgets:
         first.setdefault(one["mesh"]["world"], one["step"]["total"])

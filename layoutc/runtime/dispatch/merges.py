@@ -70,8 +70,7 @@ def give_back(target: QuantizedTensor) -> bool:
 
 
 def write(target: QuantizedTensor, values: Tensor) -> None:
-    """Quantizes plain values into a weight; in a merge, what it was is kept, and comes back in place of values that
-    undo one."""
+    """Quantizes plain values into a weight. A merge keeps the weight's bytes, and an unmerge brings them back."""
     method, owner = callers.merging()
     if method == "unmerge" and give_back(target):
         return

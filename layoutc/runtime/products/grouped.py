@@ -156,7 +156,7 @@ def in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def grad_input_in_high_precision(call: Call, grad: Tensor, offs: Tensor | None) -> Tensor:
-    """Gradients by the weight's values."""
+    """The input's gradient, a product with the dequantized weight."""
     values = call.right.values_of(orientation_of("grad_input", call.sizes.by_columns), grad.dtype)
     return in_high_precision(grad, values.transpose(-2, -1), offs)
 

@@ -213,7 +213,7 @@ def _pads(bits: int, dims: int) -> str:
 
 
 def scales_are_ordered_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What a GEMM reads swizzled is not swizzled before, nor in words."""
+    """Finds scales and zero points that a buffer orders, by a swizzle or in words, and `gemm.scale` orders again."""
     for laid in buffers(spec) if spec.gemm and spec.gemm.scale else ():
         key = "swizzle" if laid.buffer.swizzle else "words" if laid.buffer.words else ""
         if laid.kind == "data" or not (key or laid.kind == "zero"):
