@@ -57,10 +57,10 @@ def drawn_again(draw: Draw, names: tuple[str, ...], chart: Path | None) -> bool:
     if path.suffix != ".json":
         return False
     if chart is None:
-        refuse(f"give --chart FILE: {path} has been measured")
+        refuse(f"{path} has been measured: give --chart FILE to draw it")
     with refusing(OSError), refusing(ValueError, RecursionError, words=f"{path} is no JSON: "):
         if path.stat().st_size > MOST_BYTES:
-            refuse(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is no result of this command")
+            refuse(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is not a result of this command")
         data = json.loads(path.read_text(encoding="utf-8"))
     with shown_again(str(path)):
         draw_chart(draw, data, chart)

@@ -57,7 +57,7 @@ def bench(
     if drawn_again(measured.draw_kernels, recipes, chart):
         return
     if experts and (recipes or shapes or peers or chart):
-        refuse("--experts measures recipes and sizes of its own: give --json alone beside it")
+        refuse("--experts measures its own recipes and sizes: give --json alone beside it")
     with refusing(ImportError, words="`layoutc bench` needs torch: "):
         from layoutc.bench.measure import report, report_experts
     with refusing(ValueError):

@@ -222,7 +222,7 @@ def _settled(asked: dict[str, Any]) -> dict[str, Any]:
         made["sequence"] = asked["sequence"] if is_given("sequence") else min(tokens, asked["sequence"])
         made["batch"], left = divmod(tokens, made["sequence"])
         if left:
-            refuse(f"{tokens:,} tokens are no whole sequences of {made['sequence']:,}; give --sequence")
+            refuse(f"{tokens:,} tokens are not whole sequences of {made['sequence']:,}; give --sequence")
     made["frozen"] = asked["frozen"] or asked["lora_rank"] is not None
     made["lora_rank"] = asked["lora_rank"] or 16
     return made
@@ -234,7 +234,7 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
     params = [one for one in click.get_current_context().command.params if one.name not in _FREE]
     given = [one.opts[0] for one in params if one.name and is_given(one.name)]
     if given:
-        refuse(f"{name} is a plan already; it is shown as it is, without {given[0]}")
+        refuse(f"{name} is already a plan; it is shown as it is, without {given[0]}")
     if data[WRITTEN] != VERSION:
         refuse(f"{name} is a plan of version {data[WRITTEN]!r}; this layoutc reads version {VERSION}")
     with refusing(KeyError, TypeError, words=f"{name} is no plan that layoutc wrote: it has no "):

@@ -265,7 +265,7 @@ def _state(asked: Mapping[str, Any]) -> State:
     moments, state = asked["moments"], STATES[asked["state"]]
     if moments != sum(one.nbytes(1) for one in ADAMW.moments):
         if state is not ADAMW:
-            refuse(f"--state {asked['state']} says what moments take; leave out --moments")
+            refuse(f"--state {asked['state']} already says what moments take; leave out --moments")
         state = State(moments=(Stored(8 * moments),) if moments else (), counter=ADAMW.counter if moments else 0)
     masters = MASTERS[asked["masters"]]
     return state if masters == state.masters else replace(state, masters=masters, small=LEAST - 1, writes_codes=True)

@@ -24,8 +24,8 @@ def factor_of(seconds: float, machine: Machine, step: Callable[[Machine], float]
     others, slowest = step(machine.with_host(LEAST)), step(machine.with_host(MOST))
     if seconds < DECIDES * others:
         raise ValueError(
-            f"a step in bf16 takes the card and the link {others * 1e3:.1f} ms, so {seconds * 1e3:g} ms says nothing of"
-            " the host: give a step of fewer tokens, or none"
+            f"the card and the link take {others * 1e3:.1f} ms of a step in bf16, so {seconds * 1e3:g} ms says "
+            "nothing of the host: give a step of fewer tokens, or none"
         )
     if seconds > slowest:
         raise ValueError(

@@ -238,7 +238,7 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         assert run(tmp_path / "run.json", *more).stdout == run(*args, *more).stdout
     refused = run(tmp_path / "run.json", "--world", "64")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "is a plan already; it is shown as it is, without --world" in refused.stderr
+    assert "is already a plan; it is shown as it is, without --world" in refused.stderr
     (tmp_path / "old.json").write_text(json.dumps({"layoutc_plan": 99}))
     assert "is a plan of version 99" in run(tmp_path / "old.json").stderr
     (tmp_path / "cut.json").write_text(json.dumps({"layoutc_plan": 2, "budgets": [{}]}))
@@ -283,7 +283,7 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ((LLAMA, "--cards", "64xA100"), "'64xA100' are no cards"),
         ((LLAMA, "--cards", "8xH100", "--world", "8"), "--cards says what --world says; leave out one of the two"),
         ((LLAMA, "--cards", "8xH100", "--card", "h100"), "--cards says what --card says; leave out one of the two"),
-        ((LLAMA, "--tokens", "9000"), "9,000 tokens are no whole sequences of 8,192; give --sequence"),
+        ((LLAMA, "--tokens", "9000"), "9,000 tokens are not whole sequences of 8,192; give --sequence"),
         ((LLAMA, "--tokens", "9000", "--batch", "2"), "--tokens says how many --batch are"),
         ((LLAMA, "--recipe", "nf4"), "nf4 is for weights that are frozen: add --frozen, or --lora-rank N"),
     ],
@@ -511,7 +511,7 @@ def test_state_and_masters_are_those_of_adamw() -> None:
     assert quantized["resident"]["masters"] == 4 * rest + 2 * 32 * 1024
     result = run(*shapes, "--state", "8bit", "--moments", 4)
     assert result.exit_code == 2
-    assert "--state 8bit says what moments take; leave out --moments" in result.stderr
+    assert "--state 8bit already says what moments take; leave out --moments" in result.stderr
 
 
 def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,7 +587,7 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
     for option in given:
         result = run(path, *option)
         assert result.exit_code == 2
-        assert f"is a plan already; it is shown as it is, without {option[0]}" in result.stderr
+        assert f"is already a plan; it is shown as it is, without {option[0]}" in result.stderr
     for shown in ((), ("--weights",), ("--csv",), ("--json",)):
         assert run(path, *shown).exit_code == 0
     written = json.loads(path.read_text(encoding="utf-8"))
