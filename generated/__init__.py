@@ -17,6 +17,7 @@ fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax
 fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
 fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
 fp8_rowwise: E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
+fp8_rowwise_all: E4M3 weights with one FP32 scale for each row or column; all three products in E4M3.
 gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1).
 grad_fp8: E4M3 gradients on the wire, rounded by random bits, under an FP32 scale for each 128.
 grad_int4: 4-bit gradients on the wire, mixed by a Hadamard matrix and rounded by random bits, in groups of 128.
@@ -79,6 +80,7 @@ RECIPES = (
     "fp8_delayed",
     "fp8_e5m2_current",
     "fp8_rowwise",
+    "fp8_rowwise_all",
     "gptq",
     "grad_fp8",
     "grad_int4",

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from layoutc.bench import clocks
 from layoutc.runtime.products import grouped, grouped_choice
-from layoutc.runtime.products.choice import ProductName
+from layoutc.runtime.products.choice import NAMES, ProductName
 from layoutc.runtime.products.grouped_choice import Sizes
 
-RECIPES = ("fp8_rowwise", "fp8_current", "mxfp8", "nvfp4")  # those that some card has kernels for
+RECIPES = ("fp8_rowwise", "fp8_rowwise_all", "fp8_current", "mxfp8", "nvfp4")  # those that some card has kernels for
 SHAPES = ((64, 1536, 2048), (64, 2048, 768), (8, 28672, 4096), (8, 4096, 14336))  # experts, n, k: of Qwen3-MoE, Mixtral
 TOKENS = (64, 512, 2048, 8192)  # of each expert
-PRODUCTS: tuple[ProductName, ...] = ("forward", "grad_input")
 DEVICE = "cuda"
 MOST = 2**30  # values of a product's operands
 
@@ -46,7 +45,7 @@ def _rows(say: Callable[[str], object]) -> Iterator[dict[str, Any]]:
             for each in TOKENS:
                 if experts * each * (n + k) > MOST:
                     continue
-                for product in PRODUCTS:
+                for product in NAMES:
                     row = _row(product, weight, experts * each)
                     if row is None:
                         continue
@@ -66,8 +65,8 @@ def _row(product: ProductName, weight: Any, tokens: int) -> dict[str, Any] | Non
 
     def make(mode: Any) -> clocks.Make:
         def one() -> clocks.Work:
-            x = torch.randn(tokens, k if product == "forward" else n, device=DEVICE, dtype=torch.bfloat16)
-            return lambda: _multiply(product, x, right, ends, mode)
+            x, grad = (torch.randn(tokens, size, device=DEVICE, dtype=torch.bfloat16) for size in (k, n))
+            return lambda: _multiply(product, x, grad, right, ends, mode)
 
         return one
 
@@ -79,7 +78,8 @@ def _row(product: ProductName, weight: Any, tokens: int) -> dict[str, Any] | Non
 
 
 @torch.no_grad()
-def _multiply(product: ProductName, x: Tensor, right: Any, ends: Tensor, mode: Any) -> Tensor:
+def _multiply(product: ProductName, x: Tensor, grad: Tensor, right: Any, ends: Tensor, mode: Any) -> Tensor:
     if product == "forward":
         return grouped.forward(x, right, ends, mode, "nothing")[0]
-    return grouped.backward(x, right, [], ends, mode, True, "nothing")[0]
+    needs_input = product == "grad_input"
+    return grouped.backward(grad, right, [x], ends, mode, needs_input, "nothing" if needs_input else "input")[0]

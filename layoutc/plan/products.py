@@ -198,7 +198,7 @@ def _by_columns(name: ProductName, roles: Mapping[str, Layout]) -> Grouped | str
 
 def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
     """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does."""
-    if name == "grad_weight":
+    if name == "grad_weight" and not a.scaling.name == b.scaling.name == "RowWise":
         return "it contracts groups of tokens, and no kernel is called for that"
     kinds = [GROUPED.get(one.scaling.name) for one in (a, b)]
     if kinds[0] is None or kinds[1] is None or kinds[0] != kinds[1]:

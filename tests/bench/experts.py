@@ -1,20 +1,22 @@
-"""Steps of transformers' models with experts under FSDP2, and where their time goes on the card and on the host.
+"""Steps of models with experts under FSDP2, and where their time goes on the card and on the host.
 
     torchrun --nproc-per-node 2 tests/bench/experts.py [--variants bf16 fp8_block+low ...] [--batch 8 2] [--json FILE]
 
-Each variant is built once and takes its steps eager, then with compiled layers. `RECIPE` are quantized weights, experts
-among them, under MasterWeights, whose products are as they are by default; `+low` has them in low precision where a
-card has the kernel, and `+fused` has experts computed by layoutc's own implementation. `torchao` is torchao's training
-in FP8 by rows, of linear layers and of experts, all three products. Printed, of the slowest rank:
-the median step and the host's part of it, before it waits for the card; the peak of memory; the loss; of the first rank
-with --profile the card's time by class. The JSON has the kernels that take most, and what is allocated where that is
-most.
+Models are transformers' own; with --plain, or where it is not installed, those of plain_experts. Each variant is built
+once and takes its steps eager, then with compiled layers. `RECIPE` are quantized weights, experts among them, under
+MasterWeights, whose products are as they are by default; `+low` has them in low precision where a card has the kernel,
+and `+fused` has experts computed by layoutc's own implementation. `torchao` is torchao's training in FP8 by rows, of
+linear layers and of experts, all three products. Printed, of the slowest rank: the median step and the host's part of
+it, before it waits for the card; the peak of memory; the loss; of the first rank with --profile the card's time by
+class. The JSON has the kernels that take most, and what is allocated where that is most.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
@@ -26,13 +28,12 @@ from functools import partial
 from typing import Any
 
 import card_time
+import plain_experts
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import layoutc
-import layoutc.integrations.transformers_experts
 from layoutc.runtime.operands.gated import gated
 from layoutc.runtime.operands.groups import Groups
 from layoutc.runtime.operands.routes import routes_of
@@ -79,16 +80,24 @@ def convert_to_torchao(model: Any) -> None:
     model.set_experts_implementation("torchao")
 
 
+def of_transformers(name: str, fields: dict[str, Any]) -> Any:
+    """A model of its own."""
+    import transformers
+
+    importlib.import_module("layoutc.integrations.transformers_experts")  # registers them
+    config = transformers.AutoConfig.for_model(name, **fields)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def built(variant: str, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     """The model under FSDP2, and its optimizer."""
     recipe, *ways = variant.split("+")
     fields = MODELS[options.model] | HEADS
     if options.tiny:
         fields |= {key: size for key, size in TINY.items() if key in fields}
-    config = transformers.AutoConfig.for_model(options.model, **fields)
     torch.manual_seed(0)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = plain_experts.Model(fields) if options.plain else of_transformers(options.model, fields)
     model.train()
     if recipe == "torchao":
         convert_to_torchao(model)
@@ -198,8 +207,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
+    parser.add_argument("--plain", action="store_true", help="without transformers")
     parser.add_argument("--json")
     options = parser.parse_args()
+    options.plain = options.plain or importlib.util.find_spec("transformers") is None
     cards = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cards else torch.device("cpu")
     if cards:
@@ -214,7 +225,8 @@ def main() -> None:
         if options.json and dist.get_rank() == 0:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran = {"kind": "experts", "device": torch.cuda.get_device_name() if cards else "cpu"}
-                ran |= {"torch": torch.__version__, "transformers": transformers.__version__, "model": options.model}
+                version = None if options.plain else importlib.metadata.version("transformers")
+                ran |= {"torch": torch.__version__, "transformers": version, "model": options.model}
                 json.dump(ran | {"world": dist.get_world_size(), "command": " ".join(sys.argv), "rows": rows}, file)
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 import layoutc
+from layoutc.runtime.operands import columns_of_groups
 from layoutc.runtime.operands.gated import gated
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
@@ -194,7 +195,7 @@ GROUPS = {"mixed": (100, 0, 1, 411), "all in one": (0, 512, 0, 0), "one each": (
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("how", ["low_precision", "reference"])
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_rowwise_all", "fp8_current", "mxfp8"])
 def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
     name: str, how: Mode, sizes: tuple[int, ...]
 ) -> None:
@@ -303,9 +304,28 @@ def test_gates_on_card(dtype: torch.dtype) -> None:
         assert ((one.double() - other).abs() <= other.abs() * within + 4e-6).all()
 
 
+@pytest.mark.parametrize("each", [1, 3])
+def test_columns_of_groups_on_card(each: int) -> None:
+    """Quantized to the bytes that a CPU's reference has, of rows as they are and chosen; and multiplied: groups of no
+    rows, of one and of more than a tile."""
+    recipe, columns, sizes = module("fp8_rowwise_all").Tensor, 1040, (0, 1, 127, 128, 129, 1000, 0)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    x = torch.randn(2000 // each, columns).bfloat16()
+    order = None if each == 1 else torch.randperm(2000 // each * each)
+    given = x, order, each, ends, recipe.KEY
+    found = columns_of_groups.quantized(*(one.cuda() if isinstance(one, Tensor) else one for one in given))
+    expected = columns_of_groups.quantized(*given)
+    last = int(columns_of_groups.ends_apart(ends)[-1])
+    assert torch.equal(found[0][:, :last].cpu(), expected[0][:, :last])
+    assert torch.equal(found[1].cpu(), expected[1])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("columns", "inner"), [(2048, 768), (1024, 3584)])
-def test_rows_quantized_where_they_are_made_on_card(columns: int, inner: int, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "columns", "inner"),
+    [("fp8_rowwise", 2048, 768), ("fp8_rowwise_all", 2048, 768), ("fp8_rowwise_all", 1024, 3584)],
+)
+def test_rows_quantized_where_they_are_made_on_card(recipe: str, columns: int, inner: int, compiled: bool) -> None:
     """Experts in FP8 by rows: the bytes of one step after the other, eager and in one graph; an expert of another
     rank, and one without tokens."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -331,7 +351,7 @@ def test_rows_quantized_where_they_are_made_on_card(columns: int, inner: int, co
         return routed_experts(x, chosen, weights, experts, compute)
 
     def found(function: Any) -> list[Tensor]:
-        quantize = module("fp8_rowwise").quantize
+        quantize = module(recipe).quantize
         leaves = [one.clone().requires_grad_() for one in (*made[:2], *map(quantize, made[2:]))]
         with layoutc.products("low_precision"):
             out = function(*leaves)

@@ -46,8 +46,8 @@ from layoutc.runtime.kernels import (
     rank_sums,
 )
 from layoutc.runtime.kernels.choices import Tile
+from layoutc.runtime.operands import column_kernels, columns_of_groups, of_experts
 from layoutc.runtime.operands import kernels as of_rows
-from layoutc.runtime.operands import of_experts
 from layoutc.runtime.optim import launches, rules
 from layoutc.runtime.optim.kernels import update_kernel
 from layoutc.runtime.optim.states import FORMS
@@ -167,6 +167,10 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
         yield f"gated{name} bf16", of_rows.gated_kernel, constants | out, tile, "bf16"
         out = {} if planes is quantized else {"out": None}
         yield f"gated_backward{name} bf16", of_rows.gated_backward_kernel, constants | out, tile, "bf16"
+    tile = Tile(columns_of_groups.COLUMNS, columns_of_groups.TILE, columns_of_groups.WARPS)
+    constants = {"GROUPS": 64, "EACH": 8, "TILE": tile.columns, "COLUMNS": tile.rows}
+    yield "amax_of_columns bf16", column_kernels.amax_of_columns_kernel, constants, tile, "bf16"
+    yield "quantize_columns bf16", column_kernels.quantize_columns_kernel, constants | quantized, tile, "bf16"
     for source in (tl.float32, tl.bfloat16, tl.int64):
         dtype = tl.int64 if source == tl.int64 else tl.bfloat16
         constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
@@ -216,7 +220,7 @@ def compiled(
         "seed": "*i64",
     }
     pointers |= dict.fromkeys(("y", "weights", "grad", "of_y", "of_weights", "both", "of_both"), f"*{dtype}")
-    pointers |= {"rows": "*i64", "ends": "*i32", "data": "*u8", "scale": "*fp32"}
+    pointers |= {"rows": "*i64", "order": "*i64", "ends": "*i32", "data": "*u8", "scale": "*fp32"}
     pointers |= {f"grad{index}": f"*{dtype}" for index in range(rank_chunks.GRADS)}
     pointers |= {f"moving{index + 1}": "*i64" for index in range(copies.MOVING)}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
@@ -241,6 +245,7 @@ def compiled(
             "part_bytes",
             "columns",
             "experts",
+            "size",
         )
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
         if name not in ("input_max", "number", "ranks"):

@@ -64,12 +64,32 @@ def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tens
     return out.bfloat16()
 
 
+def _contract_groups(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+    """As prepare_grouped_gemm_data asks of groups that are contracted: none is empty, each begins at 16 bytes."""
+    assert (a.stride(1), b.stride(0), offs.dtype) == (1, 1, torch.int32)
+    (free, size), experts = a.shape, len(offs)
+    assert size % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
+    assert (scale_a.shape, scale_b.shape) == ((experts * free,), (experts * b.shape[1],))
+    made, start = [], 0
+    for expert, end in enumerate(offs.tolist()):
+        assert end > start
+        assert end % 16 == 0
+        assert end <= size
+        left = a[:, start:end].float() * scale_a.view(experts, -1)[expert, :, None]
+        right = b[start:end].float() * scale_b.view(experts, -1)[expert]
+        made.append(left @ right)
+        start = end
+    return torch.stack(made).bfloat16()
+
+
 def one_scale(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: None, result: None, *rest: Any
 ) -> Tensor:
     """As aten._scaled_grouped_mm."""
     assert a.dtype == b.dtype == torch.float8_e4m3fn
     assert rest[0] == torch.bfloat16
+    if b.dim() == 2:
+        return _contract_groups(a, b, scale_a, scale_b, offs)
     return _multiply(a, b, scale_a, scale_b, offs, None)
 
 

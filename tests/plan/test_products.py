@@ -91,6 +91,7 @@ GRADIENT = "it contracts groups of tokens, and no kernel is called for that"
         ("fp8_block", *("scaled_grouped_mm does not take BlockWise1x128 by BlockWise128x128",) * 2, GRADIENT),
         ("fp8_current", "RowWise 9.0 10.0", "scaled_grouped_mm does not take float8_e5m2", GRADIENT),
         ("fp8_rowwise", "RowWise 9.0 10.0", "RowWise 9.0 10.0", ""),
+        ("fp8_rowwise_all", *("RowWise 9.0 10.0",) * 3),
         ("mxfp8", "BlockWise1x32 10.0 11.0", "BlockWise1x32 10.0 11.0", GRADIENT),
         ("mxfp8_2d", "BlockWise1x32 10.0 11.0", "BlockWise1x32 10.0 11.0", GRADIENT),
         ("nvfp4", "BlockWise1x16 10.0 11.0", "BlockWise1x16 10.0 11.0", GRADIENT),

@@ -30,7 +30,7 @@ from layoutc.runtime.products import choice, grouped, grouped_choice, measured, 
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
-WITH_KERNELS = ("fp8_current", "fp8_rowwise", "mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_1d")
+WITH_KERNELS = ("fp8_current", "fp8_rowwise", "fp8_rowwise_all", "mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_1d")
 ALONE = ("fp8_block", "fp8_block_1d", "mxfp8", "mxfp8_2d")  # no scale covers more than some tokens, and no spec says no
 EXPERTS, N, K = 4, 128, 256
 SIZES = {"mixed": (40, 0, 1, 87), "all in one": (0, 128, 0, 0), "one each": (1, 1, 1, 1), "equal": (32, 32, 32, 32)}
@@ -302,7 +302,7 @@ def test_rows_with_blocks_of_their_own_stay() -> None:
     assert Groups(offsets((5, 7)), 12).apart(1) is None
     together = {name: rows_together(module(name).LAYOUT, "rowwise") for name in WITH_KERNELS}
     assert together == {
-        **{"fp8_current": 1, "fp8_rowwise": 1},
+        **{"fp8_current": 1, "fp8_rowwise": 1, "fp8_rowwise_all": 1},
         **{"mxfp8": 32, "mxfp8_2d": 32, "nvfp4": 16, "nvfp4_1d": 16},
     }
 
@@ -400,17 +400,18 @@ def test_bench_measures_each_product_either_way(kernels: list[bool], monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(bench.clocks, "rotated", lambda make, nbytes: float(make()().shape[1]))
-    monkeypatch.setattr(bench, "RECIPES", ("fp8_rowwise", "fp8_current"))
+    monkeypatch.setattr(bench, "RECIPES", ("fp8_rowwise_all", "fp8_current"))
     lines: list[str] = []
     found = bench.run(lines.append)
     rows = [measured.Timed(found["card"], tuple(found["capability"]), **row) for row in found["rows"]]
     assert [(row.recipe, row.product, row.kernel, row.dequantized) for row in rows] == [
-        ("fp8_rowwise", "forward", 32.0, 32.0),
-        ("fp8_rowwise", "grad_input", 64.0, 64.0),
+        ("fp8_rowwise_all", "forward", 32.0, 32.0),
+        ("fp8_rowwise_all", "grad_input", 64.0, 64.0),
+        ("fp8_rowwise_all", "grad_weight", 32.0, 32.0),
         ("fp8_current", "forward", 32.0, 32.0),
     ]
-    assert len(lines) == 3
-    assert len(kernels) == 3
+    assert len(lines) == 4
+    assert len(kernels) == 4
 
 
 @each_groups
@@ -420,7 +421,8 @@ def test_kernels_read_what_was_quantized(recipe: str, sizes: tuple[int, ...], ke
 
     Scales of tensors are multiplied by one another, which rounds.
     """
-    x, w, g = (uneven(one, rows, rows) for one, rows in zip(exact_inputs(recipe, sizes), (1, 32, 1), strict=True))
+    rows = 128 if recipe == "fp8_rowwise_all" else 1  # uneven rows are not exact under scales of columns
+    x, w, g = (uneven(one, by, by) for one, by in zip(exact_inputs(recipe, sizes), (rows, 32, rows), strict=True))
     ways = ways_of(recipe, sum(sizes), "cpu")
     assert ways[0] == "kernel"
     assert (ways[1] == "kernel") == (recipe != "fp8_current")  # whose gradients are e5m2
@@ -460,8 +462,8 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     offs = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
     is_traced = grouped_choice.scaled_grouped_mm_v2_is_traced or "nvfp4" not in recipe
     assert (ways_of(recipe, tokens, "meta")[0] == "kernel") == is_traced
-    out, *saved = grouped.forward(x, held.transpose(1, 2), offs, "low_precision", True)
-    of_x, of_w = grouped.backward(g, held.transpose(1, 2), saved or [x], offs, "low_precision", True, True)
+    out, *saved = grouped.forward(x, held.transpose(1, 2), offs, "low_precision", "input")
+    of_x, of_w = grouped.backward(g, held.transpose(1, 2), saved or [x], offs, "low_precision", True, "input")
     assert (out.shape, of_x.shape, of_w.shape) == ((tokens, N), (tokens, K), (EXPERTS, N, K))
 
 
@@ -537,7 +539,7 @@ def test_reasons(recipe: str, name: Any, sizes: tuple[int, ...], words: str) -> 
     ("capability", "served"),
     [
         ((8, 9), set()),
-        ((9, 0), {"fp8_current", "fp8_rowwise"}),
+        ((9, 0), {"fp8_current", "fp8_rowwise", "fp8_rowwise_all"}),
         ((10, 0), {"mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_1d"}),
         ((12, 0), set()),
     ],

@@ -14,7 +14,7 @@ from kernels_on_cpu import use_kernels
 from torch import Tensor
 
 import layoutc
-from layoutc.recipes import fp8_block, fp8_rowwise
+from layoutc.recipes import fp8_block, fp8_rowwise, fp8_rowwise_all
 from layoutc.runtime.operands import quantized_rows
 from layoutc.runtime.operands.gated import gated as gated_silu
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
@@ -181,16 +181,26 @@ def as_operator() -> Any:
     def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
         return grouped_kernels.one_scale(a, b, scale_a, scale_b, offs, None, None, BF16)
 
-    multiply.register_fake(lambda a, b, *_: a.new_empty((a.shape[0], b.shape[2]), dtype=BF16))
+    def made(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+        shape = (len(offs), a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2])
+        return a.new_empty(shape, dtype=BF16)
+
+    multiply.register_fake(made)
     return lambda a, b, scale_a, scale_b, offs, *_: multiply(a, b, scale_a, scale_b, offs)
 
 
 @pytest.mark.parametrize(
-    ("columns", "inner", "by_columns", "frozen"),
-    [(64, 48, False, ()), (80, 32, True, ()), (32, 80, False, ("up",)), (48, 32, False, ("x", "down"))],
+    ("recipe", "columns", "inner", "by_columns", "frozen"),
+    [
+        (fp8_rowwise, 64, 48, False, ()),
+        (fp8_rowwise_all, 80, 32, True, ()),
+        (fp8_rowwise, 32, 80, False, ("up",)),
+        (fp8_rowwise_all, 48, 32, False, ("x", "down")),
+    ],
+    ids=str,
 )
 def test_rows_quantized_where_they_are_made_have_the_same_bytes(
-    columns: int, inner: int, by_columns: bool, frozen: tuple[str, ...], hopper: list[str],
+    recipe: Any, columns: int, inner: int, by_columns: bool, frozen: tuple[str, ...], hopper: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As one step after the other: the output and all gradients; an expert without tokens, and one of another rank."""
@@ -201,7 +211,7 @@ def test_rows_quantized_where_they_are_made_have_the_same_bytes(
     stored = [shape if by_columns else (shape[0], shape[2], shape[1]) for shape in (up, down)]
     shapes = ((tokens, columns), (tokens, 3), *stored)
     made = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(BF16) for i, shape in enumerate(shapes)]
-    made[2:] = [fp8_rowwise.quantize(one) for one in made[2:]]
+    made[2:] = [recipe.quantize(one) for one in made[2:]]
     use_kernels(monkeypatch)
 
     def run(function: Any) -> list[Tensor]:
@@ -244,7 +254,7 @@ def test_rows_quantized_where_they_are_made_are_in_one_graph(
         return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
 
     program = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for recipe, used in ((fp8_rowwise, 3), (fp8_block, 0)):
+    for recipe, used in ((fp8_rowwise, 3), (fp8_rowwise_all, 3), (fp8_block, 0)):
         hopper.clear()
         expected = run(call, recipe.quantize)
         assert len(hopper) == used

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from layoutc.runtime import library
 from layoutc.runtime.facts import Grouped
-from layoutc.runtime.operands import shared_inputs
-from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_together
+from layoutc.runtime.operands import columns_of_groups, shared_inputs
+from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_together, shares_all_rows
 from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import measured, scaled_grouped_mm
@@ -98,7 +98,10 @@ def backward(
         if keeps == "input":
             with computed_in_backward():
                 saved = _kept(call, again(saved[0]).reshape(-1, sizes.k), saved[0])
-        made.append(_grad_weight(call, flat, saved, seed))
+        if shares_all_rows(call.recipes.activation.LAYOUT, "columnwise"):
+            made.append(grad_weight_of_columns(call, columns_of(call, flat), saved, grad.dtype))
+        else:
+            made.append(_grad_weight(call, flat, saved, seed))
     return made
 
 
@@ -168,6 +171,27 @@ def grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, 
     return grouped_mm(x.t(), grad, offs=offs).transpose(1, 2) if by_columns else grouped_mm(grad.t(), x, offs=offs)
 
 
+def columns_of(call: Call, grad: Tensor) -> list[Tensor]:
+    """Gradients (tokens, n) as the gradient of the weight reads them, where groups have scales of their own."""
+    made: list[Tensor] = columns_of_groups.quantized(grad, None, 1, call.groups.ends, call.recipes.gradient.KEY)
+    return made
+
+
+def grad_weight_of_columns(call: Call, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """(experts, n, k) of columns of gradients and activations, each as columns_of_groups has quantized them."""
+    recipes, ends = call.recipes, call.groups.ends
+    sides = (recipes.gradient, grad), (recipes.activation, x)
+    if call.ways.grad_weight == "kernel":
+        found = call.kernel("grad_weight")
+        assert isinstance(found, Grouped)
+        a, b = (scaled_grouped_mm.columns(recipe.LAYOUT, *planes) for recipe, planes in sides)
+        apart = columns_of_groups.ends_apart(ends)
+        return scaled_grouped_mm.multiply(a, b._replace(codes=b.codes.t()), apart, found, dtype)
+    left, right = (columns_of_groups.values(*planes, ends, call.sizes.tokens, recipe.KEY) for recipe, planes in sides)
+    made: Tensor = _by_groups(left.t(), right, ends)
+    return made.to(dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------- products
 def _multiply(name: ProductName, call: Call, flat: Tensor, x: Tensor, seed: Tensor | None = None) -> Tensor:
     """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
@@ -199,6 +223,9 @@ def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, 
 def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
     """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
     recipe = call.recipes.activation
+    if shares_all_rows(recipe.LAYOUT, "columnwise"):
+        made: list[Tensor] = columns_of_groups.quantized(flat, None, 1, call.groups.ends, recipe.KEY)
+        return made
     kept = _quantized(recipe, "columnwise", None, flat, call.groups, x).buffers
     return [kept[name] for name in recipe.LAYOUT.sources["columnwise"]]
 

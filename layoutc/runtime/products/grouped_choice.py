@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from layoutc.runtime.facts import Cards, Grouped, Operand
+from layoutc.runtime.operands import columns_of_groups
 from layoutc.runtime.operands.groups import shares_all_rows
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import measured
@@ -94,10 +95,11 @@ def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
     if sizes.tokens == 0:
         return "there are no tokens"
     for role, orientation in operands_of(name, sizes.by_columns):
-        layout = getattr(recipes, role).LAYOUT
+        recipe = getattr(recipes, role)
+        layout = recipe.LAYOUT
         if orientation not in layout.orientations:
             return f"{layout.name} has no {orientation} orientation"
-        if role != "weight" and shares_all_rows(layout, orientation):
+        if role != "weight" and shares_all_rows(layout, orientation) and columns_of_groups.why_not(recipe):
             return f"{layout.name} has {orientation} scales of all tokens, which are those of several groups"
     return ""
 
@@ -106,6 +108,11 @@ def _misfit(recipes: Recipes, name: ProductName, found: Grouped, sizes: Sizes) -
     """Why scaled_grouped_mm does not take these sizes, or this torch does not."""
     if sizes.experts > _MOST_EXPERTS:
         return f"scaled_grouped_mm takes up to {_MOST_EXPERTS} experts, not {sizes.experts}"
+    if name == "grad_weight":
+        size = next((size for size in (sizes.n, sizes.k) if size % _ALIGNED), None)
+        return (
+            "" if size is None else f"scaled_grouped_mm takes a dim of experts in multiples of {_ALIGNED}, not {size}"
+        )
     free, contracted = (sizes.n, sizes.k) if name == "forward" else (sizes.k, sizes.n)
     orientation = orientation_of(name, sizes.by_columns)
     operand = recipes.weight.LAYOUT.operands[orientation]

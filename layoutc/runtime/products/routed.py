@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
-from layoutc.runtime.operands import quantized_rows
+from layoutc.runtime.operands import columns_of_groups, quantized_rows
 from layoutc.runtime.operands.groups import Groups
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import Routes
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
-from layoutc.runtime.products.choice import ProductName, Recipe
+from layoutc.runtime.products.choice import NAMES, ProductName, Recipe
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -67,7 +67,14 @@ def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tenso
     return grouped.grad_input_in_high_precision(call, grad, call.groups.ends)
 
 
-def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor) -> Tensor:
+def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor, order: Tensor | None, each: int) -> Tensor:
+    """order: of each row, `each` times the row of x; None: they are x's own."""
+    call.note("grad_weight")
+    if call.ways.grad_weight == "kernel":
+        key = call.recipes.activation.KEY
+        kept = columns_of_groups.quantized(x, order, each, call.groups.ends, key)
+        return grouped.grad_weight_of_columns(call, grouped.columns_of(call, grad), kept, grad.dtype).transpose(-2, -1)
+    x = x if order is None else x[order // each]
     made = grouped.grad_weight_in_high_precision(grad, x, call.groups.ends, call.sizes.by_columns)
     return made.transpose(-2, -1)
 
@@ -116,9 +123,9 @@ def _backward(
     if needs_input:
         made.append(sum_of_experts(_grad_input(pair.up, of_both, planes), rows, None, ends))
     if trains[0]:
-        made.append(_grad_weight(pair.up, of_both, x[order // rows.shape[1]]))
+        made.append(_grad_weight(pair.up, of_both, x, order, rows.shape[1]))
     if trains[1]:
-        made.append(_grad_weight(pair.down, of_y, gated))
+        made.append(_grad_weight(pair.down, of_y, gated, None, 1))
     return made
 
 
@@ -126,9 +133,9 @@ def _why_not(pair: _Pair) -> str:
     """Why rows are not quantized by what makes them; "" if they are."""
     recipes = pair.up.recipes
     for call in pair:
-        if call.ways.forward != "kernel" or call.ways.grad_weight != "dequantize":
-            return "no kernel for forward, or gradients of weights are in low precision"
-        for name in ("forward", "grad_input"):
+        if call.ways.forward != "kernel":
+            return "no kernel for forward"
+        for name in NAMES:
             found = call.kernel(name) if getattr(call.ways, name) == "kernel" else None
             if isinstance(found, Grouped) and found.kind != "RowWise":
                 return "a kernel for other blocks than rows"

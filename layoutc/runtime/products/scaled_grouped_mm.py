@@ -63,6 +63,11 @@ def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Grouped,
     return Side(codes.view(operand.codes).transpose(1, 2), scale.reshape(count, -1), _of_tensor(operand, buffers))
 
 
+def columns(layout: Layout, codes: Tensor, scale: Tensor) -> Side:
+    """An operand of the gradient of a weight: (columns, rows), of which each group has its own scales of columns."""
+    return Side(codes.view(_operand(layout, "columnwise").codes), scale.flatten(), None)
+
+
 def _operand(layout: Layout, orientation: str) -> Operand:
     operand = layout.operands[orientation]
     assert isinstance(operand, Operand)  # else there is no kernel

@@ -1,0 +1,76 @@
+"""Kernels of columns_of_groups: amaxes of each group's columns, and their codes, which lie transposed.
+
+A program has a tile of one group: TILE rows of some columns, read transposed. Its group is found from where groups end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.blocks import to_float
+from layoutc.runtime.triton.codes import bits_of, float_of
+from layoutc.runtime.triton.tiles import QuantizeOptions
+
+
+@triton.jit
+def place_of(ends, apart, columns, experts, GROUPS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """(group, its rows of x, where they end, columns, the first position among codes). Behind all groups: group is
+    `experts`."""
+    tiles = tl.cdiv(columns, COLUMNS)
+    first = (tl.program_id(0) // tiles) * TILE
+    of_groups = tl.arange(0, GROUPS)
+    before = (tl.load(apart + of_groups, mask=of_groups < experts, other=0x7FFFFFFF) <= first).to(tl.int32)
+    group = tl.sum(before, 0)
+    begins = tl.load(ends + group - 1, mask=group > 0, other=0)
+    begins_apart = tl.load(apart + group - 1, mask=group > 0, other=0)
+    last = tl.load(ends + group, mask=group < experts, other=0)
+    rows = begins + (first - begins_apart) + tl.arange(0, TILE)
+    return group, rows, last, (tl.program_id(0) % tiles) * COLUMNS, first
+
+
+@triton.jit
+def load_columns(x, order, rows, last, column, columns, EACH: tl.constexpr, COLUMNS: tl.constexpr):
+    """(COLUMNS, rows): a tile of x, transposed, with zeros behind the last row."""
+    inside = rows < last
+    if order is not None:
+        rows = tl.load(order + rows, mask=inside, other=0) // EACH
+    at = column + tl.arange(0, COLUMNS)
+    pointers = x + rows.to(tl.int64)[None, :] * columns + at[:, None]
+    return tl.load(pointers, mask=(at < columns)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def amax_of_columns_kernel(
+    x, order, ends, apart, amax, columns, size, experts,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, CVT_LEVEL: tl.constexpr,
+):  # fmt: skip
+    """amax (experts, columns), zeros before: the bits of the largest magnitude of each group's columns. Those of
+    magnitudes are in the same order as these, NaN above infinity."""
+    group, rows, last, column, _ = place_of(ends, apart, columns, experts, GROUPS, TILE, COLUMNS)
+    if group < experts:
+        values = to_float(load_columns(x, order, rows, last, column, columns, EACH, COLUMNS))
+        at = column + tl.arange(0, COLUMNS)
+        largest = tl.max(bits_of(values) & 0x7FFFFFFF, 1)
+        tl.atomic_max(amax + group.to(tl.int64) * columns + at, largest, mask=at < columns, sem="relaxed")
+
+
+@triton.jit
+def quantize_columns_kernel(
+    x, order, ends, apart, amax, data, scale, none, input_max, columns, size, experts,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, CVT_LEVEL: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """data (columns, size), scale (experts, columns), as the recipe's tile function writes rows. It is given the first
+    code of the tile as that of a row: scales are written where a row begins."""
+    group, rows, last, column, first = place_of(ends, apart, columns, experts, GROUPS, TILE, COLUMNS)
+    if group < experts:
+        tile = load_columns(x, order, rows, last, column, columns, EACH, COLUMNS)
+        at = column + tl.arange(0, COLUMNS)
+        of_group = group.to(tl.int64) * columns
+        largest = float_of(tl.load(amax + of_group + at, mask=at < columns, other=0))
+        QUANTIZE(
+            tile, none, (none, input_max, none, largest[:, None], none),
+            (data + first, scale + of_group, none, none, none, none, none), (none, none, none, none, none, none),
+            (column, 0, columns, size, 0, 0), QuantizeOptions(True, False, False, False, CVT_LEVEL),
+        )  # fmt: skip
