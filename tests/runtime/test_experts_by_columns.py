@@ -163,8 +163,8 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str) -> None:
     held = module(recipe).quantize(weight(EXPERTS * K, N).view(EXPERTS, K, N)).to("meta")
     x, g = (torch.empty(128, size, device="meta", dtype=torch.bfloat16) for size in (K, N))
     offs = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
-    out, *saved = grouped.forward(x, held, offs, "low_precision", True)
-    of_x, of_w = grouped.backward(g, held, saved or [x], offs, "low_precision", True, True)
+    out, *saved = grouped.forward(x, held, offs, "low_precision", "input")
+    of_x, of_w = grouped.backward(g, held, saved or [x], offs, "low_precision", True, "input")
     assert (out.shape, of_x.shape, of_w.shape) == ((128, N), (128, K), (EXPERTS, N, K))
 
 
