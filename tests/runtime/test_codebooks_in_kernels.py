@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which kernels are w
 import triton.language as tl  # noqa: E402
 
 from layoutc.runtime import triton as lt  # noqa: E402
+from layoutc.runtime.optim import launches  # noqa: E402
 
 VALUES = tuple(float(3 * index - 20) for index in range(16))
 
@@ -113,6 +114,6 @@ def test_a_dynamic_map_is_looked_at_once(name: str, in_memory: bool) -> None:
     x = torch.cat([x, torch.zeros((1 << 17) - len(x))])
     out = torch.empty(len(x), dtype=torch.int32)
     kernel: Any = as_the_recipe
-    codebooks = torch.tensor(recipe.KERNELS.codebooks) if in_memory else None
+    codebooks = launches._books(recipe.KERNELS, x.device) if in_memory else None
     kernel[(1,)](x, codebooks, out, recipe.encode, len(x))
     assert torch.equal(out.to(torch.uint8), reference.encode(x))

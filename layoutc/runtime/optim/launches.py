@@ -192,7 +192,7 @@ class Updates:
         assert not alone
         example = self.members[slots[0]].master
         *moments, target = kernels = [_kernels(cls, example) for cls in (*form.moments, form.target)]
-        books = [launch.codebooks(one.codebooks, self._device) if one else None for one in (*moments, None)][:2]
+        books = [_books(one, self._device) for one in (*moments, None)][:2]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
         for table in tables:
@@ -244,6 +244,18 @@ def _tiles(form: Form) -> Tiling:
         columns = max(128, block_k)
         return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 2, True, 16, 64)
     return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 3, True, 8, 80)
+
+
+def _books(kernels: Any, device: torch.device) -> Tensor | None:
+    """Codebooks of a recipe, its steps, and what is looked up to find how many a number reaches."""
+    from layoutc.runtime.triton.codebooks import words_of
+
+    books = launch.codebooks(kernels.codebooks, device) if kernels else None
+    if books is None:
+        return None
+    steps = kernels.codebooks[len(books) // 2 : -1]
+    words = torch.tensor(words_of(steps), dtype=torch.int32, device=device)
+    return torch.cat([books.view(torch.int32), words]).view(torch.float32)
 
 
 def _form(member: Member, grad: Tensor) -> Form:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -29,6 +31,48 @@ def count_of(values):
 def reaches_nan(slopes, codes, nan):
     """Whether what is found by SLOPES for NaN is its code."""
     return len(slopes) > 0 and codes[-1] == nan
+
+
+@triton.constexpr_function
+def bits_of_size(x):
+    """The bits of |x|, a normal number of fp32."""
+    above, below = abs(x).as_integer_ratio()
+    exponent = above.bit_length() - below.bit_length()
+    return ((exponent + 126) << 23) + (above << 183) // (below << (160 + exponent))
+
+
+@triton.constexpr_function
+def buckets_of(STEPS):
+    """(Bits that number a bucket of |x| leave, the first bucket, buckets, steps at most 0) for `words_of`."""
+    bits = [bits_of_size(one) for one in STEPS]
+    for shift in range(20, 8, -1):  # buckets as wide as may be, of one step at most
+        keys = [(one < 0, bit >> shift) for one, bit in zip(STEPS, bits, strict=True)]
+        if len(set(keys)) == len(keys):
+            break
+    places = [key for _, key in keys]
+    return shift, min(places) - 1, max(places) - min(places) + 3, sum(one <= 0 for one in STEPS)
+
+
+def words_of(steps: Sequence[float]) -> list[int]:
+    """A word for each bucket of |x|, of positive x, and then of negative ones if they have steps.
+
+    A word and the low bits of |x| add up to the number of steps that x reaches, above 2^shift; negative x subtract.
+    """
+    shift, first, count, zero = buckets_of(steps)
+    one, found = 1 << shift, []
+    bits = [(step, bits_of_size(step)) for step in steps]
+    above = {bit >> shift: bit & (one - 1) for step, bit in bits if step > 0}
+    below = {bit >> shift: bit & (one - 1) for step, bit in bits if step < 0}
+    reached = zero
+    for key in range(first, first + count):
+        found.append(reached * one + (one - above[key] if key in above else 0))
+        reached += key in above
+    reached = zero
+    for key in range(first, first + count) if below else ():
+        low = below.get(key, one - 1)  # x >= step while the low bits are no more
+        found.append(reached * one + low)
+        reached -= key in below
+    return found
 
 
 @triton.constexpr_function
@@ -91,6 +135,8 @@ def steps_reached(
     cards half as long as comparing.
     """
     SIZE: tl.constexpr = power_above(COUNT)
+    if count_of(SLOPES) > 0 and codebooks is not None:
+        return steps_by_words(x, codebooks + AT + COUNT, buckets_of(STEPS), ZERO)
     # No x reaches the steps that fill a table up.
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks + AT
     if count_of(SLOPES) > 0:
@@ -109,6 +155,23 @@ def steps_reached(
         if 1 << bit < SIZE:
             reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
     return reached
+
+
+@triton.jit
+def steps_by_words(x, words, BUCKETS: tl.constexpr, ZERO: tl.constexpr):
+    """`steps_reached`, by a look at the word of x's bucket (`words_of`)."""
+    SHIFT: tl.constexpr = BUCKETS[0]
+    FIRST: tl.constexpr = BUCKETS[1]
+    COUNT: tl.constexpr = BUCKETS[2]
+    bits = bits_of(x)
+    size = bits & 0x7FFFFFFF if ZERO else bits
+    place = tl.minimum(tl.maximum((size >> SHIFT) - FIRST, 0), COUNT - 1)
+    low = size & ((1 << SHIFT) - 1)
+    if ZERO:
+        is_negative = bits < 0
+        place += tl.where(is_negative, COUNT, 0)
+        low = tl.where(is_negative, -low, low)
+    return (bits_of(gathered(words, place)) + low) >> SHIFT
 
 
 @triton.jit
