@@ -225,7 +225,7 @@ def test_charts_are_drawn_and_drawn_again_from_the_json(tmp_path: Path) -> None:
     text = " ".join(ElementTree.parse(tmp_path / "first.svg").getroot().itertext())
     drawn = (tmp_path / "first.svg").read_text(encoding="utf-8")
     assert drawn.count('id="line2d_') > 6
-    for said in ("Step, estimated", "Memory of a rank", "mxfp8", "nvfp4", "512"):
+    for said in ("Step, estimated", "Memory of a card", "mxfp8", "nvfp4", "512"):
         assert said in text or f"<!-- {said}" in drawn, said
     assert run(tmp_path / "run.json", "--chart", tmp_path / "a.png", "-q").exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
