@@ -2,63 +2,63 @@
 # Each is imported when first used.
 """Quantized tensors, with a module for each recipe.
 
-adam_m4: First moments of 4 bits in blocks of 128 of a row, the dynamic map of torchao's AdamW4bit.
-adam_m8: First moments of 8 bits in blocks of 256 of a row, the dynamic map of bitsandbytes.
-adam_v4: Second moments of 4 bits in blocks of 128 of a row, sixteenths as torchao's AdamW4bit.
-adam_v8: Second moments of 8 bits in blocks of 256 of a row, the unsigned dynamic map of bitsandbytes.
-awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales.
-e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
-fp4_bitsandbytes: FP4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization.
+adam_m4: 4-bit first moments in blocks of 128 of a row, in the dynamic map of torchao's AdamW4bit.
+adam_m8: 8-bit first moments in blocks of 256 of a row, in the dynamic map of bitsandbytes.
+adam_v4: 4-bit second moments in blocks of 128 of a row, in sixteenths, as torchao's AdamW4bit.
+adam_v8: 8-bit second moments in blocks of 256 of a row, in the unsigned dynamic map of bitsandbytes.
+awq: AWQ's unsigned 4-bit integers and zero points, in words ordered 0 2 4 6 1 3 5 7, F16 scales.
+e3m4_block: E3M4, an 8-bit minifloat that the spec defines, in 64x64 blocks.
+fp4_bitsandbytes: bitsandbytes' FP4 without double quantization, in blocks of 64 with FP32 scales.
 fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 fp8_block_1d: E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
 fp8_block_e8m0: E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up.
-fp8_channel_bf16: E4M3 weights, divided by a BF16 scale of each row; columnwise of each 128 rows of a column.
+fp8_channel_bf16: E4M3 weights with one BF16 scale for each row; columnwise, one for each 128 rows of a column.
 fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax.
 fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
 fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
 fp8_rowwise: E4M3 weights with one FP32 scale for each row; columnwise, one for each column.
 fp8_rowwise_all: E4M3 weights with one FP32 scale for each row or column; all three products in E4M3.
-gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1).
-grad_fp8: E4M3 gradients on the wire, rounded by random bits, under an FP32 scale for each 128.
+gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points stored less 1 (version 1).
+grad_fp8: E4M3 gradients on the wire, rounded by random bits, with an FP32 scale for each 128.
 grad_int4: 4-bit gradients on the wire, mixed by a Hadamard matrix and rounded by random bits, in groups of 128.
 hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
-int2_affine64: 2-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
-int3_affine64: 3-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
-int4_affine64: 4-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
+int2_affine64: 2-bit unsigned integers in groups of 64 with BF16 scales and biases.
+int3_affine64: 3-bit unsigned integers in groups of 64 with BF16 scales and biases.
+int4_affine64: 4-bit unsigned integers in groups of 64 with BF16 scales and biases.
 int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
-int4_packed128: 4-bit integers in words, in groups of 128 under BF16 scales of amax / 7.5.
-int4_packed128_zeros: 4-bit integers in words, in groups of 128 under BF16 scales with zero points.
-int4_packed32: 4-bit integers in words, in groups of 32 under BF16 scales of amax / 7.5.
-int6_affine64: 6-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
-int8_affine64: 8-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0.
+int4_packed128: 4-bit integers in words, in groups of 128 with BF16 scales of amax / 7.5.
+int4_packed128_zeros: 4-bit integers in words, in groups of 128 with BF16 scales and zero points.
+int4_packed32: 4-bit integers in words, in groups of 32 with BF16 scales of amax / 7.5.
+int6_affine64: 6-bit unsigned integers in groups of 64 with BF16 scales and biases.
+int8_affine64: 8-bit unsigned integers in groups of 64 with BF16 scales and biases.
 int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
-int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
-moment_fp8: Moments in E4M3, FP32 scales of 128 elements of a row.
-moment_fp8_sqrt: Square roots of second moments in E4M3, FP32 scales of 128 elements of a row.
+int8_rowwise: 8-bit integers with one FP32 scale for each row; columnwise, one for each column.
+moment_fp8: Moments in E4M3, with an FP32 scale for each 128 elements of a row.
+moment_fp8_sqrt: Square roots of second moments in E4M3, with an FP32 scale for each 128 elements of a row.
 mxfp4: E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up.
 mxfp4_gpt_oss: E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds gpt-oss.
 mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 mxfp6_e3m2: E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
 mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
-mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen.
+mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; no columnwise codes, for frozen weights.
 mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
-nf4: NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
-nf4_bitsandbytes: NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization.
+nf4: NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64, FP32 over them.
+nf4_bitsandbytes: bitsandbytes' NF4 without double quantization, in blocks of 64 with FP32 scales.
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
-nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
+nvfp4_4over6: nvfp4 that tries two scales for each block, with its amax at 6 or 4, and keeps the better.
 nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for nvfp4_gradient.
-nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as compressed-tensors has them.
-nvfp4_compressed_tensors_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as in
-compressed-tensors.
+nvfp4_compressed_tensors: compressed-tensors' NVFP4 weights, in 1x16 blocks with E4M3 scales and one FP32 number.
+nvfp4_compressed_tensors_experts: compressed-tensors' NVFP4 experts, in 1x16 blocks with E4M3 scales and one FP32 number
+a matrix.
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
-nvfp4_mlx: E2M1 weights in 1x16 blocks under E4M3 scales alone, as MLX has NVFP4.
-nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
-nvfp4_modelopt_experts: E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as ModelOpt has them.
-q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256.
-q6_k: GGUF Q6_K, 6-bit integers with 8-bit scales of 16 under FP16, in records of 256.
-q8_0: GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale.
+nvfp4_mlx: MLX's NVFP4 weights, in 1x16 blocks with E4M3 scales alone.
+nvfp4_modelopt: ModelOpt's NVFP4 weights, in 1x16 blocks with E4M3 scales and one FP32 number.
+nvfp4_modelopt_experts: ModelOpt's NVFP4 experts, in 1x16 blocks with E4M3 scales and one FP32 number a matrix.
+q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32, FP16 over them, in records of 256.
+q6_k: GGUF Q6_K, 6-bit integers with 8-bit scales of 16, FP16 over them, in records of 256.
+q8_0: GGUF Q8_0, 8-bit integers in records of 32 with an FP16 scale.
 """
 
 from importlib import import_module as _import_module  # a recipe may have any name that begins with a letter

@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class AdamM4Tensor(QuantizedTensor):
-    """First moments of 4 bits in blocks of 128 of a row, the dynamic map of torchao's AdamW4bit."""
+    """4-bit first moments in blocks of 128 of a row, in the dynamic map of torchao's AdamW4bit."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

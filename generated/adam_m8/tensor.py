@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class AdamM8Tensor(QuantizedTensor):
-    """First moments of 8 bits in blocks of 256 of a row, the dynamic map of bitsandbytes."""
+    """8-bit first moments in blocks of 256 of a row, in the dynamic map of bitsandbytes."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

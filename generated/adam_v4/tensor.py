@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class AdamV4Tensor(QuantizedTensor):
-    """Second moments of 4 bits in blocks of 128 of a row, sixteenths as torchao's AdamW4bit."""
+    """4-bit second moments in blocks of 128 of a row, in sixteenths, as torchao's AdamW4bit."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

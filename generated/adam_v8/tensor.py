@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class AdamV8Tensor(QuantizedTensor):
-    """Second moments of 8 bits in blocks of 256 of a row, the unsigned dynamic map of bitsandbytes."""
+    """8-bit second moments in blocks of 256 of a row, in the unsigned dynamic map of bitsandbytes."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

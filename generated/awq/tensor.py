@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class AwqTensor(Recipe):
-    """AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales."""
+    """AWQ's unsigned 4-bit integers and zero points, in words ordered 0 2 4 6 1 3 5 7, F16 scales."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class E3M4BlockTensor(Recipe):
-    """An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks."""
+    """E3M4, an 8-bit minifloat that the spec defines, in 64x64 blocks."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

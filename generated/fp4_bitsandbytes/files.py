@@ -92,7 +92,7 @@ FILES = {
     ),
     "bitsandbytes_double": Binding(
         name="bitsandbytes_double",
-        summary="bitsandbytes' 4 bits with double quantization, which rounds scales that are written",
+        summary="bitsandbytes' 4 bits with double quantization; writing rounds the scales",
         planes={
             "rowwise_data": BoundPlane(
                 "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), order=(0, 1, 2), joined=(2, 1)

@@ -33,7 +33,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block_1d",
     summary="E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM",
-    spec_sha256="11633c840b328864a01a440062d99802e21c2ea1bd59a5e451c854f239419437",
+    spec_sha256="d89c2ae5f2d6b743a6410561d20f683d95c94dae4c7a921fabbd5168ec940032",
     layout_id="f52fff5e711b",
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",

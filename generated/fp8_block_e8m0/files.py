@@ -6,7 +6,7 @@ from layoutc.runtime.bindings.facts import Binding, BoundPlane
 FILES = {
     "deepseek_v4": Binding(
         name="deepseek_v4",
-        summary="DeepSeek-V4, whose experts are in these blocks too, or in mxfp4",
+        summary="DeepSeek-V4; its experts are in these blocks too, or in mxfp4",
         planes={
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),

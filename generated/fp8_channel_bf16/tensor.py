@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class FP8ChannelBF16Tensor(Recipe):
-    """E4M3 weights, divided by a BF16 scale of each row; columnwise of each 128 rows of a column."""
+    """E4M3 weights with one BF16 scale for each row; columnwise, one for each 128 rows of a column."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -6,7 +6,7 @@ from layoutc.runtime.bindings.facts import EXPERTS, REST, Binding, BoundPlane
 FILES = {
     "gptq": Binding(
         name="gptq",
-        summary="AutoGPTQ's and GPTQModel's files of groups of 128, whose columns are in order",
+        summary="AutoGPTQ's and GPTQModel's files of groups of 128, with columns in order",
         planes={
             "rowwise_data": BoundPlane(
                 "{module}.qweight", "I32", 8, rows=(REST,), columns=(REST, 4), order=(1, 0, 2), joined=(1, 2)

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class GptqTensor(Recipe):
-    """GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1)."""
+    """GPTQ's 4-bit integers in words along k, F16 scales, zero points stored less 1 (version 1)."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

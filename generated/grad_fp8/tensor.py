@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class GradFP8Tensor(QuantizedTensor):
-    """E4M3 gradients on the wire, rounded by random bits, under an FP32 scale for each 128."""
+    """E4M3 gradients on the wire, rounded by random bits, with an FP32 scale for each 128."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

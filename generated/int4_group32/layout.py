@@ -34,7 +34,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="int4_group32",
     summary="4-bit integers with a scale and a zero point for each group of 32 along the contraction",
-    spec_sha256="d7608b22ac1bf6d63b6aa1cb09e4376ae216902bc2423b54d388e38bc2b1b7f0",
+    spec_sha256="f7b32b5c5b326da83172a209d16e6758f6d8ed9d9bfa05f42f7ce644cc2d4da2",
     layout_id="eed7e24efa04",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

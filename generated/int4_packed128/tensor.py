@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class INT4PACKED128Tensor(Recipe):
-    """4-bit integers in words, in groups of 128 under BF16 scales of amax / 7.5."""
+    """4-bit integers in words, in groups of 128 with BF16 scales of amax / 7.5."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class INT4PACKED128ZerosTensor(Recipe):
-    """4-bit integers in words, in groups of 128 under BF16 scales with zero points."""
+    """4-bit integers in words, in groups of 128 with BF16 scales and zero points."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

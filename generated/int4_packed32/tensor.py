@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class INT4PACKED32Tensor(Recipe):
-    """4-bit integers in words, in groups of 32 under BF16 scales of amax / 7.5."""
+    """4-bit integers in words, in groups of 32 with BF16 scales of amax / 7.5."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

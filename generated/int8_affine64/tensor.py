@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class INT8AFFINE64Tensor(Recipe):
-    """8-bit unsigned integers in groups of 64 under BF16 scales, and the BF16 value of their 0."""
+    """8-bit unsigned integers in groups of 64 with BF16 scales and biases."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

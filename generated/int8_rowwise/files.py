@@ -35,7 +35,7 @@ FILES = {
     ),
     "modelopt": Binding(
         name="modelopt",
-        summary="ModelOpt's W8A8_SQ_PER_CHANNEL of weights that are not smoothed",
+        summary="ModelOpt's W8A8_SQ_PER_CHANNEL without smoothed weights",
         planes={
             "rowwise_data": BoundPlane("{name}", "I8", 8),
             "rowwise_scale": BoundPlane(

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class INT8RowwiseTensor(Recipe):
-    """8-bit integers with one FP32 scale for each row, columnwise for each column."""
+    """8-bit integers with one FP32 scale for each row; columnwise, one for each column."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -12,7 +12,7 @@ from .layout import LAYOUT
 
 @register
 class MomentFP8Tensor(QuantizedTensor):
-    """Moments in E4M3, FP32 scales of 128 elements of a row."""
+    """Moments in E4M3, with an FP32 scale for each 128 elements of a row."""
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"

@@ -6,7 +6,7 @@ from layoutc.runtime.bindings.facts import EXPERTS, MATRICES, REST, Binding, Bou
 FILES = {
     "gpt_oss": Binding(
         name="gpt_oss",
-        summary="gpt-oss, whose experts lie as rows of 32 codes",
+        summary="gpt-oss, with experts as rows of 32 codes",
         planes={
             "rowwise_data": BoundPlane(
                 "{name}_blocks", "U8", 8, rows=(MATRICES, REST), columns=(REST, 16), order=(0, 1, 2, 3)
@@ -50,7 +50,7 @@ FILES = {
     ),
     "deepseek_v4": Binding(
         name="deepseek_v4",
-        summary="the experts of DeepSeek-V4, whose other weights are in fp8_block_e8m0",
+        summary="experts of DeepSeek-V4; its other weights are in fp8_block_e8m0",
         planes={
             "rowwise_data": BoundPlane("{name}", "I8", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),

@@ -6,7 +6,7 @@ from layoutc.runtime.bindings.facts import MATRICES, REST, Binding, BoundPlane
 FILES = {
     "gpt_oss": Binding(
         name="gpt_oss",
-        summary="gpt-oss, whose experts lie as columns of 32 codes",
+        summary="gpt-oss, with experts as columns of 32 codes",
         planes={
             "rowwise_data": BoundPlane(
                 "{name}_blocks", "U8", 4, rows=(MATRICES, REST, 32), columns=(REST,), order=(0, 3, 1, 2)

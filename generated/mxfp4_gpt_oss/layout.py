@@ -35,7 +35,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp4_gpt_oss",
     summary="E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds gpt-oss",
-    spec_sha256="aa942e5ca5a5ae40f53cf687990a7bf1a9a62741fb0b1bdb7332b9a941d620f1",
+    spec_sha256="d1928b7c8b7f66cc1913415bfd6ea352f6694f6f0db730b4f504ad58bd55234e",
     layout_id="a702be3d8523",
     shard_rows=32,
     shard_reason="one rowwise scale covers 32 rows",

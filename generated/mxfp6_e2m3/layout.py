@@ -35,7 +35,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp6_e2m3",
     summary="E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up",
-    spec_sha256="fe99ba82f3809cdac351d65bc92ff61462e1437e169e87e3867187e705e1240f",
+    spec_sha256="f4e6fdcd5a7eef9f36fa4bb6e7a12cb7f5e3e9e2d4ed03eb0f8050e73d1b829f",
     layout_id="f607c1085dea",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

@@ -35,7 +35,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp6_e3m2",
     summary="E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up",
-    spec_sha256="04d322abd3d40aa4241d27c04ea706b08e556ad5d730e9b6ccf785544da416da",
+    spec_sha256="e8b92769f2e54f725be3ea8ccadd2c2eb4f74d7884e1b86566fd711cfd860d63",
     layout_id="d791500fa02f",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

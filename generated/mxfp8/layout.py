@@ -34,7 +34,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8",
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
-    spec_sha256="38deb2cc1df17ec5528d4b9e533a8633ffb74daaf846b8870e4d1bb89475d6a7",
+    spec_sha256="73b13d8155e4a92c00edb2ff95710b822cb83e33f73a48704bc24e47c5b6961f",
     layout_id="6f13e8dd84ca",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class MXFP8FrozenTensor(Recipe):
-    """E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen."""
+    """E4M3 weights in 1x32 blocks, E8M0 scales rounded up; no columnwise codes, for frozen weights."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NF4Tensor(Recipe):
-    """NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32."""
+    """NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64, FP32 over them."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NF4BitsandbytesTensor(Recipe):
-    """NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization."""
+    """bitsandbytes' NF4 without double quantization, in blocks of 64 with FP32 scales."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

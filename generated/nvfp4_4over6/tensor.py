@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NVFP44OVER6Tensor(Recipe):
-    """nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept."""
+    """nvfp4 that tries two scales for each block, with its amax at 6 or 4, and keeps the better."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

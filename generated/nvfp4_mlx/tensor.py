@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NVFP4MlxTensor(Recipe):
-    """E2M1 weights in 1x16 blocks under E4M3 scales alone, as MLX has NVFP4."""
+    """MLX's NVFP4 weights, in 1x16 blocks with E4M3 scales alone."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

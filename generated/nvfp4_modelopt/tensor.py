@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NVFP4ModeloptTensor(Recipe):
-    """E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them."""
+    """ModelOpt's NVFP4 weights, in 1x16 blocks with E4M3 scales and one FP32 number."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class NVFP4ModeloptExpertsTensor(Recipe):
-    """E2M1 experts in 1x16 blocks under E4M3 scales and one number a matrix, as ModelOpt has them."""
+    """ModelOpt's NVFP4 experts, in 1x16 blocks with E4M3 scales and one FP32 number a matrix."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

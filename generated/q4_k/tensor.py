@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class Q4KTensor(Recipe):
-    """GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256."""
+    """GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32, FP16 over them, in records of 256."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

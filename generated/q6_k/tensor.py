@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class Q6KTensor(Recipe):
-    """GGUF Q6_K, 6-bit integers with 8-bit scales of 16 under FP16, in records of 256."""
+    """GGUF Q6_K, 6-bit integers with 8-bit scales of 16, FP16 over them, in records of 256."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"

@@ -15,7 +15,7 @@ from .layout import LAYOUT
 
 @register
 class Q80Tensor(Recipe):
-    """GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale."""
+    """GGUF Q8_0, 8-bit integers in records of 32 with an FP16 scale."""
 
     LAYOUT, REFERENCE = LAYOUT, reference
     KERNELS = f"{__package__}.kernels"
