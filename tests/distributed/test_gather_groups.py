@@ -524,7 +524,7 @@ def test_amaxes_of_a_step_that_is_captured(two: Ranks, recipe: str) -> None:
 def refuses_captures() -> None:
     model = in_one_group("fp8_delayed", count=2)
     for warm in (False, True):
-        with capturing(), pytest.raises(LayoutError, match=r"fp8_delayed: .* use layoutc\.quantize_"):
+        with capturing(), pytest.raises(LayoutError, match=r"cast to fp8_delayed takes .*: use layoutc\.quantize_"):
             model.unshard()
         model.reshard()
         if not warm:
