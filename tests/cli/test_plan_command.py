@@ -329,6 +329,17 @@ def test_an_answer_has_twelve_rows_at_most() -> None:
     assert [len(answer.tables(one)[1].rows) for one in (data, several)] == [len(data["budgets"]), 12]
 
 
+def test_what_is_fastest_is_said_in_code() -> None:
+    fits = "llama-8b", "--cards", "8xH100", "--recipe"
+    calls = {
+        ("nvfp4",): 'layoutc.quantize_(model, "nvfp4") before',
+        ("mxfp8", "--use", "cast", "--link", "5"): 'layoutc.cast_on_gather_(model, "mxfp8") before',
+        ("nf4", "--lora-rank", "16"): 'model.requires_grad_(False), layoutc.quantize_(model, "nf4") and adapters',
+    }
+    for args, said in calls.items():
+        assert answer_of(*fits, *args)[2].startswith(f"  in code: {said}"), args
+
+
 def test_what_does_not_fit_is_said_first() -> None:
     lines = answer_of("llama-70b", "--cards", "64xH100", "--replicas", "8", "--recipe", "nvfp4")
     assert "does not fit: bf16 takes least" in lines[1]

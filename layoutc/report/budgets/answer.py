@@ -77,9 +77,12 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
     best = data["budgets"][order[0]]
     if best["spare"] < 0:
         return f"would fit: {'; '.join(data.get('instead', ())) or 'none of more cards, smaller states, a frozen base'}"
-    convert = {"plain": "", "cast": "cast_on_gather_"}.get(best["how"], "quantize_")
+    convert = {"plain": "", "cast on gather": "cast_on_gather_"}.get(best["how"], "quantize_")
     again = {"full": "each layer checkpointed", "half": "every second layer checkpointed"}
-    converted = f'layoutc.{convert}(model, "{best["recipe"]}") before fully_shard'
+    converted = f'layoutc.{convert}(model, "{best["recipe"]}")'
+    if convert == "quantize_" and not best["resident"]["masters"]:  # a frozen base
+        converted = f"model.requires_grad_(False), {converted} and adapters, in this order,"
+    converted += " before fully_shard"
     parts = [
         converted if convert else "fully_shard of a plain model",
         'steps within layoutc.products("low_precision")' if best["low"] else "",
