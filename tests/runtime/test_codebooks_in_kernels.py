@@ -101,6 +101,11 @@ def as_the_recipe(x, codebooks, out, ENCODE: tl.constexpr, SIZE: tl.constexpr): 
     tl.store(out + at, ENCODE(tl.load(x + at), codebooks))
 
 
+@pytest.mark.parametrize("steps", [(0.5, 1.0, 1.0 + 2**-20, 2.0), (2.0**-130, 0.5, 1.0), (0.0, 0.25, 1.0)])
+def test_steps_without_buckets_of_their_own_are_searched(steps: tuple[float, ...]) -> None:
+    assert lt.codebooks.words_of(steps) == []
+
+
 @pytest.mark.parametrize("in_memory", [False, True], ids=["held by programs", "in memory"])
 @pytest.mark.parametrize("name", ["adam_m8", "adam_v8", "adam_m4", "adam_v4"])
 def test_a_dynamic_map_is_looked_at_once(name: str, in_memory: bool) -> None:

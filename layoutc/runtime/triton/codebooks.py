@@ -43,12 +43,17 @@ def bits_of_size(x):
 
 @triton.constexpr_function
 def buckets_of(STEPS):
-    """(Bits that number a bucket of |x| leave, the first bucket, buckets, steps at most 0) for `words_of`."""
+    """(Bits that number a bucket of |x| leave, the first bucket, buckets, steps at most 0) for `words_of`.
+
+    No bits: steps are too close for buckets of one each, or subnormal.
+    """
     bits = [bits_of_size(one) for one in STEPS]
     for shift in range(20, 8, -1):  # buckets as wide as may be, of one step at most
         keys = [(one < 0, bit >> shift) for one, bit in zip(STEPS, bits, strict=True)]
-        if len(set(keys)) == len(keys):
+        if len(set(keys)) == len(keys) and min(bits) >= 1 << 23:
             break
+    else:
+        return 0, 0, 0, 0
     places = [key for _, key in keys]
     return shift, min(places) - 1, max(places) - min(places) + 3, sum(one <= 0 for one in STEPS)
 
@@ -57,8 +62,11 @@ def words_of(steps: Sequence[float]) -> list[int]:
     """A word for each bucket of |x|, of positive x, and then of negative ones if they have steps.
 
     A word and the low bits of |x| add up to the number of steps that x reaches, above 2^shift; negative x subtract.
+    Without buckets of one step each there are none.
     """
     shift, first, count, zero = buckets_of(steps)
+    if not shift:
+        return []
     one, found = 1 << shift, []
     bits = [(step, bits_of_size(step)) for step in steps]
     above = {bit >> shift: bit & (one - 1) for step, bit in bits if step > 0}
@@ -135,7 +143,7 @@ def steps_reached(
     cards half as long as comparing.
     """
     SIZE: tl.constexpr = power_above(COUNT)
-    if count_of(SLOPES) > 0 and codebooks is not None:
+    if count_of(SLOPES) > 0 and codebooks is not None and buckets_of(STEPS)[0] > 0:
         return steps_by_words(x, codebooks + AT + COUNT, buckets_of(STEPS), ZERO)
     # No x reaches the steps that fill a table up.
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks + AT
