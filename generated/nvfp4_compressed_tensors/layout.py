@@ -45,10 +45,10 @@ LAYOUT = Layout(
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "amax")},
     forward=("rowwise_data", "rowwise_scale"),
     shares_amax=True,
-    level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale",),
     operands={"rowwise": "scaled_mm can't decode from_scale(scale) / tensor_level"},
+    level=level_of,
     files=FILES,
     made=made,
 )

@@ -47,10 +47,10 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale", "rowwise_level"),
     shares_amax=True,
     amax_of_matrices=True,
-    level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_level": "rowwise_level"},
     zeros={"rowwise_level": (1,)},
     operands={"rowwise": "scaled_mm can't decode from_scale(scale) / tensor_level"},
+    level=level_of,
     files=FILES,
     made=made,
 )

@@ -44,10 +44,10 @@ LAYOUT = Layout(
     sources={"rowwise": ("rowwise_data", "rowwise_scale", "amax")},
     forward=("rowwise_data", "rowwise_scale"),
     shares_amax=True,
-    level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale",),
     operands={"rowwise": Operand("BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=1.0)},
+    level=level_of,
     files=FILES,
     made=made,
 )

@@ -46,10 +46,10 @@ LAYOUT = Layout(
     forward=("rowwise_data", "rowwise_scale", "rowwise_level"),
     shares_amax=True,
     amax_of_matrices=True,
-    level=level_of,
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_level": "rowwise_level"},
     zeros={"rowwise_level": (1,)},
     operands={"rowwise": "BlockWise1x16 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"},
+    level=level_of,
     files=FILES,
     made=made,
 )

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layoutc.emit.files_text import codebook_lines, container_lines, files_lines
 from layoutc.emit.kernel_text import kernels_text
-from layoutc.emit.recipe_text import RecipeText, header, recipe_text
+from layoutc.emit.recipe_text import header, recipe_text
 from layoutc.plan.kernels import NoKernels, plan_kernels
 from layoutc.plan.plan import Plan
 
@@ -61,7 +62,8 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
     state = plan.layout.use != "weight"
-    files = {name: _render(f"{name}.j2", recipe) for name in (OF_STATE if state else FILES)}
+    shown = {**vars(recipe), "plan": plan, "layout": plan.layout, "imports_of_facts": _IMPORTS}
+    files = {name: _render(f"{name}.j2", shown) for name in (OF_STATE if state else FILES)}
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
@@ -69,9 +71,8 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     if lines or containers:
         names = ("EXPERTS", "FUSED", "MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")
         used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join([*lines, *containers])))
-        of_recipe = {"header": recipe.header, "name": recipe.name, "imports": used}
-        view = of_recipe | {"files": lines, "containers": containers, "codebooks": codebook_lines(plan.layout)}
-        files[BINDINGS] = _environment().get_template(f"{BINDINGS}.j2").render(view)
+        view = shown | {"imports": used, "files": lines, "containers": containers}
+        files[BINDINGS] = _render(f"{BINDINGS}.j2", view | {"codebooks": codebook_lines(plan.layout)})
     return files
 
 
@@ -80,8 +81,8 @@ def emit_index(recipes: list[tuple[str, str]]) -> str:
     return _environment().get_template("index.py.j2").render(recipes=sorted(recipes))
 
 
-def _render(template: str, recipe: RecipeText) -> str:
-    text = _environment().get_template(template).render(vars(recipe), imports_of_facts=_IMPORTS)
+def _render(template: str, shown: Mapping[str, object]) -> str:
+    text = _environment().get_template(template).render(shown)
     return _without_unused_imports(text) if _IMPORTS in text else text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,9 +35,8 @@ class PlaneText:
 
 @dataclass(frozen=True)
 class RecipeText:
-    """Everything that the templates of one recipe print."""
+    """What the templates of one recipe print beside its plan and its layout."""
 
-    name: str
     summary: str
     header: str
     tensor_class: str
@@ -44,63 +44,36 @@ class RecipeText:
     class_names: str
     exports: list[str]
     interface: int
-    language: int
-    spec_sha256: str
-    layout_id: str
-    multiple_m: int
-    multiple_k: int
     multiples_text: str
-    shard_rows: int
-    shard_reason: str
     shard_lines: list[str]
-    column_multiple: int
     row_text: str
     column_text: str
-    blocks: dict[str, str]
-    bytes_per_element: float
-    planes: list[PlaneText]
     attributes: list[str]
     cut_body: list[str]
     buffers: list[str]
-    as_stored: dict[str, str]
-    swizzled: tuple[str, ...]
-    sources: dict[str, tuple[str, ...]]
     lay_out: list[str]
-    orientation_names: tuple[str, ...]
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
     gather_lines: list[str]
-    derivations: list[str]
-    dispatch_rules: list[str]
-    shares_amax: bool
-    amax_columns: int | None
-    amax_of_matrices: bool
-    own_amax: tuple[str, ...]
-    slots_differ: bool
-    extremes: bool
-    zeros: dict[str, tuple[int, ...]]
-    stochastic: bool
-    not_weights: str
     is_state: bool
-    noun: str
-    history: int
-    pick: str
     has_kernels: bool
-    products: list[str]
     bindings: list[str]
+    facts: list[str]
     hooks: HooksText
     reference: ReferenceText
 
 
 def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
     """The text of one recipe's files. `sha256`: that of the spec file."""
-    layout, sizes = plan.layout, Sizes(plan.layout)
+    layout, sizes, reference = plan.layout, Sizes(plan.layout), reference_text(plan)
     planes = [_plane(plane, plan, sizes) for plane in layout.planes]
     is_state = layout.use != "weight"  # which nothing casts on gather
     classes = [class_name(layout.name), cast_name(layout.name)][: 1 if is_state else 2]
     exported = sorted([*classes, *("Tensor", "CastTensor")[: len(classes)]])
+    buffers = [text for name in layout.orientations for text in _buffers(name, layout, sizes)]
+    bindings = [name for name in ("CONTAINERS", "FILES") if getattr(layout, name.lower())]
+    facts = _facts(plan, sha256, planes)
+    facts += ["level=level_of,"] if reference.level else []
+    facts += [f"{name.lower()}={name}," for name in bindings] + (["made=made,"] if buffers else [])
     return RecipeText(
-        name=layout.name,
         summary=layout.summary.rstrip("."),
         header=header(layout.name, plan.layout_id),
         tensor_class=class_name(layout.name),
@@ -108,55 +81,78 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         class_names=", ".join(sorted(classes)),
         exports=_filled(["LAYOUT", *exported, *EXPORTED_FUNCTIONS]),
         interface=RUNTIME_INTERFACE,
-        language=LANGUAGE,
-        spec_sha256=sha256,
-        layout_id=plan.layout_id,
-        multiple_m=layout.multiple_m,
-        multiple_k=layout.multiple_k,
         multiples_text=_multiples(layout),
-        shard_rows=plan.shard_rows,
-        shard_reason=plan.shard_reason,
         shard_lines=_shard_lines(plan),
-        column_multiple=plan.column_multiple,
         row_text="any" if plan.block_rows == 1 else f"multiples of {plan.block_rows}",
         column_text="any" if plan.column_multiple == 1 else f"multiples of {plan.column_multiple}",
-        blocks={o: block_text(layout.source(o)) for o in layout.orientations},
-        bytes_per_element=float(plan.forward.bytes_per_element),
-        planes=planes,
         attributes=[
             line for plane in planes if plane.name != "amax" for line in plane.attribute
         ],  # Tensor.amax is a method
         cut_body=_cuts(plan, {plane.name: plane.cut for plane in planes}),
-        buffers=[text for name in layout.orientations for text in _buffers(name, layout, sizes)],
-        as_stored=_as_stored(layout),
-        swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
-        sources={name: _planes_of(name, layout) for name in layout.orientations},
+        buffers=buffers,
         lay_out=[line for name in layout.orientations for line in _laying_out(name, layout, sizes)],
-        orientation_names=tuple(layout.orientations),
-        forward=tuple(plane.name for plane in plan.forward.planes),
-        backward=tuple(plane.name for plane in plan.backward.planes),
         gather_lines=gather_lines(plan),
-        derivations=[f"{d.orientation}: {d.reason}." for d in plan.derivations],
-        dispatch_rules=[f"{rule.operators}: {rule.condition}." for rule in plan.dispatch if not rule.of_all],
-        shares_amax=plan.shares_amax,
-        amax_columns=plan.amax_columns,
-        amax_of_matrices=layout.amax_of_matrices,
-        own_amax=plan.own_amax,
-        slots_differ=plan.slots_differ,
-        extremes=plan.extremes,
-        zeros=plan.zeros,
-        stochastic=layout.stochastic,
-        not_weights=plan.not_weights,
         is_state=is_state,
-        noun=plan.noun,
-        history=layout.history,
-        pick=layout.pick,
         has_kernels=has_kernels,
-        products=[*products_lines(plan), *([f'reduce="{layout.reduce}",'] if layout.reduce else [])],
-        bindings=[name for name in ("CONTAINERS", "FILES") if getattr(layout, name.lower())],
+        bindings=bindings,
+        facts=facts,
         hooks=hooks_text(plan),
-        reference=reference_text(plan),
+        reference=reference,
     )
+
+
+# What facts are where nothing is stated; of all others, nothing.
+_USUAL = {"language": 1, "shard_rows": 1, "multiple_m": 1, "multiple_k": 1, "extremes": True, "as_stored": None}
+
+
+def _facts(plan: Plan, sha256: str, planes: list[PlaneText]) -> list[str]:
+    """Arguments of the recipe's Layout, a line each, but for those that are as usual."""
+    layout, forward, backward = plan.layout, *(_names(gather.planes) for gather in (plan.forward, plan.backward))
+    first = {
+        "name": layout.name,
+        "summary": layout.summary.rstrip("."),
+        "spec_sha256": sha256,
+        "layout_id": plan.layout_id,
+        "language": LANGUAGE,
+        "shard_rows": plan.shard_rows,
+        "shard_reason": plan.shard_reason,
+        "column_multiple": plan.column_multiple,
+        "multiple_m": layout.multiple_m,
+        "multiple_k": layout.multiple_k,
+        "blocks": {name: block_text(layout.source(name)) for name in layout.orientations},
+        "bytes_per_element": float(plan.forward.bytes_per_element),
+    }
+    others = {
+        "sources": {name: _planes_of(name, layout) for name in layout.orientations},
+        "forward": forward,
+        "backward": () if backward == forward else backward,
+        "slots_differ": plan.slots_differ,
+        "shares_amax": plan.shares_amax,
+        "amax_columns": plan.amax_columns,
+        "amax_of_matrices": layout.amax_of_matrices,
+        "own_amax": plan.own_amax,
+        "history": layout.history,
+        "pick": layout.pick,
+        "as_stored": _as_stored(layout),
+        "swizzled": tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
+        "extremes": plan.extremes,
+        "zeros": plan.zeros,
+        "stochastic": layout.stochastic,
+    }
+    lines = ["stored={", *(line for plane in planes for line in plane.facts), "},"]
+    lines = [*_stated(first), *lines, *_stated(others)]
+    lines += [f'not_weights="{plan.not_weights}",'.replace(": ", ': "\n"')] if plan.not_weights else []
+    return [*lines, *products_lines(plan), *([f'reduce="{layout.reduce}",'] if layout.reduce else [])]
+
+
+def _stated(facts: Mapping[str, object]) -> list[str]:
+    wanted = {name: value != _USUAL[name] if name in _USUAL else bool(value) for name, value in facts.items()}
+    shown = {name: f'"{value}"' if isinstance(value, str) else repr(value) for name, value in facts.items()}
+    return [f"{name}={shown[name]}," for name in facts if wanted[name]]
+
+
+def _names(planes: Sequence[Plane]) -> tuple[str, ...]:
+    return tuple(plane.name for plane in planes)
 
 
 def class_name(name: str) -> str:
