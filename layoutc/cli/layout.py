@@ -38,12 +38,14 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
     """List recipes: bits per element, and what each is for.
 
-    Also lists where products run in low precision, and the checkpoint formats that the recipe reads.
+    Also lists where products run in low precision, and the checkpoint formats that the recipe reads. All but operands,
+    states and wires are for weights that train; those for "train, freeze" have no codes of their own for backward, so
+    frozen weights keep nothing that they don't need.
 
     \b
     layoutc list                              recipes of specs/ and of installed packages
     layoutc list mxfp8 nvfp4                  two recipes
-    layoutc list --json | jq '.[] | select(.use == "train") | .name'
+    layoutc list --json | jq '.[] | select(.use | test("train")) | .name'
     """
     from layoutc.report.describe import as_data
     from layoutc.report.show import overview, overview_table

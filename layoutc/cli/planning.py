@@ -311,8 +311,6 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
         made = plan_of(spec_of(recipe, asked["folder"]))
         if made.not_weights:
             refuse(f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}")
-        if len(made.layout.orientations) == 1 and not asked["frozen"]:
-            refuse(f"{made.layout.name} is for weights that are frozen: add --frozen, or --lora-rank N")
         wire = exchange
         if asked["exchange"] and made.layout.reduce:
             wire = wire_of(plan_of(spec_of(made.layout.reduce, asked["folder"])))

@@ -15,6 +15,8 @@ def product_tables(plan: Plan) -> list[Table]:
     layout = plan.layout
     if plan.products is None:
         rows = [("products", "weights are dequantized, since the spec has no gemm.activation")]
+        if len(layout.orientations) == 1 and layout.use == "weight" and not plan.not_weights:
+            rows += [("backward", "dequantizes forward's codes, whether weights train or are frozen")]
         rows += [(name, _reading(operand(layout, name))) for name in layout.orientations]
         return [Table(f"{layout.name}: no products in low precision", (), tuple(rows))]
     heads = ("product", "", "left operand", "right operand", "kernel")

@@ -198,9 +198,9 @@ def _per_element(value: float) -> str:
 class Overview:
     """A recipe in short.
 
-    stored, gathered: bits for an element of a large weight, on a rank and in forward's gather. use: "train"; "freeze"
-    of recipes with codes for forward alone; "operand" of activations and gradients; "state" of optimizers; "wire" of
-    gradients that ranks send. files: bindings, as RECIPE/NAME.
+    stored, gathered: bits for an element of a large weight, on a rank and in forward's gather. use: "train"; "train,
+    freeze" of recipes without codes of their own for backward, which dequantizes forward's; "operand" of activations
+    and gradients; "state" of optimizers; "wire" of gradients that ranks send. files: bindings, as RECIPE/NAME.
     products: the lowest compute capability that multiplies in low precision, by product; none: weights are dequantized.
     """
 
@@ -220,7 +220,7 @@ def overview(plan: Plan) -> Overview:
     facts = describe(plan, m, k, 1)
     stored = 8 * sum(plane.nbytes for plane in facts.planes) / (m * k)
     gathered = 8 * float(facts.passes[0].large_weight)
-    of_weights = "train" if len(layout.orientations) > 1 else "freeze"
+    of_weights = "train" if len(layout.orientations) > 1 else "train, freeze"
     use = layout.use if layout.use != "weight" else "operand" if plan.not_weights else of_weights
     bindings = [one.name for one in layout.files] + [one.name for one in layout.containers]
     names = tuple(f"{layout.name}/{name}" for name in bindings)

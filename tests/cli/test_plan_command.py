@@ -285,7 +285,6 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ((LLAMA, "--cards", "8xH100", "--card", "h100"), "--cards says what --card says; leave out one of the two"),
         ((LLAMA, "--tokens", "9000"), "9,000 tokens are not whole sequences of 8,192; give --sequence"),
         ((LLAMA, "--tokens", "9000", "--batch", "2"), "--tokens says how many --batch are"),
-        ((LLAMA, "--recipe", "nf4"), "nf4 is for weights that are frozen: add --frozen, or --lora-rank N"),
     ],
 )
 def test_bad_input_is_a_usage_error(args: tuple[object, ...], message: str) -> None:

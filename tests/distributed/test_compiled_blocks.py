@@ -252,7 +252,7 @@ def reads_and_refuses(recipe: str) -> None:
     read = run(lambda w: w.dequantize())
     assert torch.equal(read(weight), values)
     layer.reshard()
-    with pytest.raises(LayoutError, match="of a weight that FSDP2 has resharded"):
+    with pytest.raises(LayoutError, match=f"of weight in {recipe}, which FSDP2 has resharded"):
         read(weight)
 
 

@@ -190,7 +190,7 @@ def knows_gathered_weights(use: str) -> None:
     for mode in ("reference", None):
         with pytest.raises(LayoutError, match=r"0\.up\.weight is gathered now: call reshard\(\)"):
             product_modes.set_products_(model, mode)
-    with pytest.raises(LayoutError, match=r"of shape \(512, 256\) is gathered now: call reshard\(\)"):
+    with pytest.raises(LayoutError, match=r"0\.up\.weight of shape \(512, 256\) is gathered now: call reshard\(\)"):
         layoutc.merge_(model[0].up.weight, torch.zeros(2 * WIDTH, WIDTH))
     precompute_amaxes(model)
     model[0].reshard()

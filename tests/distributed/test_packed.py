@@ -186,7 +186,10 @@ def gives_gathered_parameters(mode: Any) -> None:
     product_modes.set_products_(model, mode)
     shard(model, nested=False)
     model.unshard()  # type: ignore[operator]
-    with pytest.raises(LayoutError, match=r"shape \(64, 64\) is gathered now, .* call reshard\(\) on the model's FSDP"):
+    with pytest.raises(
+        LayoutError,
+        match=r"layers\.0\.weight of shape \(64, 64\) is gathered now, .* call reshard\(\) on the model's FSDP",
+    ):
         adam(model)
     model.reshard()  # type: ignore[operator]
     adam(model)

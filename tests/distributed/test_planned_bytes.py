@@ -424,6 +424,7 @@ CASES = [
     Case("mixtral", "quantized", "int8_rowwise", False, True, "two", "exchange"),
     Case("mixtral", "quantized", "fp8_current", True, True, "two", "values of the root"),
     Case("llama", "quantized", "nvfp4", True, False, "two", "values"),
+    Case("llama", "quantized", "mxfp8_frozen", True, True, "two", "codes"),  # backward reads forward's codes
     Case("llama", "cast", "fp8_delayed", True, True, "two", "values of the root"),
     Case("llama", "cast", "fp8_block", False, True, "two", "exchange"),
     Case("mixtral", "cast", "nvfp4", True, True, "rows of experts", "codes"),

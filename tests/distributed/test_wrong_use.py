@@ -103,6 +103,12 @@ def scales_of_whole_rows_by_columns() -> None:
     loss_of(shard(build("fp8_rowwise", WIDTH), shard_placement_fn=by_columns))
 
 
+def amaxes_of_rows_by_columns() -> None:
+    model = Model(WIDTH)
+    layoutc.cast_on_gather_(model, "fp8_rowwise")
+    loss_of(shard(model, shard_placement_fn=by_columns))
+
+
 def a_dtensor_of_pieces_that_were_quantized_apart() -> None:
     piece = recipe_module("fp8_block").quantize(torch.ones(96, 128))
     DTensor.from_local(piece, mesh_of(2), [Shard(0)], run_check=False).full_tensor().dequantize()
@@ -286,7 +292,10 @@ REFUSED: list[tuple[Case, list[str]]] = [
         parts_of_cast_weights_under_fsdp_inside_a_block,
         ["0.weight: shape (384, 256)", "by tensor parallelism on dim 0 every 192 rows", "a multiple of 128"],
     ),
-    (fsdp_columns_inside_a_block, ["columns 0 to 48 of layers.0.weight", "exact at multiples of 32 columns"]),
+    (
+        fsdp_columns_inside_a_block,
+        ["columns 0 to 48 of layers.0.weight", "exact at multiples of 32 columns; shard dim 0"],
+    ),
     (
         fsdp_rows_of_experts_inside_a_block,
         ["48 of each 96 rows; both numbers, and where the cuts fall, must be multiples of 32"],
@@ -295,6 +304,7 @@ REFUSED: list[tuple[Case, list[str]]] = [
         dtensor_rows_of_experts_inside_a_block,
         ["48 of each 96 rows; both numbers, and where the cuts fall, must be multiples of 32"],
     ),
+    (amaxes_of_rows_by_columns, ["head.weight: shape (64, 64) in fp8_rowwise can't be sharded", "shard dim 0"]),
     (scales_of_whole_rows_by_columns, ["weight: fp8_rowwise can't be sharded on dim 1", "shard dim 0"]),
     (
         a_dtensor_of_pieces_that_were_quantized_apart,
@@ -307,7 +317,7 @@ REFUSED: list[tuple[Case, list[str]]] = [
         ["MasterWeights has layers.0.weight", "create MasterWeights after fully_shard"],
     ),
     (tied_to_a_weight_that_is_not_chosen, ["head.weight is tied to layers.0.weight", "leave head.weight out"]),
-    (ranks_write_different_weights, ["ranks quantize different weights at the same time", "in the same order"]),
+    (ranks_write_different_weights, ["(layers.0.weight of shape (64, 64), head.weight of shape", "in the same order"]),
     (one_rank_has_another_shape, ["layers.0.weight: shape: (64, 64) on rank 0; (128, 64) on rank 1"]),
     (one_rank_has_another_recipe, ["layers.0.weight: recipe: mxfp8, layout", "on rank 0; nvfp4", "on rank 1"]),
     (one_rank_holds_one_orientation, ["head.weight: orientations: rowwise+columnwise on rank 0; rowwise on rank 1"]),

@@ -362,7 +362,8 @@ def test_pre_commit_hooks_are_commands() -> None:
 
 
 def test_the_list_says_what_each_recipe_is_for() -> None:
-    """Only those that weights can be quantized to are for training or freezing."""
-    names = {"state": "moment_fp8", "wire": "grad_int4", "operand": "nvfp4_gradient", "freeze": "nf4", "train": "mxfp8"}
+    """Only those that weights can be quantized to are for training; those of one set of codes, for freezing too."""
+    names = {"state": "moment_fp8", "wire": "grad_int4", "operand": "nvfp4_gradient"}
+    names |= {"train, freeze": "nf4", "train": "mxfp8"}
     done = CliRunner().invoke(main, ["list", *names.values(), "--json"])
     assert {one["name"]: one["use"] for one in json.loads(done.stdout)} == {name: use for use, name in names.items()}

@@ -38,7 +38,7 @@ def test_a_graph_reads_what_the_weight_holds_when_it_runs(recipe: str) -> None:
     gather(shard, "forward", memory, whole)
     assert torch.equal(graph(), shard.values_of("rowwise", torch.float32))
     memory[0].untyped_storage().resize_(0)
-    with pytest.raises(LayoutError, match="reads rowwise of a weight that FSDP2 has resharded"):
+    with pytest.raises(LayoutError, match=f"reads rowwise of a gathered weight in {recipe}, which FSDP2 has resharded"):
         graph()
 
 

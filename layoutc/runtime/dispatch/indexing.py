@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import up
+from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -35,9 +36,12 @@ def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator
         return Selection(Rect(0, 0, 0, k), piece)
     if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
         if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
+            instead = "for a plain copy, call .dequantize() first"
+            if callers.makes_shards():
+                instead = "shard dim 0, or use another number of ranks"
             raise UnsupportedOperator(
                 f"{operator}: columns {start} to {stop} of {tensor.label()} would cut a block: {layout.name} is exact "
-                f"at multiples of {layout.column_multiple} columns; for a plain copy, call .dequantize() first"
+                f"at multiples of {layout.column_multiple} columns; {instead}"
             )
         return Selection(Rect(0, m, start, stop), piece, tensor.store.halo)
     if any(size != 1 for size in shape[:dim]):

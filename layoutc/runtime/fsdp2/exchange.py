@@ -270,8 +270,8 @@ def exchange_gradients(
     codes = {module: _codes_of(names[module], reduced, recipe) for module, reduced in found.items()}
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
-            f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
-            "but FSDP2 reduces them together. Call fully_shard on separate modules, one for each mesh"
+            f"exchange_gradients: parameters of {names[several[0]] or 'the root'} are sharded over several meshes, but "
+            "FSDP2 reduces them together. Call fully_shard on separate modules, one for each mesh"
         )
     acts = {
         module: one.over

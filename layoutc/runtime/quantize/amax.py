@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,12 +24,12 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 Groups = Sequence[dist.ProcessGroup]
 
 
-def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: int | None = None) -> Tensor:
+def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: str | None = None) -> Tensor:
     """The maximum of each entry over the ranks of a group, or of several groups; NaN counts as the largest. Collective.
 
     values: fp32 magnitudes of any shape. They are reduced as int32, because a floating-point MAX may drop NaN: the bits
-    of magnitudes are in the same order as the magnitudes, with NaN above inf. tag: a number for what is reduced. Raises
-    LayoutError, on all ranks, if ranks pass different tags.
+    of magnitudes are in the same order as the magnitudes, with NaN above inf. tag: says what is reduced. Raises
+    LayoutError, on all ranks, if ranks pass different ones.
     """
     groups = [group] if isinstance(group, dist.ProcessGroup) else group or ()
     groups = [one for one in groups if one.size() > 1]
@@ -37,15 +38,19 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: in
     bits = values.contiguous().view(torch.int32)
     packed = bits.reshape(-1)
     if tag is not None:
-        packed = torch.cat([packed, packed.new_tensor([tag, -tag])])
+        number = zlib.crc32(tag.encode()) & 0x7FFFFFFF
+        packed = torch.cat([packed, packed.new_tensor([number, -number])])
     # Shards that are offloaded to the CPU are reduced on a device that the group's backend supports.
     device = torch.device("cuda") if dist.get_backend(groups[0]) == "nccl" else packed.device
     packed = packed.to(device, copy=True)
     for one in groups:
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=one)
-    if tag is not None and packed[-2:].tolist() != [tag, -tag]:
+    if tag is not None and packed[-2:].tolist() != [number, -number]:
+        tags: list[Any] = [None] * groups[0].size()
+        dist.all_gather_object(tags, tag, groups[0])
         raise LayoutError(
-            "ranks quantize different weights at the same time: all ranks must write sharded weights in the same order"
+            f"ranks quantize different weights at the same time ({', '.join(dict.fromkeys(tags))}): all ranks must "
+            "write sharded weights in the same order"
         )
     return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
 
@@ -69,7 +74,7 @@ def join(amaxes: Sequence[Tensor], groups: Sequence[Group | None]) -> None:
     )
 
 
-def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_same(tag: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises LayoutError, on all ranks of a group, if they do not write the same weight. Collective."""
     reduce_max(torch.zeros(1, device=device), [group], tag)
 
@@ -79,7 +84,7 @@ def agree_on_amax(
     matrix: Tensor,
     amax: Tensor | None,
     group: dist.ProcessGroup | Groups | None,
-    tag: int | None,
+    tag: str | None,
     orientations: tuple[str, ...] | None = None,
     *,
     matrices: int = 1,

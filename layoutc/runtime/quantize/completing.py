@@ -25,7 +25,7 @@ def complete_(
     planes: Collection[str],
     *,
     groups: Groups | None = None,
-    tag: int | None = None,
+    tag: str | None = None,
     row_sharding: RowSharding | None = None,
 ) -> None:
     """Quantizes each orientation that `planes` don't give, of fp32 values that one that they do dequantizes to.

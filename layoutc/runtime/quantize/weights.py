@@ -50,7 +50,7 @@ def quantize(
     group: dist.ProcessGroup | Groups | None = None,
     out: QuantizedTensor | None = None,
     restart: bool = False,
-    tag: int | None = None,
+    tag: str | None = None,
     row_sharding: RowSharding | None = None,
     seed: Seed | None = None,
 ) -> QuantizedTensor:

@@ -51,7 +51,7 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(first, last, strict=True))
 
 
-def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
+def amax_groups(layout: Layout, tensor: Tensor, name: str) -> list[dist.ProcessGroup]:
     """The process groups whose shards share amaxes, one for each mesh dim that cuts; [] for a plain tensor.
 
     Shards of columns share no amax if the recipe has one for each column, nor do whole matrices if it has one for

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.torch_private.fsdp2 import Sharding as Sharding
-from layoutc.runtime.torch_private.fsdp2 import gathered_parameter, shard_of, whole_shape
+from layoutc.runtime.torch_private.fsdp2 import gathered_parameter, name_of, shard_of, whole_shape
 from layoutc.runtime.torch_private.fsdp2 import parameters as parameters
 from layoutc.runtime.torch_private.fsdp2 import refuse as refuse
 
@@ -114,6 +114,12 @@ def sharded_parameters() -> dict[int, Tensor]:
         if (gathered := gathered_parameter(param)) is not None:
             sharded[id(gathered)] = param.sharded_param
     return sharded
+
+
+def gathered_names() -> dict[int, str]:
+    """The id of each parameter that is gathered now -> its fully qualified name."""
+    found = ((gathered_parameter(param), name_of(param)) for param, _ in parameters())
+    return {id(made): name for made, name in found if made is not None}
 
 
 _SIGNATURE = inspect.signature(lambda self, mesh: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -32,10 +31,10 @@ class RowSharding:
         return not self.cuts.aligned(layout.block_rows)
 
 
-def amax_groups(shard: Shard) -> tuple[list[dist.ProcessGroup], int]:
+def amax_groups(shard: Shard) -> tuple[list[dist.ProcessGroup], str]:
     """The process groups whose shards share an amax with this one, of FSDP2 and of tensor parallelism; and its
     `tag`."""
-    return (process_groups(shard), tag(shard)) if shard.LAYOUT.shares_amax else ([], 0)
+    return (process_groups(shard), tag(shard)) if shard.LAYOUT.shares_amax else ([], "")
 
 
 def process_groups(shard: Shard) -> list[dist.ProcessGroup]:
@@ -45,15 +44,16 @@ def process_groups(shard: Shard) -> list[dist.ProcessGroup]:
         return meshes.resolve(shard.peers or ())
     groups: list[dist.ProcessGroup] | None = sharding.known.get("process_groups")
     if groups is None:
-        groups = sharding.known["process_groups"] = meshes.amax_groups(shard.LAYOUT, sharding.parameter)
+        name = parameter_name(shard) or "a weight"
+        groups = sharding.known["process_groups"] = meshes.amax_groups(shard.LAYOUT, sharding.parameter, name)
     return groups
 
 
-def tag(shard: Shard) -> int:
-    """A number that identifies the parameter that this tensor is a shard of, equal on all ranks."""
+def tag(shard: Shard) -> str:
+    """The parameter that this tensor is a shard of, in words that are equal on all ranks."""
     sharding = find(shard)
     shape = () if sharding is None or sharding.is_gone else tuple(sharding.parameter.shape)
-    return zlib.crc32(f"{parameter_name(shard)} {shape}".encode()) & 0x7FFFFFFF
+    return f"{parameter_name(shard) or 'a weight'} of shape {shape}"
 
 
 def row_sharding(shard: Shard) -> RowSharding | None:

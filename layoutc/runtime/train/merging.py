@@ -86,8 +86,9 @@ def unmerge_(weight: Tensor) -> None:
 
 def _local(weight: Tensor, does: str, instead: str) -> QuantizedTensor:
     """This rank's part of a quantized weight. Raises TypeError; LayoutError for one that is gathered as values."""
-    if id(weight) in gathered.weights_of_values():
-        raise LayoutError(f"the weight of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
+    if (shard := gathered.weights_of_values().get(id(weight))) is not None:
+        name = getattr(local_tensor(shard), "weight_name", None) or "the weight"
+        raise LayoutError(f"{name} of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
     local = local_tensor(weight.data)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"{does} quantized weights; this is {type(local).__name__}: write {instead}")

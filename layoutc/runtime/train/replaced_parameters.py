@@ -32,13 +32,13 @@ def record_replacements(roots: Iterable[nn.Module]) -> None:
 
 def check_sharded(params: Iterable[Tensor]) -> None:
     """Raises LayoutError for what FSDP2 has gathered and will take back: an optimizer of it would train nothing."""
-    whole = registry.sharded_parameters()
+    names = registry.gathered_names()
     for param in params:
-        if id(param) in whole:
+        if id(param) in names:
             raise LayoutError(
-                f"a parameter of shape {tuple(param.shape)} is gathered now, but its shards receive the gradients: "
-                "call reshard() on the model's FSDP modules, and give MasterWeights the parameters that they have "
-                "then"
+                f"{names[id(param)]} of shape {tuple(param.shape)} is gathered now, but its shards receive the "
+                "gradients: call reshard() on the model's FSDP modules, and give MasterWeights the parameters that "
+                "they have then"
             )
 
 
@@ -138,7 +138,7 @@ class FollowsParameters(torch.optim.Optimizer):
                 if tuple(param.shape) != tuple(old.shape) or self.inner.state.get(stepped):
                     raise LayoutError(
                         f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place "
-                        f"of one of shape {tuple(old.shape)}"
+                        f"of {getattr(local_of(old), 'weight_name', None) or 'one'} of shape {tuple(old.shape)}"
                         + (", after a step" if self.inner.state.get(stepped) else "")
                         + "; create a new optimizer with the parameters that it is to train"
                     )

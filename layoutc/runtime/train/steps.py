@@ -253,7 +253,7 @@ class WriteBack:
             if not isinstance(local, QuantizedTensor):
                 self._rounded.append(entry)
                 continue
-            groups = meshes.amax_groups(local.LAYOUT, entry.param)
+            groups = meshes.amax_groups(local.LAYOUT, entry.param, local.weight_name or "a weight")
             # Ranks have equally many batches for collectives; without those, one process may have several cards.
             key = tuple(map(id, groups)) or local.device
             if local.fused is not None and batch_of.setdefault(local.fused, key) != key:

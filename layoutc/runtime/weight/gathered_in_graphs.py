@@ -144,17 +144,22 @@ def _now(
         for plane in found.values():
             if not plane.untyped_storage().nbytes() and plane.numel():
                 raise LayoutError(
-                    f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a weight that FSDP2 has resharded; "
-                    "call the module that has fully_shard, or unshard() it first"
+                    f"a compiled graph reads {orientation} of {_named(cls, gathered.home())}, which FSDP2 has "
+                    "resharded; call the module that has fully_shard, or unshard() it first"
                 )
         return found
     shard = gathered.home() if gathered is not None else None
     if gathered is None or shard is None or orientation not in shard.orientations:
         raise MissingOrientation(
-            f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a gathered weight, but "
+            f"a compiled graph reads {orientation} of {_named(cls, shard)}, but "
             + (f"its shard holds no {orientation}" if shard is not None else "FSDP2 does not hold that weight any more")
         )
     return gathered.home.fetch(orientation, device)
+
+
+def _named(cls: type[RecipeMethods], shard: Any) -> str:
+    name = None if shard is None else shard.weight_name
+    return f"{name or 'a gathered weight'} in {cls.LAYOUT.name}"
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
