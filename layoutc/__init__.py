@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from layoutc.runtime.fsdp2.tokens import exchange_tokens
     from layoutc.runtime.optim.adamw import AdamW
     from layoutc.runtime.product_mode import dequantize, products
+    from layoutc.runtime.products.choice import products_without_kernel
     from layoutc.runtime.products.explain import explain_products
-    from layoutc.runtime.products.linear import products_without_kernel
     from layoutc.runtime.products.per_weight_mode import set_products_
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
@@ -44,7 +44,7 @@ _RUNTIME = {
     "merge_": "layoutc.runtime.train.merging",
     "precompute_amaxes": "layoutc.runtime.cast.precompute",
     "products": "layoutc.runtime.product_mode",
-    "products_without_kernel": "layoutc.runtime.products.linear",
+    "products_without_kernel": "layoutc.runtime.products.choice",
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from layoutc.bench import clocks
-from layoutc.runtime.products import grouped, grouped_choice
-from layoutc.runtime.products.choice import NAMES, ProductName
-from layoutc.runtime.products.grouped_choice import Sizes
+from layoutc.runtime.products import choice, grouped
+from layoutc.runtime.products.choice import NAMES, ProductName, Sizes
 
 RECIPES = ("fp8_rowwise", "fp8_rowwise_all", "fp8_current", "mxfp8", "nvfp4")  # those that some card has kernels for
 SHAPES = ((64, 1536, 2048), (64, 2048, 768), (8, 28672, 4096), (8, 4096, 14336))  # experts, n, k: of Qwen3-MoE, Mixtral
@@ -60,7 +59,7 @@ def _row(product: ProductName, weight: Any, tokens: int) -> dict[str, Any] | Non
     ends = torch.arange(1, experts + 1, device=DEVICE, dtype=torch.int32) * (tokens // experts)
     right = weight.transpose(-2, -1)
     sizes = Sizes(experts, n, k, tokens)
-    if grouped_choice.choose(type(weight), product, sizes, ends.device, "reference").way != "kernel":
+    if choice.choose(type(weight), product, sizes, ends.device, "reference").way != "kernel":
         return None
 
     def make(mode: Any) -> clocks.Make:

@@ -9,7 +9,7 @@ import torch
 
 from layoutc.doctor.findings import Line, Runs
 from layoutc.runtime.installed import points
-from layoutc.runtime.products.choice import NAMES, choose
+from layoutc.runtime.products.choice import NAMES, Sizes, choose
 from layoutc.runtime.train.convert import recipe_class
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -57,7 +57,7 @@ def products(cls: type[QuantizedTensor], device: torch.device) -> str:
     """What `layoutc.products("low_precision")` multiplies with, of a weight of 4096 x 4096."""
     if cls.LAYOUT.products is None:
         return "dequantized"
-    ways = {name: choose(cls, name, SIZE, SIZE, SIZE, device, "low_precision") for name in NAMES}
+    ways = {name: choose(cls, name, Sizes(0, SIZE, SIZE, SIZE), device, "low_precision") for name in NAMES}
     low = [name for name, chosen in ways.items() if chosen.way == "kernel"]
     reasons = list(dict.fromkeys(chosen.reason for chosen in ways.values() if chosen.way != "kernel"))
     if not low:

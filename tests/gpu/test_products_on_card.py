@@ -20,7 +20,7 @@ from layoutc.runtime.operands.gated import gated
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import grouped_choice, linear
+from layoutc.runtime.products import choice, linear
 from layoutc.runtime.products.choice import NAMES as NAMES_OF_PRODUCTS
 from layoutc.runtime.products.experts import gated_experts, routed_experts
 
@@ -213,8 +213,8 @@ def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
     groups = [slice(*both) for both in pairwise((0, *ends))]
     weight = nn.Parameter(module(name).quantize(w.cuda().bfloat16()))
     tokens, offs = x.cuda().bfloat16().requires_grad_(), torch.tensor(ends, dtype=torch.int32, device="cuda")
-    shape = grouped_choice.Sizes(len(sizes), n, k, len(x))
-    ways = [grouped_choice.choose(type(weight), one, shape, tokens.device, how).way for one in NAMES_OF_PRODUCTS]
+    shape = choice.Sizes(len(sizes), n, k, len(x))
+    ways = [choice.choose(type(weight), one, shape, tokens.device, how).way for one in NAMES_OF_PRODUCTS]
     with product_modes.products(how):
         out = F.grouped_mm(tokens, weight.transpose(-2, -1), offs=offs)
         found = [out.detach(), *torch.autograd.grad(out, [tokens, weight], g.cuda().bfloat16())]
@@ -233,8 +233,8 @@ def test_batches_are_groups_of_equal_sizes(name: str, how: Mode) -> None:
     held = module(name).quantize(torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16))
     x = torch.randn(4, 48, 512, device="cuda", dtype=torch.bfloat16)
     offs = torch.arange(48, 193, 48, device="cuda", dtype=torch.int32)
-    shape, right = grouped_choice.Sizes(4, 256, 512, 192), held.transpose(-2, -1)
-    way = grouped_choice.choose(type(held), "forward", shape, x.device, how).way
+    shape, right = choice.Sizes(4, 256, 512, 192), held.transpose(-2, -1)
+    way = choice.choose(type(held), "forward", shape, x.device, how).way
     with product_modes.products(how):
         batched, in_groups = torch.bmm(x, right), F.grouped_mm(x.view(-1, 512), right, offs=offs)
     if way != "dequantize":  # else torch multiplies them in two ways
@@ -248,12 +248,7 @@ def test_groups_of_tokens_are_multiplied_without_waiting_for_their_offsets() -> 
     x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
     first, second = (16, 16, 256, TOKENS), (128, 256, 272, TOKENS)
     held = weight.detach()
-    if (
-        grouped_choice.choose(
-            type(held), "forward", grouped_choice.Sizes(4, M, K, TOKENS), x.device, "low_precision"
-        ).way
-        != "kernel"
-    ):
+    if choice.choose(type(held), "forward", choice.Sizes(4, M, K, TOKENS), x.device, "low_precision").way != "kernel":
         pytest.skip("needs a card of compute capability 9.0")
     offs = torch.tensor(first, dtype=torch.int32, device="cuda")
     with layoutc.products("low_precision"), torch.no_grad():

@@ -26,7 +26,7 @@ from layoutc.bench import experts as bench
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
 from layoutc.runtime.operands.groups import Groups, rows_together, shares_all_rows
-from layoutc.runtime.products import choice, grouped, grouped_choice, measured, scaled_grouped_mm
+from layoutc.runtime.products import choice, grouped, measured, scaled_grouped_mm
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
@@ -324,20 +324,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     def noted(function: Any) -> Any:
         return lambda *args: (fast.append(args[-1]), function(*args))[1]
 
-    monkeypatch.setattr(grouped_choice, "not_here", lambda cards, device: "")
-    monkeypatch.setattr(grouped_choice, "scaled_grouped_mm_v2_is_traced", True)
+    monkeypatch.setattr(choice, "not_here", lambda cards, device: "")
+    monkeypatch.setattr(choice, "scaled_grouped_mm_v2_is_traced", True)
     monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm", noted(grouped_kernels.one_scale))
     monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm_v2", noted(grouped_kernels.two_scales))
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
     yield fast
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
 
 
 @pytest.fixture
 def a_card(kernels: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose products were measured, and another one of its compute capability."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
-    monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(measured, "capability_of", lambda device: (9, 0))
     sizes = {"recipe": "fp8_rowwise", "experts": 8, "n": 1024, "k": 2048}
     rows = [
         measured.Timed(card, (9, 0), product=product, tokens=8 * each, kernel=time, dequantized=100, **sizes)
@@ -354,10 +354,10 @@ def test_kernels_are_taken_where_they_were_measured_faster(a_card: None, monkeyp
     known, have what the card has."""
 
     def ways(recipe: str, experts: int, each: int) -> list[str]:
-        sizes = grouped_choice.Sizes(experts, 1536, 2048, experts * each)
+        sizes = choice.Sizes(experts, 1536, 2048, experts * each)
         cls = importlib.import_module(f"layoutc.recipes.{recipe}").Tensor
         names: tuple[Any, ...] = ("forward", "grad_input")
-        found = [grouped_choice.choose(cls, name, sizes, torch.device("cuda"), "low_precision") for name in names]
+        found = [choice.choose(cls, name, sizes, torch.device("cuda"), "low_precision") for name in names]
         assert [one.way for one in found if not one.reason] == [one.way for one in found if one.way == "kernel"]
         return [one.way for one in found]
 
@@ -365,11 +365,11 @@ def test_kernels_are_taken_where_they_were_measured_faster(a_card: None, monkeyp
     assert ways("fp8_rowwise", 4, 1000) == ["kernel", "kernel"]
     assert ways("fp8_current", 64, 100)[0] == "kernel"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another")
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
     assert ways("fp8_rowwise", 64, 100) == ["kernel", "kernel"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a third one")
-    monkeypatch.setattr(choice, "capability_of", lambda device: (10, 0))
-    grouped_choice._choose.cache_clear()
+    monkeypatch.setattr(measured, "capability_of", lambda device: (10, 0))
+    choice.plan_of.cache_clear()
     assert ways("fp8_rowwise", 64, 100) == ["kernel", "kernel"]
 
 
@@ -380,8 +380,8 @@ def test_what_was_measured_slower_is_explained_and_is_no_missing_kernel(a_card: 
     expected = "the kernel is slower: for 8 experts of 1024x2048 and 512 tokens it took 150 us and dequantizing 100"
     assert found["forward"].reason == f"{expected}, on a card (layoutc bench --experts)"
     before = dict(layoutc.products_without_kernel())
-    chosen = tuple(grouped_choice.Chosen(row.way, row.reason) for row in found.values())
-    grouped.Call(layer.weight, layer.weight, *[None] * 2, chosen).note("forward")
+    sizes = choice.Sizes(8, 1024, 2048, 8 * 64)
+    choice.plan_of(type(layer.weight), sizes, torch.device("cuda"), "low_precision").note("forward")
     assert dict(layoutc.products_without_kernel()) == before
 
 
@@ -446,11 +446,9 @@ def test_kernels_multiply_batches(kernels: list[bool]) -> None:
 
 
 def ways_of(recipe: str, tokens: int, device: str) -> list[str]:
-    sizes = grouped_choice.Sizes(EXPERTS, N, K, tokens)
+    sizes = choice.Sizes(EXPERTS, N, K, tokens)
     cls = module(recipe).Tensor
-    return [
-        grouped_choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in grouped.NAMES
-    ]
+    return [choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in choice.NAMES]
 
 
 @pytest.mark.parametrize("tokens", [128, 50])
@@ -460,7 +458,7 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     held = make(recipe, EXPERTS, N, K).to("meta")
     x, g = (torch.empty(tokens, size, device="meta", dtype=torch.bfloat16) for size in (K, N))
     offs = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
-    is_traced = grouped_choice.scaled_grouped_mm_v2_is_traced or "nvfp4" not in recipe
+    is_traced = choice.scaled_grouped_mm_v2_is_traced or "nvfp4" not in recipe
     assert (ways_of(recipe, tokens, "meta")[0] == "kernel") == is_traced
     out, *saved = grouped.forward(x, held.transpose(1, 2), offs, "low_precision", "input")
     of_x, of_w = grouped.backward(g, held.transpose(1, 2), saved or [x], offs, "low_precision", True, "input")
@@ -470,8 +468,8 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
 def test_the_checks_of_torch_refuse_scales_of_another_shape() -> None:
     """That is, the test above would fail with tiles of all experts in one."""
     held = make("mxfp8", EXPERTS, N, K).to("meta")
-    sizes = grouped_choice.Sizes(EXPERTS, N, K, 128)
-    kernel: Any = grouped_choice.kernel(type(held), "forward")
+    sizes = choice.Sizes(EXPERTS, N, K, 128)
+    kernel: Any = choice.kernel(type(held), "forward")
     b = scaled_grouped_mm.experts(held.LAYOUT, "rowwise", held.buffers(swizzled=True), kernel, sizes)
     a = scaled_grouped_mm.tokens(held.LAYOUT, make("mxfp8", 128, K).to("meta").buffers(swizzled=True), kernel)
     ends = torch.empty(EXPERTS, device="meta", dtype=torch.int32)
@@ -496,7 +494,7 @@ def test_generated_code_states_the_kernels_of_the_plan(recipe: str) -> None:
         if one.name in weight_layout.others.dequantized:
             assert one.grouped == ""
             continue
-        kernel = grouped_choice.kernel(module(recipe).Tensor, one.name)
+        kernel = choice.kernel(module(recipe).Tensor, one.name)
         if isinstance(one.grouped, str):
             assert kernel == (one.grouped or one.reason)
         else:
@@ -509,8 +507,8 @@ def test_what_no_linear_layer_multiplies_has_no_kernel(monkeypatch: pytest.Monke
     cls = module("mxfp8").Tensor
     stated = cls.LAYOUT.products._replace(forward="its operands do not match")
     monkeypatch.setattr(cls, "LAYOUT", replace(cls.LAYOUT, products=stated))
-    assert grouped_choice.kernel(cls, "forward") == "its operands do not match"
-    assert isinstance(grouped_choice.kernel(cls, "grad_input"), Grouped)
+    assert choice.kernel(cls, "forward") == "its operands do not match"
+    assert isinstance(choice.kernel(cls, "grad_input"), Grouped)
 
 
 @pytest.mark.parametrize(
@@ -529,8 +527,8 @@ def test_what_no_linear_layer_multiplies_has_no_kernel(monkeypatch: pytest.Monke
     ],
 )
 def test_reasons(recipe: str, name: Any, sizes: tuple[int, ...], words: str) -> None:
-    shape = grouped_choice.Sizes(*sizes, 128)
-    chosen = grouped_choice.choose(module(recipe).Tensor, name, shape, torch.device("meta"), "low_precision")
+    shape = choice.Sizes(*sizes, 128)
+    chosen = choice.choose(module(recipe).Tensor, name, shape, torch.device("meta"), "low_precision")
     assert chosen.way == "dequantize"
     assert words in chosen.reason
 
@@ -545,12 +543,12 @@ def test_reasons(recipe: str, name: Any, sizes: tuple[int, ...], words: str) -> 
     ],
 )
 def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], served: set[str]) -> None:
-    monkeypatch.setattr(choice, "capability_of", lambda device: capability)
+    monkeypatch.setattr(measured, "capability_of", lambda device: capability)
     monkeypatch.setattr(measured, "table", tuple)
-    monkeypatch.setattr(grouped_choice, "scaled_grouped_mm_v2_is_traced", True)
-    grouped_choice._choose.cache_clear()
+    monkeypatch.setattr(choice, "scaled_grouped_mm_v2_is_traced", True)
+    choice.plan_of.cache_clear()
     assert {recipe for recipe in WITH_KERNELS if ways_of(recipe, 128, "cuda:0")[0] == "kernel"} == served
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
 
 
 # -------------------------------------------------------------------------------- autograd, compiled, as torch says

@@ -26,7 +26,7 @@ from test_expert_products import (
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime.products import grouped, grouped_choice, scaled_grouped_mm
+from layoutc.runtime.products import choice, grouped, scaled_grouped_mm
 from layoutc.runtime.weight import operators
 
 
@@ -124,21 +124,19 @@ def test_compiled_equals_eager(recipe: str, use: str) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPUs have all kernels: they read what cards would, as cards do."""
-    monkeypatch.setattr(grouped_choice, "not_here", lambda cards, device: "")
-    monkeypatch.setattr(grouped_choice, "scaled_grouped_mm_v2_is_traced", True)
+    monkeypatch.setattr(choice, "not_here", lambda cards, device: "")
+    monkeypatch.setattr(choice, "scaled_grouped_mm_v2_is_traced", True)
     monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm", grouped_kernels.one_scale)
     monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm_v2", grouped_kernels.two_scales)
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
     yield
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
 
 
 def ways_of(recipe: str, tokens: int, device: str) -> list[str]:
-    sizes = grouped_choice.Sizes(EXPERTS, N, K, tokens, True)
+    sizes = choice.Sizes(EXPERTS, N, K, tokens, True)
     cls = module(recipe).Tensor
-    return [
-        grouped_choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in grouped.NAMES
-    ]
+    return [choice.choose(cls, name, sizes, torch.device(device), "low_precision").way for name in choice.NAMES]
 
 
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
@@ -173,7 +171,7 @@ def test_sizes_that_kernels_do_not_take() -> None:
     cls, meta = module("mxfp8").Tensor, torch.device("meta")
 
     def reason(name: Any, n: int, k: int) -> str:
-        return grouped_choice.choose(cls, name, grouped_choice.Sizes(4, n, k, 128, True), meta, "low_precision").reason
+        return choice.choose(cls, name, choice.Sizes(4, n, k, 128, True), meta, "low_precision").reason
 
     assert reason("forward", 256, 160).endswith("a contracted dim of experts in multiples of 128, not 160")
     assert reason("grad_input", 256, 160).endswith("a dim of experts in multiples of 128, not 160")

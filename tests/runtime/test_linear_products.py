@@ -23,7 +23,7 @@ import layoutc
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.operands import shared_inputs, weight_operand
-from layoutc.runtime.products import choice, linear
+from layoutc.runtime.products import choice, linear, measured
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight import operators
 
@@ -289,7 +289,7 @@ def test_autocast_casts_a_bias_too(
     """Without a kernel "low_precision" is what autocast makes of a plain layer, gradients included; "reference" adds it
     as well."""
     monkeypatch.setattr(choice, "not_here", lambda *_: "there is none")
-    linear._plan.cache_clear()
+    choice.plan_of.cache_clear()
     layer, plain = nn.Linear(K, M), nn.Linear(K, M)
     use(layer, recipe)
     held: Any = layer.weight
@@ -311,7 +311,7 @@ def test_autocast_casts_a_bias_too(
         elif one is called[1]:
             assert same_bits(layer.bias.grad, plain.bias.grad)
             assert same_bits(layer.weight.grad, plain.weight.grad)
-    linear._plan.cache_clear()
+    choice.plan_of.cache_clear()
     assert all(map(same_bits, found[0], found[1]))
 
 
@@ -351,7 +351,9 @@ def test_reasons() -> None:
     def reason(
         recipe: str, name: Any, m: int = M, k: int = K, tokens: int = TOKENS, how: mode.Mode = "low_precision"
     ) -> str:
-        return choice.choose(module(recipe).Tensor, name, m, k, tokens, torch.device("cpu"), how).reason
+        return choice.choose(
+            module(recipe).Tensor, name, choice.Sizes(0, m, k, tokens), torch.device("cpu"), how
+        ).reason
 
     assert reason("fp8_current", "forward") == ""
     assert reason("fp8_current", "forward", how="dequantize") == 'products are set to "dequantize"'
@@ -377,12 +379,11 @@ def test_reasons() -> None:
     ],
 )
 def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], served: set[str]) -> None:
-    monkeypatch.setattr(choice, "capability_of", lambda device: capability)
+    monkeypatch.setattr(measured, "capability_of", lambda device: capability)
     card = torch.device("cuda", 0)
     recipes = ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
-    ways = {
-        name: choice.choose(module(name).Tensor, "forward", M, K, TOKENS, card, "low_precision").way for name in recipes
-    }
+    sizes = choice.Sizes(0, M, K, TOKENS)
+    ways = {name: choice.choose(module(name).Tensor, "forward", sizes, card, "low_precision").way for name in recipes}
     assert {name for name, way in ways.items() if way == "kernel"} == served
     assert {name for name, way in ways.items() if way == "dequantize"} == set(recipes) - served
 

@@ -19,7 +19,7 @@ from layoutc.runtime.operands import quantized_rows
 from layoutc.runtime.operands.gated import gated as gated_silu
 from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 from layoutc.runtime.operands.routes import routes_of
-from layoutc.runtime.products import autograd, grouped_choice, scaled_grouped_mm
+from layoutc.runtime.products import autograd, choice, scaled_grouped_mm
 from layoutc.runtime.products.experts import gated_experts, routed_experts
 
 SHAPES = ((13, 64), (13, 3), (5, 96, 64), (5, 64, 48))  # x, weights of routes, gate_up, down
@@ -160,13 +160,13 @@ def by_one_step_after_the_other(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels of rows as a card has them, on a CPU. Holds the names of operators that quantize rows."""
     names: list[str] = []
-    monkeypatch.setattr(grouped_choice, "not_here", lambda cards, device: "")
+    monkeypatch.setattr(choice, "not_here", lambda cards, device: "")
     monkeypatch.setattr(scaled_grouped_mm, "scaled_grouped_mm", as_operator())
     for name in ("gated_quantized", "gated_backward_quantized", "of_experts_quantized"):
         monkeypatch.setattr(quantized_rows, name, noted(names, name, getattr(quantized_rows, name)))
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
     yield names
-    grouped_choice._choose.cache_clear()
+    choice.plan_of.cache_clear()
 
 
 def noted(names: list[str], name: str, function: Any) -> Any:

@@ -57,9 +57,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scaled_mm, "multiply_into", lambda out, *args, **how: out.copy_(noted(*args, out.dtype, **how)))
     monkeypatch.setattr(plans, "cache", plans.Plans(2048))
     multiplied.clear()
-    linear._plan.cache_clear()
+    choice.plan_of.cache_clear()
     yield
-    linear._plan.cache_clear()
+    choice.plan_of.cache_clear()
 
 
 def weight(recipe: str, seed: int = 0, rows: int = M) -> Any:

@@ -1,8 +1,14 @@
-"""How each product of a weight is computed, and why: by a kernel of the card, from quantized values, or dequantized."""
+"""How each product of a weight is computed, and why: by a kernel of the card, from quantized values, or dequantized.
+
+One rule for linear layers and for weights of experts: what the mode and the spec want, whether operands can be
+quantized, what kernel the recipe states, whether the card has it and takes the sizes, and what was measured of it.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -10,9 +16,12 @@ import torch
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import Cards, Layout, Operand
+from layoutc.runtime.facts import Cards, Grouped, Operand
+from layoutc.runtime.operands import columns_of_groups
+from layoutc.runtime.operands.groups import shares_all_rows
 from layoutc.runtime.product_mode import Mode, Saves
-from layoutc.runtime.torch_private import scaled_mm_on_cpus
+from layoutc.runtime.products import measured
+from layoutc.runtime.torch_private import scaled_grouped_mm_v2_is_traced, scaled_mm_on_cpus
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Way = Literal["kernel", "reference", "dequantize"]
@@ -27,7 +36,37 @@ OPERANDS: dict[ProductName, tuple[tuple[str, str], tuple[str, str]]] = {
 }
 NAMES: tuple[ProductName, ...] = tuple(OPERANDS)
 _SHIPPED = "layoutc.recipes"
-_ALIGNED = 16  # elements of a dim of codes, as cuBLAS wants them
+_ALIGNED = 16  # elements of a dim of codes, as cuBLAS wants them; bytes of a dim of experts
+TILE = (128, 4)  # of scales of blocks
+_MOST_EXPERTS = 1023  # a thread for each prepares its product
+
+
+class Sizes(NamedTuple):
+    """Of a product: the features that a weight gives and takes, and the number of tokens.
+
+    experts: of a weight of experts, each of which multiplies tokens of its own; 0: a linear layer. by_columns: such a
+    weight is (experts, k, n), and read as `x @ w`; else it is (experts, n, k), and read transposed, as linear layers
+    read theirs.
+    """
+
+    experts: int
+    n: int
+    k: int
+    tokens: int
+    by_columns: bool = False
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The rows and columns of each expert's matrix."""
+        return (self.k, self.n) if self.by_columns else (self.n, self.k)
+
+
+class Ways(NamedTuple):
+    """How each product of one call is computed."""
+
+    forward: Way
+    grad_input: Way
+    grad_weight: Way
 
 
 class Chosen(NamedTuple):
@@ -43,6 +82,39 @@ class Recipes(NamedTuple):
     weight: Recipe
     activation: Recipe
     gradient: Recipe
+
+
+class Plan(NamedTuple):
+    """What is the same for all calls with weights of a recipe and a size, and so many tokens."""
+
+    ways: Ways
+    recipes: Recipes
+    missing: Mapping[ProductName, str]  # product -> why it has no kernel, of those that the spec wants in low precision
+
+    def note(self, *names: ProductName) -> None:
+        """Counts those of these products that have no kernel."""
+        for name in names if self.missing else ():
+            if name in self.missing:
+                _without_kernel[f"{self.recipes.weight.LAYOUT.name} {name}: {self.missing[name]}"] += 1
+
+
+_without_kernel: Counter[str] = Counter()
+
+
+def products_without_kernel() -> Counter[str]:
+    """Counts low-precision products that found no kernel in this process, by recipe, product and reason.
+
+    Returns a copy of the counts. A compiled graph counts a product when it is traced. Products that a spec states as
+    dequantized do not count.
+
+    Raises nothing.
+
+    Example:
+
+        >>> sum(layoutc.products_without_kernel().values()) >= 0
+        True
+    """
+    return Counter(_without_kernel)
 
 
 def keeps(weight: Recipe, trains: bool, in_graph: bool) -> Keeps:
@@ -87,35 +159,87 @@ def _load(weight: Recipe, name: str, layout_id: str) -> Recipe:
     )
 
 
-def choose(cls: Recipe, name: ProductName, m: int, k: int, tokens: int, device: torch.device, mode: Mode) -> Chosen:
-    """How a product of an (m, k) weight and `tokens` rows of activations is computed on a device."""
+def orientation_of(name: ProductName, by_columns: bool) -> str:
+    """The orientation of the weight in forward or grad_input: that of what is contracted."""
+    return "columnwise" if (name == "forward") == by_columns else "rowwise"
+
+
+def operands_of(name: ProductName, by_columns: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+    """As OPERANDS has them, of weights that are read as they are stored or transposed."""
+    left, right = OPERANDS[name]
+    return left, (right[0], orientation_of(name, by_columns)) if right[0] == "weight" else right
+
+
+def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Grouped | str:
+    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does.
+
+    by_columns: as of Sizes.
+    """
+    products = cls.LAYOUT.products
+    assert products is not None  # the spec names the recipes of activations and gradients
+    stated: Cards | str | None = getattr(products, name)
+    if isinstance(stated, str):  # not even scaled_mm multiplies them
+        return stated
+    return (products.by_columns if by_columns and products.by_columns else products.grouped)[name]
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+@lru_cache(maxsize=4096)
+def plan_of(cls: Recipe, sizes: Sizes, device: torch.device, mode: Mode, odd: str = "") -> Plan:
+    """What is the same for all calls with weights of a recipe and these sizes. odd: why they are dequantized in any
+    case. It is looked up where sizes are numbers: in a traced graph they may be symbols, and it is called unwrapped."""
+    chosen = {name: Chosen("dequantize", odd) if odd else choose(cls, name, sizes, device, mode) for name in NAMES}
+    ways, products = Ways(*(one.way for one in chosen.values())), cls.LAYOUT.products
+    if products is None:
+        return Plan(ways, Recipes(cls, cls, cls), {})
+    wanted = {name: one for name, one in chosen.items() if getattr(products, name) is not None}
+    lacking = {name: reason for name, (way, reason) in wanted.items() if way != "kernel"}
+    missing = {name: reason for name, reason in lacking.items() if not measured.is_choice(reason)}
+    return Plan(ways, recipes_of(cls), missing)
+
+
+def choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, mode: Mode) -> Chosen:
+    """How a product of weights of a recipe and these sizes is computed on a device."""
     if mode == "dequantize":
         return Chosen("dequantize", 'products are set to "dequantize"')
     if cls.LAYOUT.products is None:
         return Chosen("dequantize", "the recipe names none for activations")
-    stated: Cards | str | None = getattr(cls.LAYOUT.products, name)
-    if stated is None:
+    if (stated := getattr(cls.LAYOUT.products, name)) is None:
         return Chosen("dequantize", "the spec says so")
     recipes = recipes_of(cls)
-    reason = _unquantizable(recipes, name, tokens)
-    if reason:
+    if reason := _unquantizable(recipes, name, sizes):
         return Chosen("dequantize", reason)
-    reason = stated if isinstance(stated, str) else not_here(stated, device) or _misfit(recipes, name, m, k, tokens)
+    found: Cards | Grouped | str = kernel(cls, name, sizes.by_columns) if sizes.experts else stated
+    if isinstance(found, str):
+        reason = found
+    elif isinstance(found, Grouped):
+        reason = not_here(found.cards, device) or _misfit_of_groups(recipes, name, found, sizes)
+        if not reason and mode == "low_precision" and type(sizes.tokens) is int:
+            each = sizes.tokens / sizes.experts
+            if slower := measured.slower(cls.LAYOUT.name, name, sizes.n, sizes.k, each, device):
+                return Chosen("dequantize", slower)
+    else:
+        reason = not_here(found, device) or _misfit(recipes, name, sizes)
     if not reason:
         return Chosen("kernel", "")
     return Chosen("reference" if mode == "reference" else "dequantize", reason)
 
 
-def _unquantizable(recipes: Recipes, name: ProductName, tokens: int) -> str:
-    """Why an operand can't be quantized at all."""
-    if tokens == 0:
+def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
+    """Why an operand can't be quantized at all, or not in groups of tokens."""
+    if sizes.tokens == 0:
         return "there are no tokens"
-    for role, orientation in OPERANDS[name]:
-        layout: Layout = getattr(recipes, role).LAYOUT
+    for role, orientation in operands_of(name, sizes.by_columns):
+        recipe: Recipe = getattr(recipes, role)
+        layout = recipe.LAYOUT
         if orientation not in layout.orientations:
             return f"{layout.name} has no {orientation} orientation"
-        if role != "weight" and tokens % layout.multiple_m:
-            return f"{layout.name} takes tokens in multiples of {layout.multiple_m}, not {tokens}"
+        if role == "weight":
+            continue
+        if not sizes.experts and sizes.tokens % layout.multiple_m:
+            return f"{layout.name} takes tokens in multiples of {layout.multiple_m}, not {sizes.tokens}"
+        if sizes.experts and shares_all_rows(layout, orientation) and columns_of_groups.why_not(recipe):
+            return f"{layout.name} has {orientation} scales of all tokens, which are those of several groups"
     return ""
 
 
@@ -125,7 +249,7 @@ def not_here(cards: Cards, device: torch.device) -> str:
         return "" if cards.cpu and scaled_mm_on_cpus else "CPUs have no kernel for it"
     if device.type != "cuda":
         return "" if device.type == "meta" else f"devices of type {device.type} have no kernel for it"
-    capability = capability_of(device)
+    capability = measured.capability_of(device)
     if capability < cards.least:
         return f"needs compute capability {_dotted(cards.least)}, and the card has {_dotted(capability)}"
     if cards.below is not None and capability >= cards.below:
@@ -133,19 +257,15 @@ def not_here(cards: Cards, device: torch.device) -> str:
     return ""
 
 
-@lru_cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _misfit(recipes: Recipes, name: ProductName, m: int, k: int, tokens: int) -> str:
+def _misfit(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
     """Why scaled_mm does not take these sizes."""
-    sizes = {"forward": (tokens, m, k), "grad_input": (tokens, k, m), "grad_weight": (m, k, tokens)}
-    left, right, contracted = sizes[name]
+    m, k, tokens = sizes.n, sizes.k, sizes.tokens
+    of_products = {"forward": (tokens, m, k), "grad_input": (tokens, k, m), "grad_weight": (m, k, tokens)}
+    left, right, contracted = of_products[name]
     for (role, orientation), free in zip(OPERANDS[name], (left, right), strict=True):
         operand = getattr(recipes, role).LAYOUT.operands[orientation]
         assert isinstance(operand, Operand)
@@ -167,3 +287,32 @@ def _multiples(operand: Operand) -> tuple[int, int]:
     codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1
     free = {"BlockWise128x128": 128, "BlockWise1x128": 4}.get(operand.scaling, 1)
     return free, 128 if operand.scaling.endswith("x128") else _ALIGNED * codes
+
+
+def _misfit_of_groups(recipes: Recipes, name: ProductName, found: Grouped, sizes: Sizes) -> str:
+    """Why scaled_grouped_mm does not take these sizes, or this torch does not."""
+    if sizes.experts > _MOST_EXPERTS:
+        return f"scaled_grouped_mm takes up to {_MOST_EXPERTS} experts, not {sizes.experts}"
+    if name == "grad_weight":
+        size = next((size for size in (sizes.n, sizes.k) if size % _ALIGNED), None)
+        return (
+            "" if size is None else f"scaled_grouped_mm takes a dim of experts in multiples of {_ALIGNED}, not {size}"
+        )
+    free, contracted = (sizes.n, sizes.k) if name == "forward" else (sizes.k, sizes.n)
+    orientation = orientation_of(name, sizes.by_columns)
+    operand = recipes.weight.LAYOUT.operands[orientation]
+    assert isinstance(operand, Operand)
+    codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1  # in a byte
+    if operand.tensor_scale is not None and not scaled_grouped_mm_v2_is_traced:
+        return f"scaled_grouped_mm of {found.kind} and a scale of the tensor can be traced since torch 2.14"
+    rows, columns = (1, 1) if found.kind == "RowWise" else TILE
+    block = int(found.kind.rpartition("x")[2]) if rows > 1 else 1
+    # An expert's scales are whole tiles, so that those of all experts follow one another.
+    multiples = {"rowwise": (rows, _ALIGNED * codes), "columnwise": (1, columns * block)}[orientation]
+    for size, multiple, what in (
+        (free, max(multiples[0], _ALIGNED), "a dim"),
+        (contracted, max(multiples[1], _ALIGNED * codes), "a contracted dim"),
+    ):
+        if size % multiple:
+            return f"scaled_grouped_mm takes {what} of experts in multiples of {multiple}, not {size}"
+    return ""

@@ -10,9 +10,7 @@ from torch import nn
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
 from layoutc.runtime.product_mode import Mode, Settings, checked
-from layoutc.runtime.products import grouped_choice
-from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
-from layoutc.runtime.products.grouped_choice import Sizes
+from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Sizes, Way, choose, kernel, recipes_of
 from layoutc.runtime.products.parallel import multiplied, multiplies_parts
 from layoutc.runtime.products.per_weight_mode import own_mode_holder
 from layoutc.runtime.sharding import gathered
@@ -114,19 +112,18 @@ def _explained(
     for product in NAMES:
         if on_gather:
             way, reason = "dequantize", "gathers leave values"
-        elif len(part) == 2:
-            way, reason = choose(cls, product, *part, tokens, device, wanted)
-        elif len(part) == 3:
-            experts, n, k = (part[0], part[2], part[1]) if by_columns else part
-            way, reason = grouped_choice.choose(cls, product, Sizes(experts, n, k, tokens, by_columns), device, wanted)
+        elif len(part) in (2, 3):
+            n, k = reversed(part[-2:]) if by_columns else part[-2:]
+            sizes = Sizes(part[0] if len(part) == 3 else 0, n, k, tokens, by_columns)
+            way, reason = choose(cls, product, sizes, device, wanted)
         else:
             way, reason = "dequantize", f"weights of {len(part)} dims have no products in low precision"
         if is_part and not by_parts and len(part) == 2 and product == "grad_weight" and way != "dequantize":
             way, reason = "dequantize", _OF_DTENSORS
-        kernel = ""
+        by = ""
         if way == "kernel":
-            kernel = _kernel(cls, product) if len(shape) == 2 else _grouped_kernel(cls, product, by_columns)
-        rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason, own))
+            by = _kernel(cls, product) if len(shape) == 2 else _grouped_kernel(cls, product, by_columns)
+        rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, by, reason, own))
     return rows
 
 
@@ -137,5 +134,5 @@ def _kernel(cls: Recipe, product: ProductName) -> str:
 
 
 def _grouped_kernel(cls: Recipe, product: ProductName, by_columns: bool) -> str:
-    found = grouped_choice.kernel(cls, product, by_columns)
+    found = kernel(cls, product, by_columns)
     return "" if isinstance(found, str) else f"{found.kind} by {found.kind}"

@@ -22,10 +22,9 @@ from layoutc.runtime.operands import columns_of_groups, shared_inputs
 from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_together, shares_all_rows
 from layoutc.runtime.operands.weight_operand import weight_buffers
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import measured, scaled_grouped_mm
-from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, Recipes, recipes_of
-from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
-from layoutc.runtime.products.linear import Ways, again, note_without_kernel
+from layoutc.runtime.products import choice, scaled_grouped_mm
+from layoutc.runtime.products.choice import TILE, Keeps, Plan, ProductName, Recipe, Sizes, operands_of, orientation_of
+from layoutc.runtime.products.linear import again
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward, grouped_mm, traced
 from layoutc.runtime.weight import operators
@@ -50,8 +49,8 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
     """
     call = call_of(right, _groups(x, offs), x, mode)
-    ways, sizes = call.ways, call.sizes
-    call.note("forward")
+    ways, sizes = call.plan.ways, call.sizes
+    call.plan.note("forward")
     flat = x.reshape(-1, sizes.k)
     if ways.forward == "dequantize":
         values = right.values_of(orientation_of("forward", sizes.by_columns), x.dtype)
@@ -78,14 +77,14 @@ def backward(
     saved: what forward gave, or x.
     """
     call = call_of(right, _groups(grad, offs), grad, mode)
-    ways, sizes, trains = call.ways, call.sizes, keeps != "nothing"
+    ways, sizes, trains = call.plan.ways, call.sizes, keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
-    call.note(*(name for name, is_asked in asked if is_asked))
+    call.plan.note(*(name for name, is_asked in asked if is_asked))
     grad = grad.contiguous()  # that of a sum has strides of 0
     flat = grad.view(-1, sizes.n)
     low = any(is_asked and getattr(ways, name) != "dequantize" for name, is_asked in asked)
     # One for both products: a traced graph would merge two draws into one.
-    seed = operators.seed_of(call.recipes.gradient, flat) if low else None
+    seed = operators.seed_of(call.plan.recipes.gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
         made.append(grad_input_in_high_precision(call, grad, offs))
@@ -98,7 +97,7 @@ def backward(
         if keeps == "input":
             with computed_in_backward():
                 saved = _kept(call, again(saved[0]).reshape(-1, sizes.k), saved[0])
-        if shares_all_rows(call.recipes.activation.LAYOUT, "columnwise"):
+        if shares_all_rows(call.plan.recipes.activation.LAYOUT, "columnwise"):
             made.append(grad_weight_of_columns(call, columns_of(call, flat), saved, grad.dtype))
         else:
             made.append(_grad_weight(call, flat, saved, seed))
@@ -106,36 +105,17 @@ def backward(
 
 
 class Call(NamedTuple):
-    """A product of a weight with tokens in groups: the weight as it is read, and as it is stored; what is chosen for
-    each product, in the order of NAMES."""
+    """A product of a weight with tokens in groups: the weight as it is read, and as it is stored."""
 
     right: QuantizedTensor
     weight: QuantizedTensor
     groups: Groups
     sizes: Sizes
-    chosen: tuple[Chosen, ...]
-
-    @property
-    def ways(self) -> Ways:
-        """How each product is computed."""
-        return Ways(*(one.way for one in self.chosen))
-
-    @property
-    def recipes(self) -> Recipes:
-        """Of the weight, activations and gradients."""
-        return recipes_of(type(self.weight))
+    plan: Plan
 
     def kernel(self, name: ProductName) -> Grouped | str:
         """That of a product; or why there is none."""
-        return kernel(type(self.weight), name, self.sizes.by_columns)
-
-    def note(self, *names: ProductName) -> None:
-        """Notes products that have no kernel."""
-        for name in names:
-            way, reason = self.chosen[NAMES.index(name)]
-            stated = getattr(self.weight.LAYOUT.products, name)
-            if way != "kernel" and stated is not None and not measured.is_choice(reason):
-                note_without_kernel(self.weight, name, reason)
+        return choice.kernel(type(self.weight), name, self.sizes.by_columns)
 
 
 def call_of(right: QuantizedTensor, groups: Groups, x: Tensor, mode: Mode) -> Call:
@@ -143,10 +123,11 @@ def call_of(right: QuantizedTensor, groups: Groups, x: Tensor, mode: Mode) -> Ca
     weight = cast(QuantizedTensor, right.transpose(-2, -1)) if right.transposed else right
     experts, k, n = right.shape
     sizes = Sizes(experts, n, k, groups.tokens, not right.transposed)
-    if weight.store.halo.rows:
-        return Call(right, weight, groups, sizes, (Chosen("dequantize", _CUTS),) * len(NAMES))
-    chosen = tuple(choose(type(weight), name, sizes, x.device, mode) for name in NAMES)
-    return Call(right, weight, groups, sizes, chosen)
+    known = all(type(size) is int for size in sizes[:4])
+    make = choice.plan_of if known else choice.plan_of.__wrapped__
+    return Call(
+        right, weight, groups, sizes, make(type(weight), sizes, x.device, mode, _CUTS if weight.store.halo.rows else "")
+    )
 
 
 def _groups(x: Tensor, offs: Tensor | None) -> Groups:
@@ -173,15 +154,15 @@ def grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, 
 
 def columns_of(call: Call, grad: Tensor) -> list[Tensor]:
     """Gradients (tokens, n) as the gradient of the weight reads them, where groups have scales of their own."""
-    made: list[Tensor] = columns_of_groups.quantized(grad, None, 1, call.groups.ends, call.recipes.gradient.KEY)
+    made: list[Tensor] = columns_of_groups.quantized(grad, None, 1, call.groups.ends, call.plan.recipes.gradient.KEY)
     return made
 
 
 def grad_weight_of_columns(call: Call, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """(experts, n, k) of columns of gradients and activations, each as columns_of_groups has quantized them."""
-    recipes, ends = call.recipes, call.groups.ends
+    recipes, ends = call.plan.recipes, call.groups.ends
     sides = (recipes.gradient, grad), (recipes.activation, x)
-    if call.ways.grad_weight == "kernel":
+    if call.plan.ways.grad_weight == "kernel":
         found = call.kernel("grad_weight")
         assert isinstance(found, Grouped)
         a, b = (scaled_grouped_mm.columns(recipe.LAYOUT, *planes) for recipe, planes in sides)
@@ -196,8 +177,8 @@ def grad_weight_of_columns(call: Call, grad: Sequence[Tensor], x: Sequence[Tenso
 def _multiply(name: ProductName, call: Call, flat: Tensor, x: Tensor, seed: Tensor | None = None) -> Tensor:
     """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
     (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
-    recipe: Recipe = getattr(call.recipes, role)
-    stated = call.kernel(name) if getattr(call.ways, name) == "kernel" else None
+    recipe: Recipe = getattr(call.plan.recipes, role)
+    stated = call.kernel(name) if getattr(call.plan.ways, name) == "kernel" else None
     found = stated if isinstance(stated, Grouped) else None
     made = _quantized(recipe, "rowwise", found, flat, call.groups, x if role == "activation" else None, seed)
     if found is not None:
@@ -212,7 +193,7 @@ def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, 
     """forward, or grad_input, of tokens that are quantized already, in x's dtype."""
     (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
     buffers, apart = quantized
-    a = scaled_grouped_mm.tokens(getattr(call.recipes, role).LAYOUT, buffers, found)
+    a = scaled_grouped_mm.tokens(getattr(call.plan.recipes, role).LAYOUT, buffers, found)
     with computed_in_backward() if name == "grad_input" else nullcontext():
         read = weight_buffers(call.weight, orientation)
     b = scaled_grouped_mm.experts(call.weight.LAYOUT, orientation, read, found, call.sizes)
@@ -222,7 +203,7 @@ def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, 
 
 def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
     """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
-    recipe = call.recipes.activation
+    recipe = call.plan.recipes.activation
     if shares_all_rows(recipe.LAYOUT, "columnwise"):
         made: list[Tensor] = columns_of_groups.quantized(flat, None, 1, call.groups.ends, recipe.KEY)
         return made
@@ -232,7 +213,7 @@ def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
 
 def _grad_weight(call: Call, flat: Tensor, saved: Sequence[Tensor], seed: Tensor | None) -> Tensor:
     """The gradient (experts, n, k) of quantized gradients and activations, by the reference."""
-    (_, activation, gradient), groups = call.recipes, call.groups
+    (_, activation, gradient), groups = call.plan.recipes, call.groups
     buffers = dict(zip(activation.LAYOUT.sources["columnwise"], saved, strict=True))
     kept = Tokens(buffers, groups.apart(rows_together(activation.LAYOUT, "columnwise")))
     right = _values(activation, "columnwise", kept, (call.sizes.tokens, call.sizes.k))

@@ -6,13 +6,12 @@ needs of activations is saved quantized, if the gradient of the weight is in low
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +22,8 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.operands import amax_in_graphs, scaled_mm, shared_inputs
 from layoutc.runtime.operands.weight_operand import keep_side, kept_side, weight_buffers
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products.choice import (
-    NAMES,
-    OPERANDS,
-    Chosen,
-    Keeps,
-    ProductName,
-    Recipe,
-    Recipes,
-    Way,
-    choose,
-    recipes_of,
-)
+from layoutc.runtime.products import choice
+from layoutc.runtime.products.choice import NAMES, OPERANDS, Keeps, Plan, ProductName, Recipe, Sizes, Way, recipes_of
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward, traced
 from layoutc.runtime.weight import operators
@@ -45,74 +34,17 @@ aten = torch.ops.aten
 _unsafe_view: Any = aten._unsafe_view.default
 
 
-class Ways(NamedTuple):
-    """How each product of one call is computed."""
-
-    forward: Way
-    grad_input: Way
-    grad_weight: Way
-
-
-class _Plan(NamedTuple):
-    """What is the same for all calls with weights of a recipe and a size, and so many tokens."""
-
-    ways: Ways
-    recipes: Recipes
-    missing: Mapping[ProductName, str]  # product -> why it has no kernel, of those that the spec wants in low precision
-
-
 _ODD = "the weight is transposed, or cuts blocks"
-_without_kernel: Counter[str] = Counter()
 
 
-def products_without_kernel() -> Counter[str]:
-    """Counts low-precision products that found no kernel in this process, by recipe, product and reason.
-
-    Returns a copy of the counts. A compiled graph counts a product when it is traced. Products that a spec states as
-    dequantized do not count.
-
-    Raises nothing.
-
-    Example:
-
-        >>> sum(layoutc.products_without_kernel().values()) >= 0
-        True
-    """
-    return Counter(_without_kernel)
-
-
-def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
+def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Plan:
     """Of a weight with x (..., k), or with gradients (..., m). A piece that cuts blocks, and a transposed weight, are
-    dequantized. It is looked up where sizes are numbers: in a traced graph they may be symbols."""
+    dequantized."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
-    odd = bool(weight.store.halo.rows) or weight.transposed
-    return (_plan if known else _plan.__wrapped__)(type(weight), m, k, tokens, x.device, mode, odd)
-
-
-@lru_cache(maxsize=4096)
-def _plan(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode, odd: bool) -> _Plan:
-    chosen = {name: choose(cls, name, m, k, tokens, device, mode) for name in NAMES}
-    if odd:
-        chosen = dict.fromkeys(NAMES, Chosen("dequantize", _ODD))
-    ways, products = Ways(*(one.way for one in chosen.values())), cls.LAYOUT.products
-    if products is None:
-        return _Plan(ways, Recipes(cls, cls, cls), {})
-    wanted = [name for name in NAMES if getattr(products, name) is not None]
-    missing = {name: chosen[name].reason for name in wanted if chosen[name].way != "kernel"}
-    return _Plan(ways, recipes_of(cls), missing)
-
-
-def _count(weight: QuantizedTensor, plan: _Plan, names: Iterable[ProductName]) -> None:
-    """Notes products that have no kernel."""
-    for name in names if plan.missing else ():
-        if name in plan.missing:
-            note_without_kernel(weight, name, plan.missing[name])
-
-
-def note_without_kernel(weight: QuantizedTensor, name: ProductName, reason: str) -> None:
-    """Counts a product that was wanted in low precision, and had no kernel."""
-    _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
+    odd = _ODD if weight.store.halo.rows or weight.transposed else ""
+    make = choice.plan_of if known else choice.plan_of.__wrapped__
+    return make(type(weight), Sizes(0, m, k, tokens), x.device, mode, odd)
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
@@ -123,7 +55,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     """
     m, k = weight.shape
     ways, recipes, _ = plan = plan_of(weight, x, mode)
-    _count(weight, plan, ("forward",))
+    plan.note("forward")
     kept = ways.grad_weight if keeps == "quantized" else "dequantize"
     wanted = {"rowwise": ways.forward, "columnwise": kept}
     quantized = _activations(recipes.activation, x, k, wanted)
@@ -146,8 +78,7 @@ def backward(
     m, k = weight.shape
     tokens, trains = prod(grad.shape[:-1]), keeps != "nothing"
     ways, recipes, _ = plan = plan_of(weight, grad, mode)
-    asked: Mapping[ProductName, bool] = {"grad_input": needs_input, "grad_weight": trains}
-    _count(weight, plan, compress(asked, asked.values()))
+    plan.note(*compress(NAMES[1:], (needs_input, trains)))
     flat = grad.reshape(tokens, m)
     wanted = {
         "rowwise": ways.grad_input if needs_input else "dequantize",
@@ -265,7 +196,7 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     if left.shape[1] != right.shape[0]:
         return None  # torch says so better
     plan = plan_of(weight, left, mode)
-    _count(weight, plan, (name,))
+    plan.note(name)
     way: Way = getattr(plan.ways, name)
     if way == "dequantize":
         return None

@@ -7,14 +7,12 @@ what it takes to quantize tokens, and of the same product of dequantized weights
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from math import log
 from typing import Any, NamedTuple
 
 import torch
-
-from layoutc.runtime.products import choice
 
 _SLOWER = "the kernel is slower"
 
@@ -45,6 +43,11 @@ def table() -> tuple[Timed, ...]:
     return tuple(Timed(card["card"], tuple(card["capability"]), **row) for card in cards for row in card["rows"])
 
 
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def is_choice(reason: str) -> bool:
     """Whether a reason is that of `slower`: there is a kernel, which is not wanted."""
     return reason.startswith(_SLOWER)
@@ -56,7 +59,7 @@ def slower(recipe: str, product: str, n: int, k: int, each: float, device: torch
     if device.type != "cuda":
         return ""
     near = [row for row in table() if (row.recipe, row.product) == (recipe, product)]
-    near = [row for row in near if row.capability == choice.capability_of(device)]
+    near = [row for row in near if row.capability == capability_of(device)]
     near = [row for row in near if row.card == torch.cuda.get_device_name(device)] or near
     row = min(near, key=lambda one: one.far_from(n, k, each), default=None)
     if row is None or row.kernel <= row.dequantized:

@@ -39,11 +39,11 @@ class _Pair(NamedTuple):
     @property
     def activation(self) -> Recipe:
         """Of rows that forward multiplies."""
-        return self.up.recipes.activation
+        return self.up.plan.recipes.activation
 
     def gradient(self, call: grouped.Call) -> str | None:
         """The key of the recipe of gradients, where the product of a call has a kernel for them."""
-        return call.recipes.gradient.KEY if call.ways.grad_input == "kernel" else None
+        return call.plan.recipes.gradient.KEY if call.plan.ways.grad_input == "kernel" else None
 
 
 def _pair(up: QuantizedTensor, down: QuantizedTensor, ends: Tensor, rows: int, x: Tensor) -> _Pair:
@@ -61,7 +61,7 @@ def _multiply(name: ProductName, call: grouped.Call, planes: list[Tensor], like:
 
 
 def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tensor:
-    call.note("grad_input")
+    call.plan.note("grad_input")
     if planes:
         return _multiply("grad_input", call, planes, grad)
     return grouped.grad_input_in_high_precision(call, grad, call.groups.ends)
@@ -69,9 +69,9 @@ def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tenso
 
 def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor, order: Tensor | None, each: int) -> Tensor:
     """order: of each row, `each` times the row of x; None: they are x's own."""
-    call.note("grad_weight")
-    if call.ways.grad_weight == "kernel":
-        key = call.recipes.activation.KEY
+    call.plan.note("grad_weight")
+    if call.plan.ways.grad_weight == "kernel":
+        key = call.plan.recipes.activation.KEY
         kept = columns_of_groups.quantized(x, order, each, call.groups.ends, key)
         return grouped.grad_weight_of_columns(call, grouped.columns_of(call, grad), kept, grad.dtype).transpose(-2, -1)
     x = x if order is None else x[order // each]
@@ -131,12 +131,12 @@ def _backward(
 
 def _why_not(pair: _Pair) -> str:
     """Why rows are not quantized by what makes them; "" if they are."""
-    recipes = pair.up.recipes
+    recipes = pair.up.plan.recipes
     for call in pair:
-        if call.ways.forward != "kernel":
+        if call.plan.ways.forward != "kernel":
             return "no kernel for forward"
         for name in NAMES:
-            found = call.kernel(name) if getattr(call.ways, name) == "kernel" else None
+            found = call.kernel(name) if getattr(call.plan.ways, name) == "kernel" else None
             if isinstance(found, Grouped) and found.kind != "RowWise":
                 return "a kernel for other blocks than rows"
     columns = max(pair.up.sizes.k, pair.down.sizes.k)  # of gradients of gates, a half

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from layoutc.runtime.facts import Grouped, Layout, Operand
-from layoutc.runtime.products.grouped_choice import TILE, Sizes
+from layoutc.runtime.products.choice import TILE, Sizes
 from layoutc.runtime.torch_private import scaled_grouped_mm, scaled_grouped_mm_v2
 
 Buffers = Mapping[str, Tensor]
