@@ -17,10 +17,9 @@ from typing import Any
 RUNS = Path(__file__).parents[2] / "tests" / "bench" / "runs"
 THEMES = {
     "Time of a step": ("steps", "back_to_back", "graphs", "experts", "links", "gradient_codes"),
-    "Parts of a step": ("gathers", "host", "reductions", "memory", "optimizer", "kernels"),
-    "Plans and estimates": ("plans", "estimates"),
+    "Parts of a step": ("gathers", "host", "memory", "optimizer", "kernels"),
     "Loss": ("losses", "forms", "tuning"),
-    "Checkpoints and files": ("checkpoints", "files"),
+    "Plans, checkpoints, files": ("plans", "estimates", "checkpoints", "files"),
 }
 NAMES = {
     "bf16": "bf16 weights",
@@ -30,10 +29,10 @@ NAMES = {
 }
 HEAD = """# What was measured
 
-Each section lists recorded runs: what was run, on which machine, with which versions, when, and by which command. One
-table shows their figures. `tests/bench/runs` has the runs as JSON, with more rows, and `python tests/programs/front.py`
-writes this page. *(n)* is the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336.
-Older figures are in the history: `git log -p -- tests/bench/RESULTS.md`.
+Each section lists recorded runs: what ran, on which machine, with which versions, when, and by which command. One table
+shows their figures. `tests/bench/runs` has the runs as JSON, with more rows; `python tests/programs/front.py` writes this
+page. *(n)* is the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336.
+Git has older runs: `git log -p -- tests/bench/runs tests/bench/RESULTS.md`.
 """
 
 
