@@ -30,7 +30,7 @@ def scales(lowest, highest):
 
 @triton.jit
 def origin_of_rowwise_data(at, m, k):
-    """Which value of rowwise_data is at a position of rowwise_data, and if there is one: k (g a b) -> k (g b a)."""
+    """A position in rowwise_data -> its value's index in rowwise_data, and if it has one: k (g a b) -> k (g b a)."""
     at_a = at % 4
     at = at // 4
     at_b = at % 2
@@ -44,7 +44,7 @@ def origin_of_rowwise_data(at, m, k):
 
 @triton.jit
 def origin_of_rowwise_zero(at, m, k):
-    """Which value of rowwise_zero is at a position of rowwise_zero, and if there is one: g (m a b) -> g (m b a)."""
+    """A position in rowwise_zero -> its value's index in rowwise_zero, and if it has one: g (m a b) -> g (m b a)."""
     at_a = at % 4
     at = at // 4
     at_b = at % 2
@@ -85,7 +85,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_data, rowwise_scale, rowwise_zero = planes[0], planes[1], planes[2]
     to_rowwise_data, to_rowwise_scale, to_rowwise_zero = buffers[0], buffers[1], buffers[2]
     # orientations.rowwise.data: transposed, swizzled k (g a b) -> k (g b a), in words of 32 bits

@@ -25,14 +25,14 @@ class E3M4BlockTensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 64), cdiv(k, 64)) float32: f32 scale of each 64x64 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in both passes. Shards of multiples of 64 rows are sent as they lie: one
+        """Sends rowwise_data and rowwise_scale in both passes. Shards of multiples of 64 rows are sent as they are: one
         rowwise scale covers 64 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived, and copies of scales of blocks that cuts split."""
+        """The whole weight. Its planes are views of the gathered bytes, or copies of scales where cuts split blocks."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

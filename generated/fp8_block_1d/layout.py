@@ -4,7 +4,7 @@
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.03125 B/element. A weight that stays gathered after forward gets all of them at once: 2.0625
 B/element.
@@ -21,7 +21,7 @@ require(15, "fp8_block_1d")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         # transposed, zero-padded to multiples of 1 x 4
         "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),

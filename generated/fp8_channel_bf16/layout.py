@@ -5,7 +5,7 @@ a column.
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data and columnwise_scale:
 1.01562 B/element. A weight that stays gathered after forward gets all of them at once: 2.01562 B/element.
 rowwise: has its own codes: blocks are 1xall rowwise, 128x1 columnwise.
@@ -23,7 +23,7 @@ require(15, "fp8_channel_bf16")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_scale": Facts((m,), torch.bfloat16),  # as stored
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed

@@ -62,7 +62,7 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
+    """Planes -> the orientations' buffers that are not planes, as a GEMM reads them."""
     buffers = {}
     if "columnwise" in orientations:
         # transposed

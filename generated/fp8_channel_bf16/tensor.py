@@ -27,15 +27,15 @@ class FP8ChannelBF16Tensor(Recipe):
     columnwise_scale = plane("columnwise_scale")  # (cdiv(m, 128), k) bfloat16: bf16 scale of each 128x1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, filled
-        up to the same sizes where they differ; all of them once if the weight stays gathered. Shards of multiples of
-        128 rows are sent as they lie: one columnwise scale covers 128 rows."""
+        """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, padded
+        to the same size where they differ; all of them once if the weight stays gathered. Shards of multiples of 128
+        rows are sent as they are: one columnwise scale covers 128 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived, and copies of scales of blocks that cuts split."""
+        """The whole weight. Its planes are views of the gathered bytes, or copies of scales where cuts split blocks."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

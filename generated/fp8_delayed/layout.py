@@ -18,7 +18,7 @@ require(15, "fp8_delayed")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
     }

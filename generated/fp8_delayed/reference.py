@@ -30,7 +30,7 @@ def quantize_reference(
 ) -> dict[str, Tensor]:
     """(m, k) in fp32, bf16 or fp16 -> planes of the orientations, by name.
 
-    amax: (1,) fp32, the one that the scale follows from; default: that of x.
+    amax: (1,) fp32, from which the scale is computed; default: that of x.
     """
     x = x.float().contiguous()
     if amax is None:
@@ -50,7 +50,7 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
+    """Planes -> the orientations' buffers that are not planes, as a GEMM reads them."""
     buffers = {}
     if "columnwise" in orientations:
         # rowwise_data transposed

@@ -47,7 +47,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_data = planes[0]
     to_columnwise_data = buffers[0]
     # orientations.columnwise.data: transposed

@@ -27,7 +27,7 @@ class FP8RowwiseAllTensor(Recipe):
     columnwise_scale = plane("columnwise_scale")  # (1, k) float32: f32 scale of each allx1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data and rowwise_scale in forward, and columnwise_data in backward, filled up to the same sizes
+        """Sends rowwise_data and rowwise_scale in forward, and columnwise_data in backward, padded to the same size
         where they differ; all of them once if the weight stays gathered. columnwise_scale, which is equal on all
         shards, goes as metadata."""
         return all_gather.send(self, mesh)
@@ -35,7 +35,7 @@ class FP8RowwiseAllTensor(Recipe):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived."""
+        """The whole weight. Its planes are views of the gathered bytes."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

@@ -5,7 +5,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 128.
 
 Shards may be cut at any row. A cut at a multiple of 8 rows is free: 8 rows share words of 32 bits of rowwise_zero.
-At other cuts, the shards on both sides have no buffers of their own.
+At other cuts, neither shard has buffers.
 Each pass gathers rowwise_data, rowwise_scale and rowwise_zero: 0.523438 B/element.
 rowwise: quantized directly.
 """
@@ -21,7 +21,7 @@ require(15, "gptq")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((k // 8, m), torch.int32),  # transposed, swizzled (g w) m -> g (m w), in words of 32 bits
         "rowwise_scale": Facts((k // 128, m), torch.float16),  # transposed

@@ -44,7 +44,7 @@ def quantize_reference(
     """(m, k) in fp32, bf16 or fp16 -> planes of the orientations, by name.
 
     amax must be None: no scale depends on anything outside its block.
-    seed: (1,) int64, which random bits follow from; default: drawn from torch's default generator of x's device.
+    seed: (1,) int64, the seed of the random bits; default: drawn from torch's default generator of x's device.
     """
     m, k = x.shape
     if seed is None:

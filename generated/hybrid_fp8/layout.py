@@ -5,7 +5,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 32.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.00024 B/element. A weight that stays gathered after forward gets all of them at once: 2.03149
 B/element.
@@ -22,7 +22,7 @@ require(15, "hybrid_fp8")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed

@@ -97,7 +97,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     columnwise_data, columnwise_scale, columnwise_zero = planes[0], planes[1], planes[2]
     to_columnwise_data, to_columnwise_scale, to_columnwise_zero = buffers[0], buffers[1], buffers[2]
     # orientations.columnwise.data: transposed, packed along m

@@ -6,7 +6,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 32.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Forward gathers rowwise_data, rowwise_scale and rowwise_zero: 0.65625 B/element. Backward gathers columnwise_data,
 columnwise_scale and columnwise_zero: 0.65625 B/element. A weight that stays gathered after forward gets all of them at
 once: 1.3125 B/element.
@@ -23,7 +23,7 @@ require(15, "int4_group32")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         "columnwise_scale": Facts((k, m // 32), torch.float32),  # transposed

@@ -27,7 +27,7 @@ def scales(amax):
 
 @triton.jit
 def origin_of_rowwise_data(at, m, k):
-    """Which value of rowwise_data is at a position of rowwise_data, and if there is one: in words."""
+    """A position in rowwise_data -> its value's index in rowwise_data, and if it has one: in words."""
     k_at = at % k
     at = at // k
     m_at = at
@@ -57,7 +57,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_data = planes[0]
     to_rowwise_data = buffers[0]
     # orientations.rowwise.data: in words of 32 bits

@@ -31,7 +31,7 @@ def scales(lowest, highest):
 
 @triton.jit
 def origin_of_rowwise_data(at, m, k):
-    """Which value of rowwise_data is at a position of rowwise_data, and if there is one: in words."""
+    """A position in rowwise_data -> its value's index in rowwise_data, and if it has one: in words."""
     k_at = at % k
     at = at // k
     m_at = at
@@ -40,7 +40,7 @@ def origin_of_rowwise_data(at, m, k):
 
 @triton.jit
 def origin_of_rowwise_zero(at, m, k):
-    """Which value of rowwise_zero is at a position of rowwise_zero, and if there is one: in words."""
+    """A position in rowwise_zero -> its value's index in rowwise_zero, and if it has one: in words."""
     m_at = at % m
     at = at // m
     k_at = at
@@ -76,7 +76,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_data, rowwise_zero = planes[0], planes[1]
     to_rowwise_data, to_rowwise_zero = buffers[0], buffers[1]
     # orientations.rowwise.data: in words of 32 bits

@@ -27,13 +27,13 @@ class INT4PACKED128ZerosTensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data, rowwise_scale and rowwise_zero in both passes. Shards of multiples of 8 rows are sent as
-        they lie: 8 rows share words of 32 bits of rowwise_zero."""
+        they are: 8 rows share words of 32 bits of rowwise_zero."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived."""
+        """The whole weight. Its planes are views of the gathered bytes."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

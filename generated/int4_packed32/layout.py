@@ -19,7 +19,7 @@ require(15, "int4_packed32")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 8), torch.int32),  # in words of 32 bits
     }

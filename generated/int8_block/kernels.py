@@ -50,7 +50,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_data, rowwise_scale = planes[0], planes[1]
     to_columnwise_data, to_columnwise_scale = buffers[0], buffers[1]
     # orientations.columnwise.data: transposed

@@ -4,7 +4,7 @@
 A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 Shards may be cut at any row. A cut at a multiple of 128 rows is free: one rowwise scale covers 128 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed; scale transposed.
@@ -19,7 +19,7 @@ require(15, "int8_block")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),  # rowwise_scale transposed

@@ -6,7 +6,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 2.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one rowwise scale covers 32 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Each pass gathers rowwise_data and rowwise_scale: 0.53125 B/element.
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed.
@@ -23,7 +23,7 @@ require(15, "mxfp4_gpt_oss")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         "rowwise_scale": Facts((k, m // 32), torch.uint8),  # transposed

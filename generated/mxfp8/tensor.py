@@ -28,14 +28,14 @@ class MXFP8Tensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in forward, and columnwise_data and columnwise_scale in backward, of the
-        same sizes; all of them once if the weight stays gathered. Shards of multiples of 32 rows are sent as they lie:
+        same sizes; all of them once if the weight stays gathered. Shards of multiples of 32 rows are sent as they are:
         one columnwise scale covers 32 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived, and copies of scales of blocks that cuts split."""
+        """The whole weight. Its planes are views of the gathered bytes, or copies of scales where cuts split blocks."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

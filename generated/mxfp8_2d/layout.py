@@ -5,7 +5,7 @@ A weight has m rows (its leading dims, flattened) and k columns. m must be a mul
 32.
 
 Shards may be cut at any row. A cut at a multiple of 32 rows is free: one rowwise scale covers 32 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data as stored; scale repeated 32x along k, zero-padded to multiples of 4
@@ -21,7 +21,7 @@ require(15, "mxfp8_2d")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         # repeated 32x along m, zero-padded to multiples of 128 x 4
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),

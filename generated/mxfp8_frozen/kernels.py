@@ -52,7 +52,7 @@ def dequantize_tile(planes, amax, at, opts):
 
 @triton.jit
 def lay_out_tile(planes, buffers, at, opts):
-    """Lays out a tile of planes into all buffers that are not planes as they are."""
+    """Lays out a tile of planes into all buffers that differ from their planes."""
     rowwise_scale = planes[0]
     to_rowwise_scale = buffers[0]
     SWIZZLE: tl.constexpr = swizzled_index if opts.SWIZZLED else None

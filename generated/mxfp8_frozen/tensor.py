@@ -31,7 +31,7 @@ class MXFP8FrozenTensor(Recipe):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived."""
+        """The whole weight. Its planes are views of the gathered bytes."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

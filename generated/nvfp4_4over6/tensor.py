@@ -26,13 +26,13 @@ class NVFP44OVER6Tensor(Recipe):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
         """Sends rowwise_data and rowwise_scale in both passes. amax, which is equal on all shards, goes as metadata.
-        Shards of multiples of 16 rows are sent as they lie: one rowwise scale covers 16 rows."""
+        Shards of multiples of 16 rows are sent as they are: one rowwise scale covers 16 rows."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight: its planes are views of what arrived, and copies of scales of blocks that cuts split."""
+        """The whole weight. Its planes are views of the gathered bytes, or copies of scales where cuts split blocks."""
         return all_gather.receive(self, all_gather_outputs, metadata, param_dtype, out)
 
 

@@ -9,7 +9,7 @@ It is for activations and gradients, not for weights: it rounds elements by rand
 another one each time it is quantized.
 
 Shards may be cut at any row. A cut at a multiple of 16 rows is free: one columnwise scale covers 16 rows.
-Where a cut splits a block, both sides store and send its scales, and have no buffers of their own.
+Where a cut splits a block, both sides store and send its scales, and neither has buffers.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
 0.5625 B/element. A matrix that stays gathered after forward gets all of them at once: 1.125 B/element.
 rowwise: has its own codes: blocks are 1x16 rowwise, 16x1 columnwise.
@@ -25,7 +25,7 @@ require(15, "nvfp4_gradient")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a matrix of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) matrix that are not planes: name -> shape and dtype."""
     return {
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m

@@ -46,7 +46,7 @@ def quantize_reference(
     """(m, k) in fp32, bf16 or fp16 -> planes of the orientations, by name.
 
     amax: (1,) fp32, the largest magnitude of the whole matrix; default: that of x.
-    seed: (1,) int64, which random bits follow from; default: drawn from torch's default generator of x's device.
+    seed: (1,) int64, the seed of the random bits; default: drawn from torch's default generator of x's device.
     """
     m, k = x.shape
     if seed is None:
@@ -85,7 +85,7 @@ def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientati
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> those buffers of the orientations that equal no plane, as a GEMM reads them."""
+    """Planes -> the orientations' buffers that are not planes, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:
         # zero-padded to multiples of 128 x 4

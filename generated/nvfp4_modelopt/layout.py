@@ -20,7 +20,7 @@ require(15, "nvfp4_modelopt")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
     }

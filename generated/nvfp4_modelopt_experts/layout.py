@@ -21,7 +21,7 @@ require(15, "nvfp4_modelopt_experts")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_level": Facts((m,), torch.float32),  # as stored
     }

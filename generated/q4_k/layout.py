@@ -20,7 +20,7 @@ require(15, "q4_k")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         "rowwise_scale": Facts((m, k // 32 // 4 * 3), torch.uint8),  # packed along k
         "rowwise_zero": Facts((m, k // 32 // 4 * 3), torch.uint8),  # packed along k

@@ -19,7 +19,7 @@ require(15, "q6_k")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         # records of 256 elements along k: data, scale, super in 210 bytes
         "rowwise_record": Facts((m, k // 256 * 210), torch.uint8),

@@ -19,7 +19,7 @@ require(15, "q8_0")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k) and that are no planes: name -> shape and dtype."""
+    """The buffers of an (m, k) weight that are not planes: name -> shape and dtype."""
     return {
         # records of 32 elements along k: data, scale in 34 bytes
         "rowwise_record": Facts((m, k // 32 * 34), torch.uint8),

@@ -202,7 +202,7 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
             expected = {"values": cls(shared | expected, whole.shape, param.dtype).dequantize()}
         for plane, gathered in held.items():
             if plane != "amax" and not torch.equal(gathered, expected[plane]):
-                raise AssertionError(f"{name}: gathered, {plane} are not those of quantizing the whole weight")
+                raise AssertionError(f"{name}: gathered {plane} differ from quantizing the whole weight")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -364,7 +364,7 @@ def report(results: list[Result], config: Config, processes: int, seconds: float
         if result.name != "bf16":
             verified = f"{result.verified} gathered weights equal quantizing the whole weight, byte for byte"
             console.print(f"{result.name}: {verified}", soft_wrap=True)
-        same = "equal the uninterrupted run, to the bit" if result.resumed else "DIFFER from the uninterrupted run"
+        same = "equal the uninterrupted run, bit for bit" if result.resumed else "DIFFER from the uninterrupted run"
         saved = f"saved with torch.distributed.checkpoint and resumed; the next {RESUMED_STEPS} losses {same}"
         console.print(f"{result.name}: {saved}", soft_wrap=True)
     console.print(f"{seconds:.0f} s in all")

@@ -29,7 +29,7 @@ MOST = 2**30  # values of a product's operands
 def run(say: Callable[[str], object]) -> dict[str, Any]:
     """Measures, and reports each product to `say`. Raises ValueError without a card."""
     if not torch.cuda.is_available():
-        raise ValueError("--experts measures a card, and there is none")
+        raise ValueError("--experts needs a CUDA device, and there is none")
     card = {"card": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability())}
     found = {**card, "torch": torch.__version__, "date": date.today().isoformat(), "rows": list(_rows(say))}
     return found

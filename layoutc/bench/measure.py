@@ -42,7 +42,7 @@ SHAPE = (8192, 8192)
 WORLD = 8
 Say = Callable[[str], object]
 Named = tuple[str, type[QuantizedTensor]]
-NO_CARD = "kernels need a CUDA device and Triton: only the hooks' host time and bytes"
+NO_CARD = "kernels need a CUDA device and Triton; this measures only the hooks' host time and bytes"
 
 
 class Timed(NamedTuple):
@@ -193,7 +193,7 @@ def _time_kernels(classes: Sequence[Named], shape: Shape, peers: bool, say: Say,
             say(f"  {name}: no kernels ({error})")
             continue
         if kernels.quantize_tile is None:
-            say(f"  {name}: no kernel quantizes, so that is not timed")
+            say(f"  {name}: no quantize kernel, so quantizing is not timed")
         for dtype in DTYPES:
             for job in kernel_jobs(name, cls, shape, dtype, device):
                 _note(timed(job, shape, copied), say, results["kernels"])
@@ -231,9 +231,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m layoutc.bench", description="Time kernels and hooks.")
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(RECIPES)}")
     parser.add_argument("--shape", action="append", default=[], metavar="MxK", help="can be repeated; 8192x8192")
-    parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks that the hooks are for")
-    parser.add_argument("--peers", action="store_true", help="plain torch, compiled, and torchao beside the kernels")
-    parser.add_argument("--experts", action="store_true", help="products of experts alone: by kernels, and dequantized")
+    parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks of the hooks' group")
+    parser.add_argument("--peers", action="store_true", help="also time torch.compile and torchao")
+    parser.add_argument("--experts", action="store_true", help="time only products of experts")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     try:

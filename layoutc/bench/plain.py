@@ -69,7 +69,7 @@ def element_of(decode: Callable[[Tensor], Tensor], bits: int, largest: float | N
         if torch.equal(values.nan_to_num(), torch.arange(256, dtype=torch.uint8).view(dtype).float().nan_to_num()):
             return Element(bits, largest or torch.finfo(dtype).max, dtype)
     if float(values[0]) != 0:
-        raise NoPlain("the code 0 of its elements is not their 0")
+        raise NoPlain("code 0 of its elements is not the value 0")
     positive = values[: 1 << (bits - 1)]
     first = float(positive[1])
     steps = positive / first
@@ -124,7 +124,7 @@ def source_of(layout: Layout, reference: ModuleType, name: str) -> Source:
         return Source(block, element, "min-max")
     if parameters == ("amax", "tensor_amax"):
         if float(of("decode_scale")(scales(torch.zeros(1), torch.ones(1))[0])) != 0:
-            raise NoPlain("blocks of zeros have a scale of their own")
+            raise NoPlain("blocks of zeros have a special scale")
         decoded = of("decode_scale")(torch.arange(256, dtype=torch.uint8))
         if torch.equal(decoded.nan_to_num(), torch.arange(256, dtype=torch.uint8).view(FLOATS[0]).float().nan_to_num()):
             return Source(block, element, "two-level", torch.finfo(FLOATS[0]).max)

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--layoutc-spec", action="append", default=[], metavar="SPEC", help=words)
     group.addoption("--layoutc-seed", type=int, default=0, metavar="N", help="seed of the weights (default 0)")
     group.addoption("--layoutc-thorough", action="store_true", help="try more shapes")
-    group.addoption("--layoutc-no-distributed", action="store_true", help="leave out what starts processes")
+    group.addoption("--layoutc-no-distributed", action="store_true", help="skip checks that start processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -128,7 +128,7 @@ class CheckItem(pytest.Item):
         if isinstance(excinfo.value, Failure):
             failure = excinfo.value
             outcome = Outcome(self.check.name, self.check.meaning, "fail", 0.0, failure.message, failure.details)
-            return f"{self.check.meaning}: not so\n{explanation(outcome)}"
+            return f"failed: {self.check.meaning}\n{explanation(outcome)}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:

@@ -164,7 +164,7 @@ class Ranks:
         process = self._processes[rank]
         process.join(5)
         if (code := process.exitcode) is None:
-            return "the process answers no more"
+            return "the process no longer answers"
         ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         where = self._store.with_name(f"{self._store.name}.{rank}")
         return f"the process ended: {ending}\n{where.read_text(encoding='utf-8')}".rstrip()

@@ -48,9 +48,7 @@ def run_check(subject: Subject, one: Check) -> Outcome:
                 raise Skipped(f"the recipe is {reason}")
             one.run(subject)
         if not getattr(TALLY, one.compares):
-            raise Failure(
-                f"it compared no {one.compares}: none of the weights that it tries fits this spec", seed=subject.seed
-            )
+            raise Failure(f"it compared no {one.compares}: no weight that it tries fits this spec", seed=subject.seed)
     except Skipped as skipped:
         status, message = "skip", str(skipped)
     except Failure as failure:

@@ -41,15 +41,15 @@ def hooks_text(plan: Plan) -> HooksText:
     forward, backward = _listed(plan.forward.planes), _listed(plan.backward.planes)
     pre_doc = f"Sends {forward} in both passes"
     if plan.passes_differ:
-        sizes_text = "filled up to the same sizes where they differ" if plan.slots_differ else "of the same sizes"
+        sizes_text = "padded to the same size where they differ" if plan.slots_differ else "of the same sizes"
         pre_doc = f"Sends {forward} in forward, and {backward} in backward, {sizes_text}; all of them once if the "
         pre_doc += f"{plan.noun} stays gathered"
     if plan.shared:
         names = _listed(plan.shared)
         pre_doc += f". {names}, which {'is' if len(plan.shared) == 1 else 'are'} equal on all shards, goes as metadata"
     if plan.shard_rows > 1:
-        pre_doc += f". Shards of multiples of {plan.shard_rows} rows are sent as they lie: {plan.shard_reason}"
+        pre_doc += f". Shards of multiples of {plan.shard_rows} rows are sent as they are: {plan.shard_reason}"
     gathered = (*plan.forward.planes, *plan.backward.planes)
     split = any(plane.per_m not in (None, 1) for plane in gathered)
-    copied = ", and copies of scales of blocks that cuts split" if split else ""
-    return HooksText(f"{pre_doc}.", f"The whole {plan.noun}: its planes are views of what arrived{copied}.")
+    copied = ", or copies of scales where cuts split blocks" if split else ""
+    return HooksText(f"{pre_doc}.", f"The whole {plan.noun}. Its planes are views of the gathered bytes{copied}.")

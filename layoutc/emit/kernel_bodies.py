@@ -60,7 +60,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
             TileFunction(
                 "lay_out_tile",
                 "planes, buffers, at, opts",
-                "Lays out a tile of planes into all buffers that are not planes as they are.",
+                "Lays out a tile of planes into all buffers that differ from their planes.",
                 lay_out_body(kernels, kernels.lay_out),
             )
         )

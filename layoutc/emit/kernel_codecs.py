@@ -298,7 +298,7 @@ def _origin(move: SwizzleMove, layout: Layout) -> Function:
     lines = [f"count_{d} = {count}" for d, count in enumerate(counts) if f"count_{d}" in read] + lines
     return Function(
         f"origin_of_{buffer.name}(at, m, k)",
-        f"Which value of {plane.name} is at a position of {buffer.name}, and if there is one: {how}.",
+        f"A position in {buffer.name} -> its value's index in {plane.name}, and if it has one: {how}.",
         (*lines, f"return {index}, {' & '.join(inside)}"),
     )
 

@@ -187,9 +187,9 @@ def _shard_lines(plan: Plan) -> list[str]:
         f"Shards may be cut at any row. A cut at a multiple of {plan.shard_rows} rows is free: {plan.shard_reason}."
     ]
     if plan.block_rows > 1:
-        cost = "both sides store and send its scales, and have no buffers of their own"
+        cost = "both sides store and send its scales, and neither has buffers"
         return [*lines, f"Where a cut splits a block, {cost}."]
-    return [*lines, "At other cuts, the shards on both sides have no buffers of their own."]
+    return [*lines, "At other cuts, neither shard has buffers."]
 
 
 # --------------------------------------------------------------------------------------------------- planes and buffers

@@ -158,7 +158,7 @@ def _amax_doc(plan: Plan) -> str:
     if not plan.shares_amax:
         return "amax must be None: no scale depends on anything outside its block."
     if plan.layout.history:
-        return "amax: (1,) fp32, the one that the scale follows from; default: that of x."
+        return "amax: (1,) fp32, from which the scale is computed; default: that of x."
     shape, what = "(1,)", f"of the whole {plan.noun}"
     if plan.layout.amax_of_matrices:
         shape, what = "(m, 1)", "of its matrix for each row, or (1,), for all"

@@ -21,44 +21,44 @@ class Model(BaseModel):
 
 
 class FileCodes(Model):
-    """What the codes of a plane's values stand for, where files have quantized these: value of the code * scale of its
-    block + offset, in fp32, rounded after each."""
+    """Values that files store as codes: value of the code * scale of its block + offset, in fp32, rounded after each
+    operation."""
 
     codebook: Pattern = Field(description="the tensor with the value of each code, F32")
     scale: Pattern = Field(description="the tensor with the scale of each block of codes, F32")
-    block: Size = Field(description="codes of a block, counted over all of the tensor, row by row")
+    block: Size = Field(description="codes of a block, counted row by row over the whole tensor")
     offset: Annotated[str, Field(min_length=1, max_length=100)] = Field(
-        description="the key of `text` that has the number to add"
+        description="the key in `text` of the number that is added to each value"
     )
     values: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        default=None, description="the format whose values the codebook has in files that are written; none are without"
+        default=None, description="the format whose values written codebooks have; without it, files are only read"
     )
 
 
 class FileTensor(Model):
     """The tensor that holds one plane; sizes of the names in `layout` stand inline in YAML."""
 
-    name: Pattern = Field(description="its name: `{name}` is the parameter's, `{module}` that without its last part")
-    dtype: FileDtype = Field(description="its dtype, as safetensors names them; an integer may hold several codes")
+    name: Pattern = Field(description="its name: `{name}` is the parameter's name, `{module}` its module's")
+    dtype: FileDtype = Field(description="its dtype, as safetensors names it; an integer may hold several codes")
     layout: Pattern | None = Field(
         default=None,
-        description="einops-style pattern from (rows, columns) of values to its dims, `e` for the matrices of a weight "
-        "of experts, names in parentheses for a dim of several; `scalar` for a single value without dims",
+        description="einops-style pattern from (rows, columns) to the tensor's dims; `e` counts a weight's matrices, "
+        "parentheses join names into one dim; `scalar` is a single value without dims",
     )
-    sizes: dict[str, Size] = Field(default={}, description="sizes of names in the layout; one of each group has none")
+    sizes: dict[str, Size] = Field(default={}, description="sizes of names in the layout; one name per group has none")
     pack: Literal["low-first", "high-first"] | None = Field(
-        default=None, description="which code fills low bits first, where that is not as in `element`"
+        default=None, description="which code fills the low bits first, if not as in `element`"
     )
     form: Annotated[str, Field(max_length=60)] | None = Field(
-        default=None, description="what the file has in place of a value x of fp32: `2688 / x`, `x / 2688`"
+        default=None, description="what the file stores instead of an fp32 value x: `2688 / x`, `x / 2688`"
     )
     codes: FileCodes | None = Field(
-        default=None, description="files have codes of the values, which lose precision when they are made"
+        default=None, description="the file stores the values as codes, so exports lose precision"
     )
     value: dict[str, Any] | None = Field(
-        default=None, description="what a `text` says, as JSON; `rows` and `columns` stand for the weight's sizes"
+        default=None, description="the JSON of a `text`; `rows` and `columns` stand for the weight's sizes"
     )
-    any: tuple[str, ...] = Field(default=(), description="keys of `value` that files may have other values of")
+    any: tuple[str, ...] = Field(default=(), description="keys of `value` whose values differ between files")
 
     @model_validator(mode="before")
     @classmethod
@@ -81,33 +81,32 @@ class FileRecord(Model):
 class FileBinding(Model):
     """How files of one program hold this recipe: a tensor for each plane, or records of the rowwise orientation."""
 
-    summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)
+    summary: str = Field(description="one line: which program's files these are", min_length=1, max_length=100)
     record: FileRecord | None = Field(
-        default=None, description="a tensor of a weight is its rowwise records; in place of all other keys"
+        default=None, description="a weight is one tensor of its rowwise records; replaces all other keys"
     )
     tensors: dict[PlaneKey, FileTensor] = Field(
         default={},
-        description="plane -> the tensor that holds it; `shape` for one with the weight's two sizes, `groups` for one "
-        "with the number of each column's block, `codebook` for one with the value of each code, `text` for one "
-        "with JSON",
+        description="plane -> the tensor that holds it. Other tensors: `shape`, the weight's two sizes; `groups`, the "
+        "block number of each column; `codebook`, the value of each code; `text`, JSON",
     )
     ignore: tuple[Pattern, ...] = Field(
-        default=(), description="names of tensors beside a weight that are left alone, such as scales of activations"
+        default=(), description="names of a weight's tensors to ignore, such as scales of activations"
     )
     parts: dict[Pattern, Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=16)]] = Field(
         default={},
-        description="a parameter whose files hold it in parts: its rows in equal shares, one after another; "
+        description="parameters that files store in parts, equal shares of rows in order; "
         "`{expert}` in the name of a part counts the matrices of a weight of experts",
     )
     fused: tuple[Annotated[tuple[Pattern, ...], Field(min_length=2, max_length=16)], ...] = Field(
         default=(),
-        description="modules beside each other, by their own names, that engines join into one: their weights share "
-        "the scale that a whole weight has, such as `[gate_proj, up_proj]`",
+        description="sibling modules that engines fuse into one, such as `[gate_proj, up_proj]`: their weights share "
+        "one tensor scale",
     )
     config: dict[str, Any] = Field(default={}, description="the `quantization_config` of config.json")
     recognize: tuple[Pattern, ...] = Field(
         default=(),
-        description="dotted paths in `config` whose values tell that files are these; `*` stands for any key",
+        description="dotted paths in `config` whose values identify these files; `*` matches any key",
     )
     plain: str | None = Field(
         default=None, description="the key of `config` that lists the modules whose weights are not quantized"

@@ -112,7 +112,7 @@ def parse_swizzle(pattern: str, sizes: Mapping[str, int]) -> Swizzle:
             raise NotationError(f"`{name}` has no size", *_find(pattern, name))
     for group in groups:
         if group[0] in sizes:
-            raise NotationError(f"`{group[0]}` takes what is left, so it has no size", *_find(pattern, group[0]))
+            raise NotationError(f"`{group[0]}` takes the rest of its dim, so it has no size", *_find(pattern, group[0]))
     extra = [name for name in sizes if name not in inner]
     if extra:
         raise NotationError(f"a size is given for `{extra[0]}`, which the pattern does not name", 0, len(pattern))
@@ -173,18 +173,19 @@ def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
     _same_names(pattern, groups, [(name, _find(pattern, name, offset)) for dim in dims for name in dim], offset)
     names = [name for group in groups for name in group]
     if any(MATRICES in dim and len(dim) > 1 for dim in dims):
-        message = f"`{MATRICES}` is joined with others, but matrices are a dim of their own"
+        message = f"`{MATRICES}` is grouped with other names, but matrices need a dim of their own"
         raise NotationError(message, *_find(pattern, MATRICES, offset))
     if MATRICES in names and groups[0][0] != MATRICES:
-        raise NotationError(f"`{MATRICES}` counts matrices, so it is the first name of the rows", *_find(pattern, "e"))
+        raise NotationError(f"`{MATRICES}` counts matrices, so it must be the first of the rows", *_find(pattern, "e"))
     if extra := [name for name in sizes if name not in names or name == MATRICES]:
         what = "is the number of matrices" if extra[0] == MATRICES else "is not in the pattern"
         raise NotationError(f"a size is given for `{extra[0]}`, which {what}", 0, len(pattern))
     for what, group in zip(("rows", "columns"), groups, strict=True):
         free = [name for name in group if name not in sizes and name != MATRICES]
         if len(free) != 1:
-            message = f"of the {what} ({' '.join(group)}), " + ("no name" if not free else "more than one name")
-            raise NotationError(f"{message} has no size", *_find(pattern, group[-1]))
+            which = "more than one name has no" if free else "every name has a"
+            message = f"in the {what} ({' '.join(group)}), {which} size"
+            raise NotationError(message, *_find(pattern, group[-1]))
     order, joined = tuple(name for dim in dims for name in dim), tuple(len(dim) for dim in dims)
     return FileLayout(*groups, order, tuple(sorted(sizes.items())), joined if max(joined) > 1 else ())
 
@@ -198,7 +199,7 @@ def parse_form(text: str) -> tuple[float | None, float | None]:
         raise NotationError(f"`{text}` is neither a number / x nor x / a number", 0, max(1, len(text)))
     over, by = (float(one) if one else None for one in match.groups())
     if not 2.0**-126 <= (over or by or 0.0) < 2.0**127:
-        raise NotationError(f"{match[1] or match[2]} is not a number of fp32 that can be divided by", 0, len(text))
+        raise NotationError(f"{match[1] or match[2]} can't be a divisor in fp32", 0, len(text))
     return over, by
 
 
@@ -220,7 +221,7 @@ def parse_buffer_swizzle(pattern: str, sizes: Mapping[str, int | tuple[int, ...]
         if len(free) > 1:
             raise NotationError(f"`{free[1]}` has no size", *_find(pattern, free[1]))
         if not free:
-            message = f"`{group[0]}` has a size, and nothing is left to take the rest of its dim"
+            message = f"`{group[0]}` has a size, so no name takes the rest of its dim"
             raise NotationError(message, *_find(pattern, group[0]))
     picks = {name: size for name, size in sizes.items() if isinstance(size, tuple)}
     for name, pick in picks.items():
@@ -244,7 +245,7 @@ def _sides(pattern: str) -> tuple[str, str, str]:
     for at, char in enumerate(f"{pattern}("):  # the last one ends what is open
         if char in "()" and (char == "(") == (opened is not None):
             wrong = at if opened is None else opened
-            raise NotationError("a parenthesis without its partner", wrong, wrong + 1)
+            raise NotationError("an unmatched parenthesis", wrong, wrong + 1)
         opened = at if char == "(" else None if char == ")" else opened
     left, arrow, right = pattern.partition("->")
     if not arrow:

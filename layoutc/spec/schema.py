@@ -49,13 +49,13 @@ class FormatDef(Model):
     )
     symmetric: bool | None = Field(default=None, description="an integer's lowest code is not used")
     offset: Annotated[int, Field(ge=-1, le=254)] | None = Field(
-        default=None, description="the code of an integer is its steps plus this, in place of two's complement"
+        default=None, description="an integer's code is its steps plus this, instead of two's complement"
     )
     values: Annotated[tuple[float | Literal["nan"], ...], Field(max_length=256)] | None = Field(
-        default=None, description="a codebook: the value of each code, in place of all other keys but `ties`"
+        default=None, description="a codebook: the value of each code; replaces all keys but `ties`"
     )
     ties: Literal["down", "even"] | None = Field(
-        default=None, description="what is midway between two values of a codebook becomes: the lower, or the even code"
+        default=None, description="how a codebook rounds midpoints: to the lower value, or to the even code"
     )
     subnormals: bool = Field(default=True, description="exponent 0 holds zero and subnormals, not one more binade")
     inf: tuple[Code, ...] = Field(default=(), description="codes of infinity, without their sign bit")
@@ -75,9 +75,7 @@ class Element(Model):
     round: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="how an element is rounded into its format: ties to even, or by random bits"
     )
-    root: bool = Field(
-        default=False, description="square roots of values are quantized, and decoded values squared: second moments"
-    )
+    root: bool = Field(default=False, description="quantize square roots and square decoded values; for second moments")
 
 
 class History(Model):
@@ -131,7 +129,7 @@ class Super(_Ruled):
 
     block: Block = Field(description="elements of a super-block, which holds whole blocks")
     offset: Literal["mean"] | None = Field(
-        default=None, description="what is subtracted from the scales of a super-block before, and stored in f32"
+        default=None, description="subtracted from a super-block's scales before they are quantized; stored in f32"
     )
 
 
@@ -144,7 +142,7 @@ class Scale(_Ruled):
     history: History | None = Field(
         default=None, description="take the amax from earlier steps (whole-tensor scales only)"
     )
-    super: Super | None = Field(default=None, description="scales that are stored under scales of their own")
+    super: Super | None = Field(default=None, description="quantize the scales, with a scale for each super-block")
 
 
 class TensorLevel(Model):
@@ -152,7 +150,7 @@ class TensorLevel(Model):
 
     amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
     per: Literal["weight", "matrix"] = Field(
-        default="weight", description="what has an amax of its own: the weight, or each matrix of a weight of experts"
+        default="weight", description="what an amax covers: the weight, or each matrix of a weight of experts"
     )
 
 
@@ -164,13 +162,13 @@ class Buffer(Model):
         default=(), description="padding multiple of each dim"
     )
     swizzle: str | None = Field(
-        default=None, description="einops-style pattern over the padded dims: their parts, as stored", max_length=200
+        default=None, description="einops-style pattern of the padded dims: how they are stored", max_length=200
     )
     sizes: dict[str, Size | Order] = Field(
-        default={}, description="size of every name of the swizzle but one of each group, or the order of its entries"
+        default={}, description="size of each name of the swizzle but one per group, or the order of its entries"
     )
     words: Literal[16, 32, 64] | None = Field(
-        default=None, description="bits of a word: the last dim counts words, int16, int32 or int64, first code lowest"
+        default=None, description="bits of a word: the last dim counts int16, int32 or int64; first code lowest"
     )
 
     @model_validator(mode="before")
@@ -209,21 +207,21 @@ class Transform(Model):
 
     hadamard: Size = Field(description="steps of the contracted axis that are transformed together, a power of two")
     signs: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="bit i is set where step i of each group changes its sign before"
+        default=0, description="bit i flips the sign of step i of each group before the transform"
     )
 
 
 class Orientation(Model):
     """One of the two ways in which a GEMM reads the weight."""
 
-    quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation's own")
-    transform: Transform | None = Field(default=None, description="a transform of the values before scales are found")
+    quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation alone")
+    transform: Transform | None = Field(default=None, description="transforms values before scales are computed")
     block: Block
     data: Buffer
     scale: Buffer
-    zero: Buffer | None = Field(default=None, description="how zero points lie, if not as the scales do")
-    super: Buffer | None = Field(default=None, description="how scales of scales lie, if not as the data does")
-    record: Record | None = Field(default=None, description="one more buffer, with codes and scales in records")
+    zero: Buffer | None = Field(default=None, description="layout of zero points, if not that of the scales")
+    super: Buffer | None = Field(default=None, description="layout of scales of scales, if not that of the data")
+    record: Record | None = Field(default=None, description="an extra buffer with codes and scales in records")
 
 
 class Orientations(Model):
@@ -254,13 +252,13 @@ class Gemm(Model):
 
     scale: GemmScale | None = Field(default=None, description="the order in which a GEMM reads padded scales")
     activation: RecipeName | None = Field(
-        default=None, description="the recipe that activations are quantized with, for products in low precision"
+        default=None, description="the recipe that quantizes activations, for low-precision products"
     )
     gradient: RecipeName | None = Field(
-        default=None, description="the recipe that gradients of outputs are quantized with; as activations if not given"
+        default=None, description="the recipe that quantizes gradients of outputs; default: `activation`"
     )
     dequantize: Annotated[tuple[ProductName, ...], Field(max_length=3)] = Field(
-        default=(), description="products that dequantize the weight, and multiply in the activations' precision"
+        default=(), description="products that dequantize the weight and multiply in the activations' dtype"
     )
 
 
@@ -272,18 +270,18 @@ class Spec(Model):
     summary: str = Field(description="one line: what this recipe is", min_length=1, max_length=100)
     use: Use = Field(
         default="weight",
-        description="what is held in it: weights, the state of optimizers (moments), or gradients that ranks send",
+        description="what it quantizes: weights, optimizer state (moments), or gradients on the wire",
     )
     reduce: RecipeName | None = Field(
-        default=None, description="the recipe by which ranks send these weights' gradients, where no other is given"
+        default=None, description="the default recipe for exchanging these weights' gradients"
     )
-    shape: Shape = Field(default_factory=Shape, description="what the weight's sizes must be multiples of")
+    shape: Shape = Field(default_factory=Shape, description="multiples that the weight's sizes must have")
     formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")
     element: Element
     scale: Scale
     tensor: TensorLevel | None = Field(default=None, description="a second scale level: the amax of the whole weight")
     orientations: Orientations
-    gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
+    gemm: Gemm | None = Field(default=None, description="what GEMMs need beyond the buffers' layout")
     files: dict[str, FileBinding] = Field(
         default={}, description="how other checkpoint formats hold the recipe, by name"
     )

@@ -323,7 +323,7 @@ class _Reader:
     def _refuse_reference(self, path: Path, span: Span) -> None:
         self.bad.add(path)
         message = "anchors, aliases and merge keys are not part of the spec language"
-        why = "a value that is written elsewhere has two positions, and a reader must look for it"
+        why = "an alias hides its value; readers have to look it up elsewhere"
         self._add("LC104", message, Label(self._word(span)), why=why, help="write the value out where it is used")
 
     def _refuse_merge(self, path: Path, span: Span) -> None:

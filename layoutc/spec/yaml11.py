@@ -69,7 +69,7 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
     if match := _EXPONENT.fullmatch(text):
         whole, _, fraction = match[2].partition(".")
         spelled = f"{match[1]}{whole or '0'}.{fraction or '0'}e{match[3] or '+'}{match[4]}"
-        return text, ("text", "is not a number", f"write `{spelled}`: YAML 1.1 wants the dot and the sign")
+        return text, ("text", "is not a number", f"write `{spelled}`: YAML 1.1 requires the dot and the sign")
     if _DATE.fullmatch(text):
         return text, ("a date", "", "quote it to keep the text")
     return text, None

@@ -156,7 +156,7 @@ def test_what_no_kernel_quantizes_is_dequantized_and_the_rest_is_said(monkeypatc
     for listed in ("amax_jobs", "kernel_jobs"):
         monkeypatch.setattr(measure, listed, lambda *_: ())
     measure._time_kernels([(name, cls)], (32, 64), False, said.append, {"copy_bytes_per_us": {}, "kernels": []})
-    assert said[-1] == f"  {name}: no kernel quantizes, so that is not timed"
+    assert said[-1] == f"  {name}: no quantize kernel, so quantizing is not timed"
 
 
 def test_each_hook_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from layoutc.runtime.train.convert import recipe_class
 RECIPES = tuple(importlib.import_module("layoutc.recipes").RECIPES)
 OF_CODES, OF_ZEROS, OF_SCALES = (
     "code 0 of its elements",
-    "blocks of zeros have a scale",
+    "blocks of zeros have a special scale",
     "no plain version of its scale",
 )
 NONE = {

@@ -64,7 +64,7 @@ def test_a_recipe_whose_spec_has_errors_is_refused(tmp_path: Path) -> None:
     weight = spec(tmp_path, "mine", "fp8_block", "gemm: {activation: acts}")
     (found,) = pipeline.check(weight.read_bytes(), str(weight))
     assert (found.code, found.message) == ("LC908", "the spec of `acts` has errors")
-    assert found.why == "the first is: `gemm` says nothing"
+    assert found.why == "the first is: `gemm` is empty"
     assert found.help == f"see them all with `layoutc check {broken}`"
 
 

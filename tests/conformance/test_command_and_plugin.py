@@ -32,7 +32,7 @@ def test_the_command_reports_each_check_with_its_meaning() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert re.fullmatch(r"fp8_current  \(.*fp8_current\.yaml, layout \w{12}\)", lines[0])
-    assert re.fullmatch(r"  pass  encode +\d+\.\d s  elements at, beside .*", lines[1])
+    assert re.fullmatch(r"  pass  encode +\d+\.\d s  elements at, next to .*", lines[1])
     assert re.fullmatch(r"  skip  history +\d+\.\d s  the current amax decides the scale", lines[2])
     assert re.fullmatch(r"  1 passed, 1 skipped in \d+\.\d s", lines[3])
 

@@ -60,7 +60,7 @@ def trains(recipe: str | None) -> demo.Result:
     name, shard = next((name, one) for name, one in shards.items() if hasattr(one, "QUANTIZED"))
     shard.store.planes["rowwise_data"].view(torch.uint8)[0] += 1
     what = "rowwise_data" if shard.LAYOUT.passes_differ else "values"  # of blocks whose gathers leave values
-    with pytest.raises(AssertionError, match=f"{name}: gathered, {what} are not those of quantizing the whole"):
+    with pytest.raises(AssertionError, match=f"{name}: gathered {what} differ from quantizing the whole"):
         demo.verify_gather(model, optimizer)
     return found
 
@@ -115,9 +115,9 @@ def test_what_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ["mxfp8", "2.5000", "1.50 MiB (0.50x)", "0.50 MiB (0.50x)", "12.3 ms"],
     ]
     saved = "saved with torch.distributed.checkpoint and resumed; the next 3 losses"
-    told = f"""bf16: {saved} equal the uninterrupted run, to the bit
+    told = f"""bf16: {saved} equal the uninterrupted run, bit for bit
 mxfp8: 9 gathered weights equal quantizing the whole weight, byte for byte
-mxfp8: {saved} equal the uninterrupted run, to the bit
+mxfp8: {saved} equal the uninterrupted run, bit for bit
 3 s in all
 """
     assert said.endswith(told)

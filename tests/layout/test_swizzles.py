@@ -138,7 +138,7 @@ def test_products_read_no_swizzled_codes() -> None:
     ("pattern", "sizes", "message"),
     [
         ("m k", {}, "no `->`"),
-        ("m (a b) -> m (a b", {"b": 2}, "a parenthesis without its partner"),
+        ("m (a b) -> m (a b", {"b": 2}, "an unmatched parenthesis"),
         ("m (a b) -> m a b c", {"b": 2}, "`c` does not appear before"),
         ("m (a b) -> m (a b a)", {"b": 2}, "`a` appears twice after"),
         ("m (a m) -> m a", {"a": 2}, "`m` appears twice before"),

@@ -29,10 +29,10 @@ NAMES = {
 }
 HEAD = """# What was measured
 
-Each section lists recorded runs: what ran, on which machine, with which versions, when, and by which command. One table
-shows their figures. `tests/bench/runs` has the runs as JSON, with more rows; `python tests/programs/front.py` writes this
-page. *(n)* is the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn 14336.
-Git has older runs: `git log -p -- tests/bench/runs tests/bench/RESULTS.md`.
+Each section lists recorded runs: what ran, on which machine, with which versions, when, and by which command. A table
+shows their figures. `tests/bench/runs` has the runs as JSON, with more rows, and `python tests/programs/front.py`
+writes this page. *(n)* is the spread of the runs, *x* how many times as fast. Llama blocks have dim 4096 and ffn
+14336. Git has older runs: `git log -p -- tests/bench/runs tests/bench/RESULTS.md`.
 """
 
 

@@ -67,7 +67,7 @@ def _formats(subject: Subject) -> set[tuple[Format, str]]:
 
 @check(
     "rounding",
-    "the independent model rounds as a plain search over all codes, in exact fractions, does",
+    "the independent model rounds like a plain search over all codes in exact fractions",
     compares="facts",
 )
 def rounding(subject: Subject) -> None:
@@ -128,7 +128,7 @@ def _matrix_of(subject: Subject, source: Source, elements: int) -> tuple[int, in
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
-@check("encode", "elements at, beside and between all codes round as the spec says; codes are kept")
+@check("encode", "elements at, next to and between all codes round as the spec says; codes are kept")
 def encode(subject: Subject) -> None:
     """Each block has an anchor that fixes its scale, and probes around the places where rounding decides."""
     for source in subject.layout.sources:
@@ -222,7 +222,7 @@ def _shared(subject: Subject, amax: Array, k: int) -> Array | None:
     return np.resize(amax, (1, cdiv(k, columns))) if columns else amax
 
 
-@check("scales", "amaxes at, beside and between all scale codes give the scale that the rule and the rounding say")
+@check("scales", "amaxes at, next to and between all scale codes give the scale of the rule and its rounding")
 def scales(subject: Subject) -> None:
     """One non-zero element in each block, whose magnitude walks over the scales."""
     for source in subject.layout.sources:

@@ -54,7 +54,7 @@ def views(subject: Subject, m: int, k: int) -> Iterator[tuple[str, Cut]]:
     yield "no rows", lambda x: x[:0]
 
 
-@check("views", "views and cuts at the derived multiples have the values and the bytes of the base, and share them")
+@check("views", "views and cuts at the derived multiples have the base's values and share its bytes")
 def exact_views(subject: Subject) -> None:
     """No copy, nothing dequantized."""
     m, k = subject.whole()
@@ -123,7 +123,7 @@ def refused_views(subject: Subject) -> None:
     expect_refused(UnsupportedOperator, lambda: base.as_strided((m, k), (1, m)), "other strides")
 
 
-@check("writes", "what is written through a view is seen by the base, where it lies and nowhere else, or refused")
+@check("writes", "a write through a view changes the base there and nowhere else, or is refused")
 def writes(subject: Subject) -> None:
     """Bytes and plain values, through rows, columns and the transpose."""
     m, k = subject.whole()

@@ -100,7 +100,7 @@ def served_planes(subject: Subject, tensor: Any, which: PassName) -> dict[str, T
 
 @check(
     "gather",
-    "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte",
+    "on 1 to 8 ranks, in every pass, gathers equal quantizing the whole weight, byte for byte",
     of_weights=True,
 )
 def gather(subject: Subject) -> None:
@@ -154,7 +154,7 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
 
 @check(
     "gather-again",
-    "a gathered weight is refreshed in place: every plane is the new weight's, also for old views",
+    "a gathered weight is refreshed in place: every plane, and every old view, is the new weight's",
     of_weights=True,
 )
 def gather_again(subject: Subject) -> None:
@@ -211,7 +211,7 @@ def gather_sizes(subject: Subject) -> None:
 
 @check(
     "shards-untouched",
-    "the hooks leave the shard as it was, and so does writing into what they gathered",
+    "neither the hooks nor writes into gathered planes change the shard",
     of_weights=True,
 )
 def untouched(subject: Subject) -> None:
@@ -232,7 +232,7 @@ def untouched(subject: Subject) -> None:
 
 @check(
     "cut-blocks",
-    "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes",
+    "shards cut inside blocks gather to the whole weight, byte for byte, and send equal sizes",
     of_weights=True,
 )
 def cut_blocks(subject: Subject) -> None:

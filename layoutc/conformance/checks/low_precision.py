@@ -41,9 +41,7 @@ class Operands:
     layouts: dict[str, Layout]
 
 
-@check(
-    "low-precision", "a linear layer in low precision multiplies what its operands quantize to, forward and backward"
-)
+@check("low-precision", "a linear layer in low precision multiplies its quantized operands, forward and backward")
 def low_precision(subject: Subject) -> None:
     """And as the weight alone is quantized if products are set to "dequantize"."""
     if subject.plan.products is None:

@@ -50,7 +50,7 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
     return planes
 
 
-@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes", compares="facts")
+@check("shapes", "planes and buffers have the names, shapes, dtypes and bytes that LAYOUT states", compares="facts")
 def shapes(subject: Subject) -> None:
     """For all test shapes."""
     for shape in subject.shapes():
@@ -71,7 +71,7 @@ def shapes(subject: Subject) -> None:
         expect(not wrong, f"{', '.join(wrong)}: not the shape that the layout derives", shape=shape)
 
 
-@check("index-maps", "every value of a buffer has its own bits, the inverse map finds it there, and all else is zero")
+@check("index-maps", "each value of a buffer has its own bits, the inverse map finds it there, other bits are zero")
 def index_maps(subject: Subject) -> None:
     """Chains walked value by value; generated buffers equal what they write."""
     for m, k in matrices(subject):
@@ -125,7 +125,7 @@ def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix
     return np.packbits(bits, bitorder=order)
 
 
-@check("buffers", "buffers hold the planes' values where the spec says, padding zero, by plain indexing")
+@check("buffers", "by plain indexing, buffers hold the planes' values where the spec says, and zeros in padding")
 def placed(subject: Subject) -> None:
     """At all test shapes; and nothing but the orientations that are held."""
     for shape in subject.shapes():
@@ -135,7 +135,7 @@ def placed(subject: Subject) -> None:
         expect_same_all(subject, _laid_out(subject, planes, m, k), expected, (m, k))
 
 
-@check("swizzle", "the GEMM's order of scales and zero points is a permutation, the pattern's, and it can be undone")
+@check("swizzle", "the GEMM order of scales and zero points is the pattern's permutation, and can be undone")
 def swizzled(subject: Subject) -> None:
     """Pattern against numpy's reshape and transpose, and against its chain."""
     swizzle = subject.layout.swizzle

@@ -199,7 +199,7 @@ def _counted(function: Any, *arguments: Any) -> int:
 
 def _job(subject: Subject) -> Job:
     if subject.ranks is None:
-        raise Skipped("no processes were wanted")
+        raise Skipped("checks that start processes are off")
     if not torch.distributed.is_available():
         raise Skipped("torch.distributed is missing")
     world = subject.ranks.world
@@ -218,7 +218,7 @@ def _run(subject: Subject, job: Job, function: Any, *arguments: Any) -> None:
         raise Failure(str(error), world=subject.ranks.world, shape=(job[2], job[2]), seed=subject.seed) from None
 
 
-@check("fsdp2", "FSDP2 with 2 processes: 3 steps with MasterWeights equal one process to the bit", needs_processes=True)
+@check("fsdp2", "FSDP2 with 2 processes: 3 steps with MasterWeights equal those of one process", needs_processes=True)
 def fsdp2(subject: Subject) -> None:
     """Losses, and every buffer of every gathered weight after every step."""
     _run(subject, _job(subject), trains)

@@ -87,7 +87,7 @@ def master_of(linear: nn.Linear) -> Any:
 
 @check(
     "master-weights",
-    "MasterWeights requantizes from fp32 masters: the weight is what its master quantizes to",
+    "MasterWeights requantizes from fp32 masters: the weight equals its quantized master",
     of_weights=True,
 )
 def master_weights(subject: Subject) -> None:

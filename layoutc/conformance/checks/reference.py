@@ -65,7 +65,7 @@ def quantize(subject: Subject) -> None:
                 expect_same_all(subject, made.planes(), subject.model.quantize(values), (m, k), kind="near ties")
 
 
-@check("dequantize", "every orientation gives the values that the model reads from the same planes")
+@check("dequantize", "every orientation has the values that the model reads from the same planes")
 def dequantize(subject: Subject) -> None:
     """The tensor's own dequantize in the outer shape, and the reference of each orientation."""
     for shape, kind, dtype in cases(subject):
@@ -85,7 +85,7 @@ def dequantize(subject: Subject) -> None:
                 expect_same(subject, "values", whole.float(), values, **details)
 
 
-@check("one-orientation", "a tensor that holds one orientation stores its planes alone, with the bytes of the whole")
+@check("one-orientation", "a tensor with one orientation stores only its planes, with the same bytes")
 def one_orientation(subject: Subject) -> None:
     """And unknown orientations are refused."""
     shape = subject.shapes()[1]
@@ -95,15 +95,13 @@ def one_orientation(subject: Subject) -> None:
         made = subject.quantize(x, orientations=(orientation,))
         stated = set(subject.facts.sources[orientation])
         expect(set(made.planes()) == stated, f"{orientation}: stores {', '.join(made.planes())}", shape=shape)
-        expect(orientation in made.orientations, f"{orientation} was asked for, but it does not hold that", shape=shape)
+        expect(orientation in made.orientations, f"the tensor does not hold {orientation}", shape=shape)
         for name, plane in made.planes().items():
             expect_same(subject, name, plane, whole.planes()[name], shape=shape)
     expect_refused(ValueError, lambda: subject.quantize(x, orientations=("sideways",)), "unknown orientation")
 
 
-@check(
-    "nan", "a NaN in the weight is a NaN after dequantize, at its element at least, wherever it is", compares="facts"
-)
+@check("nan", "a NaN in the weight is a NaN after dequantize, at least at its element", compares="facts")
 def nan(subject: Subject) -> None:
     """At corners and random places, in all dtypes, under infinities and zeros."""
     for shape in subject.shapes():
@@ -121,9 +119,7 @@ def nan(subject: Subject) -> None:
                     expect(bool(value.isnan()), message, shape=shape, index=(i, j), seed=subject.seed, kind=kind)
 
 
-@check(
-    "refused", "shapes, dtypes and arguments that the recipe does not take are refused, with its name", compares="facts"
-)
+@check("refused", "unsupported shapes, dtypes and arguments are refused, with the recipe's name", compares="facts")
 def refused(subject: Subject) -> None:
     """Before anything is computed."""
     name, quantize_ = subject.name, subject.package.quantize
@@ -145,7 +141,7 @@ def refused(subject: Subject) -> None:
 
 
 @check(
-    "random-bits", "any seed gives the model's bytes, as a number or as a tensor; without one, torch's generator draws"
+    "random-bits", "any seed gives the model's bytes, as a number or a tensor; without one, torch's generator draws it"
 )
 def random_bits(subject: Subject) -> None:
     """Seeds of either sign, of a few bits and of many."""
@@ -165,7 +161,7 @@ def random_bits(subject: Subject) -> None:
             expect_same_all(subject, made.planes(), expected, matrix, of_seed=seed)
 
 
-@check("out", "quantizing into a tensor replaces every plane, scales included, in place, also for its views")
+@check("out", "quantizing into a tensor replaces every plane in place, scales included; its views see it")
 def out(subject: Subject) -> None:
     """Two weights one after the other into the same object."""
     for shape in subject.shapes()[1:3]:
@@ -197,7 +193,7 @@ def _shifted(x: Array, before: Array) -> Array:
     return np.concatenate([[np.max(np.abs(x))], before[:-1]]).astype(F32)
 
 
-@check("history", "delayed scaling takes its amax from the steps before, as many as the spec keeps")
+@check("history", "delayed scaling takes its amax from as many earlier steps as the spec keeps")
 def history(subject: Subject) -> None:
     """Weights that grow and shrink, for more steps than a short history keeps."""
     length = subject.layout.history

@@ -48,15 +48,15 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each plane of the rowwise orientation has a tensor, and nothing else has one."""
     planes = _planes(spec)
     if spec.files and spec.scale.history is not None:
-        why = "other checkpoint formats have no history of amaxes, so a weight would not be whole"
-        message, label = "a recipe with a history has no files of others", source.key(("files",))
+        why = "other checkpoint formats store no amax history, so a weight would be incomplete"
+        message, label = "a recipe with an amax history can't have `files`", source.key(("files",))
         yield source.find("LC361", message, label, why=why, help="delete `files`")
         return
     rule, columnwise = RULES.get(spec.scale.rule), spec.orientations.columnwise
     own_codes = columnwise is not None and columnwise.block != spec.orientations.rowwise.block
     if spec.files and rule is not None and rule.tensor and own_codes:
-        label, headline = source.key(("files",)), "columnwise has codes of its own, which files don't have"
-        why = f"they would be quantized under the weight's amax, and files hold what {rule.name} makes of it"
+        label, headline = source.key(("files",)), "columnwise has its own codes, which files don't store"
+        why = f"quantizing them needs the weight's amax, but files store the level that {rule.name} computes"
         help = "delete `columnwise`, which is then dequantized from rowwise, or `files`"
         yield source.find("LC361", headline, label, why=why, help=help)
     for name, binding in spec.files.items():
@@ -67,7 +67,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             suffix = {"data": "", "amax": "_amax"}.get(kind, f"_{kind}")
             help = f'write `{kind}: {{name: "{{name}}{suffix}", dtype: {_usual(planes[kind])}}}`'
             label = source.key(where, f"has {listed(sorted(binding.tensors))}")
-            yield source.find("LC361", f"files `{name}` have no tensor for the {kind} of a weight", label, help=help)
+            yield source.find("LC361", f"files `{name}` have no tensor for a weight's {kind}", label, help=help)
         for kind in binding.tensors.keys() - planes.keys() - STATED.keys():
             why = f"the rowwise planes of this recipe are {listed(list(planes))}"
             label = source.key((*where, kind))
@@ -84,8 +84,8 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 yield source.find("LC362", f"the name of a tensor {wrong}", where, help=help)
             full = pattern.replace("{name}", "{module}.weight")
             if full in seen:
-                message = f"{kind} and {seen[full]} would be the same tensor"
-                help = f'name it otherwise, for instance `"{pattern}_{where[-2 if where[-1] == "name" else -1]}"`'
+                message = f"{kind} and {seen[full]} have the same name"
+                help = f'rename it, for instance `"{pattern}_{where[-2 if where[-1] == "name" else -1]}"`'
                 yield source.find("LC362", message, where, help=help)
             seen.setdefault(full, kind)
         for i, pattern in enumerate(binding.ignore):
@@ -99,7 +99,7 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             for i, part in enumerate(parts):
                 wrong = _fields(part.replace("{expert}", ""), ("module",))
                 if wrong is None and part.count("{expert}") != parts[0].count("{expert}"):
-                    wrong = "must have `{expert}` in it if those of the other parts do"
+                    wrong = "must contain `{expert}` if the other parts' names do"
                 if wrong is not None:
                     help, at = 'for instance `"{module}.{expert}.up_proj.weight"`', ("files", name, "parts", whole, i)
                     yield source.find("LC362", f"the name of a part {wrong}", at, help=help)
@@ -111,7 +111,7 @@ def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnos
     if spec.tensor is not None or block.m == block.k == "all":
         return
     for name in (name for name, binding in spec.files.items() if binding.fused):
-        label, why = source.key(("files", name, "fused")), f"its scales are those of blocks of {block.m}x{block.k}"
+        label, why = source.key(("files", name, "fused")), f"each scale covers a block of {block.m}x{block.k}"
         yield source.find("LC361", "no scale covers a whole weight", label, why=why, help="delete `fused`")
 
 
@@ -128,14 +128,14 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             layout = parse_file_layout(tensor.layout, tensor.sizes)
         except NotationError as error:
             label = source.value((*where, "layout"), within=(error.start, error.end))
-            why = "each name appears once on either side; of each group one name has no size, and takes what is left"
+            why = "each name appears once on each side; one name per group has no size and takes the rest"
             help = "for instance `{layout: (e m) (g b) -> e m g b, b: 32}`"
             yield source.find("LC363", f"layout: {error}", label, why=why, help=help)
             continue
         if fmt is not None and _crosses_bytes(fmt):
             bits, at = fmt.bits, (*where, "layout")
-            why = f"codes of {bits} bits lie across bytes, and move as the plane's bytes do"
-            yield source.find("LC363", f"a layout of {bits}-bit codes", at, why=why, help="delete `layout`")
+            why = f"{bits}-bit codes cross bytes, so files store the plane's bytes unchanged"
+            yield source.find("LC363", f"{bits}-bit codes can't have a layout", at, why=why, help="delete `layout`")
             continue
         last, bits = layout.order[-1], fmt.bits if fmt is not None else 8
         size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
@@ -147,7 +147,7 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             run = next(n for n in range(1, 8 * per + 1) if n * rest % per == 0 and n * bits % 8 == 0)
             fits = -(-own // run) * run
             help = f"write `{last}: {fits}`, or a dtype of fewer bits"
-            yield source.find("LC363", f"the last dim does not fill entries of {tensor.dtype}", label, help=help)
+            yield source.find("LC363", f"the last dim does not fill whole {tensor.dtype} entries", label, help=help)
 
 
 def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -168,8 +168,8 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
         elif _crosses_bytes(fmt) and tensor.dtype != "U8" and tensor.pack not in (None, spec.element.pack):
             message, why = (
-                f"{fmt.bits}-bit codes in {tensor.dtype} packed otherwise",
-                "their bytes move as they are, into words",
+                f"{fmt.bits}-bit codes can't be repacked into {tensor.dtype}",
+                "words hold their bytes unchanged",
             )
             yield source.find("LC364", message, (*where, "pack"), why=why, help="delete `pack`, or write `dtype: U8`")
 
@@ -183,7 +183,7 @@ def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC361", message, source.key(where), help="delete `codebook`")
         if kind == "text" and tensor.value is None:
             help = "add `value: {shape: [rows, columns]}`, the JSON that files have"
-            yield source.find("LC361", "a text that says nothing", source.key(where), help=help)
+            yield source.find("LC361", "`text` has no `value`", source.key(where), help=help)
         for key in ("value", "any") if kind != "text" else ():
             if getattr(tensor, key):
                 message = f"`{key}` is for `text`, the tensor of JSON"
@@ -194,7 +194,7 @@ def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 (*where, "any", tensor.any.index(key)),
                 f"delete it, or write one of {listed(sorted(tensor.value or {}))}",
             )
-            yield source.find("LC361", f"`{key}` is no key of the text", at, help=help)
+            yield source.find("LC361", f"`text` has no key `{key}`", at, help=help)
 
 
 def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -209,7 +209,7 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC365", f"form: {error}", (*where, "form"), help=help)
             continue
         if fmt is not None and not fmt.is_f32:
-            why = "a quotient of values of fewer bits is not a value of the same format"
+            why = "narrower formats can't represent the quotient"
             yield source.find("LC365", f"the {kind} is not fp32", (*where, "form"), why=why, help="delete `form`")
 
 
@@ -220,28 +220,29 @@ def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             continue
         label = source.key((*where, "codes"))
         if fmt is None or not fmt.is_f32 or kind == "amax":
-            why = "what codes stand for is fp32, and lies in rows and columns"
-            yield source.find("LC368", f"codes of the {kind}", label, why=why, help="delete `codes`")
+            why = "only fp32 planes of rows and columns can be stored as codes"
+            yield source.find("LC368", f"the {kind} can't be stored as codes", label, why=why, help="delete `codes`")
             continue
         if tensor.form is not None or tensor.pack is not None:
             key = "form" if tensor.form is not None else "pack"
-            yield source.find("LC368", f"`{key}` beside `codes`", source.key((*where, key)), help=f"delete `{key}`")
+            message = f"`{key}` can't be combined with `codes`"
+            yield source.find("LC368", message, source.key((*where, key)), help=f"delete `{key}`")
         if tensor.layout is not None and not _keeps_order(tensor):
             help = f"write `layout: {'m k -> (m k)' if '(' in tensor.layout else 'm k -> m k'}`"
-            message = "blocks of codes are counted by rows, but the layout has another order"
+            message = "blocks of codes are counted row by row, but the layout has another order"
             yield source.find("LC368", message, (*where, "layout"), help=help)
         if codes.values is not None and not _is_looked_up(_known(spec).get(codes.values)):
-            why, help = "codes of new values are looked up among such", "delete `values`: files are then read only"
-            message = f"`{codes.values}` is no codebook of 256 values that ascend from -1 to 1"
+            why, help = "exports look up codes in ascending values", "delete `values`: files are then only read"
+            message = f"`{codes.values}` is not a codebook of 256 ascending values from -1 to 1"
             yield source.find("LC368", message, (*where, "codes", "values"), why=why, help=help)
         tensors = spec.files[where[1]].tensors  # type: ignore[index]
         if "text" not in tensors or codes.offset not in (tensors["text"].value or {}):
             help = f"add `text: {{..., value: {{{codes.offset}: 0}}, any: [{codes.offset}]}}` to `tensors`"
-            message = f"no text has `{codes.offset}`, which is added to the values"
+            message = f"no `text` has the key `{codes.offset}`, the offset of the values"
             yield source.find("LC368", message, (*where, "codes", "offset"), help=help)
         elif codes.offset not in tensors["text"].any:
             help = f"add `{codes.offset}` to `any` of `text`"
-            message = f"`{codes.offset}` is another number in each file, but the text states one"
+            message = f"`{codes.offset}` differs between files, but `text` fixes it"
             yield source.find("LC368", message, (*where, "codes", "offset"), help=help)
 
 
@@ -267,17 +268,15 @@ def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     for name, binding in spec.files.items():
         if binding.record is None and not binding.recognize:
             help = "add `config: {quant_method: mine}` and `recognize: [quant_method]`"
-            yield source.find(
-                "LC366", f"nothing tells files `{name}` from others", source.key(("files", name)), help=help
-            )
+            yield source.find("LC366", f"nothing identifies files `{name}`", source.key(("files", name)), help=help)
         for i, path in enumerate(binding.recognize):
             if not _follow(binding.config, path.split(".")):
                 message, at = f"`{path}` is not in the config of `{name}`", ("files", name, "recognize", i)
                 help = f"write one of its keys: {listed(sorted(binding.config))}" if binding.config else "add it there"
                 yield source.find("LC366", message, at, help=help)
         if binding.plain is not None and binding.plain in binding.config:
-            why = "its value is the list of modules that are not quantized, which exports write"
-            message, help = f"`{binding.plain}` is in the config too", f"delete `{binding.plain}` in `config`"
+            why = "exports write its value, the list of modules that are not quantized"
+            message, help = f"`{binding.plain}` is also in the config", f"delete `{binding.plain}` in `config`"
             yield source.find("LC366", message, ("files", name, "plain"), why=why, help=help)
 
 
@@ -338,9 +337,9 @@ def _fields(pattern: str, allowed: tuple[str, ...]) -> str | None:
     found = re.findall(r"{([^{}]*)}", pattern)
     rest = re.sub(r"{[^{}]*}", "", pattern)
     if len(found) != 1 or found[0] not in allowed:
-        return f"must have {' or '.join(f'`{{{name}}}`' for name in allowed)} in it, once"
+        return f"must contain {' or '.join(f'`{{{name}}}`' for name in allowed)} once"
     if not re.fullmatch(r"[\w.]*", rest):
-        return "must have letters, digits, underscores and dots beside that"
+        return "may otherwise have only letters, digits, underscores and dots"
     return None
 
 

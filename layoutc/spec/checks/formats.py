@@ -92,11 +92,11 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
     others = [key for key in definition.model_fields_set - {"values", "ties"} if getattr(definition, key) is not None]
     if others:
         key = sorted(others)[0]
-        return key, f"is a codebook, whose values say all: it has no `{key}`", f"delete `{key}`, or `values`"
+        return key, f"is a codebook, which has no `{key}`", f"delete `{key}`, or `values`"
     stated = [float(value) for value in definition.values or ()]
     numbers = [value for value in stated if value == value]
     if any(abs(value) > 2.0**126 or 0 < abs(value) < 2.0**-120 for value in numbers):
-        return "values", "has values that fp32 can't hold or round between", "keep magnitudes between 2^-120 and 2^126"
+        return "values", "has values or midpoints that fp32 can't hold", "keep magnitudes between 2^-120 and 2^126"
     rounded = [formats.f32(value) for value in numbers]
     zeros = 2 if len(stated) <= SHORT else 1
     if any(rounded.count(value) > (1 if value else zeros) for value in rounded):
@@ -105,8 +105,8 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
     if max(rounded, default=0) <= 0:
         return (
             "values",
-            "lacks a number above zero",
-            "list one; one below zero as well, for weights",
+            "has no positive number",
+            "list one; weights need a negative one, too",
         )
     return None
 
@@ -131,7 +131,7 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     if definition.values is not None:
         return _unsound_codebook(definition)
     if definition.ties is not None:
-        return "ties", "has no midpoints to state: other formats than codebooks round to nearest even", "delete `ties`"
+        return "ties", "can't state `ties`: formats other than codebooks round to nearest even", "delete `ties`"
     stated = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
     if definition.integer is not None:
         if stated:
@@ -168,7 +168,7 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     except (ValueError, OverflowError, struct.error):
         exact = False
     if not exact:
-        return "bias", "has values that fp32 can't hold or round between", "choose a bias nearer to the middle"
+        return "bias", "has values or midpoints that fp32 can't hold", "choose a bias nearer to the middle"
     return None
 
 
@@ -180,7 +180,7 @@ def _unsound_offset(fmt: Format) -> tuple[str, str, str] | None:
     if fmt.offset > most:
         return "offset", "has no number above 0", f"write {most} or less; {1 << (fmt.integer - 1)} has as many below 0"
     if fmt.symmetric and fmt.offset < fmt.highest:
-        return "symmetric", "has no lowest number without an opposite", "delete `symmetric`"
+        return "symmetric", "already has an opposite for its lowest number", "delete `symmetric`"
     return None
 
 
@@ -194,7 +194,7 @@ def no_element(fmt: Format, use: Use = "weight") -> str:
     if fmt.bits > 8:
         return f"it has {fmt.bits} bits, an element at most 8"
     if not fmt.sign and not (fmt.values and use == "state"):
-        return "it has no sign" + (", which is for `use: state` alone" if fmt.values else "")
+        return "it has no sign" + (", which only `use: state` allows" if fmt.values else "")
     if fmt.integer and fmt.lowest > 0:
         return "it has no zero"
     return "" if fmt.subnormals else "it has no zero"

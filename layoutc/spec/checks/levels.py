@@ -27,13 +27,13 @@ def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     fmt, shared = sound_format(spec, spec.scale.format), sound_format(spec, level.format)
     used = source.key(_SUPER, "scales these scales")
     if fmt is not None and not level_format(fmt):
-        message = f"scales under scales are codes of up to 8 bits, and {fmt.name} has {fmt.bits}"
+        message = f"scales of a super-block have at most 8 bits, but {fmt.name} has {fmt.bits}"
         narrow = listed(name for name, one in BUILTIN.items() if level_format(one) and not one.integer)
         help = f"delete `super`, or write `format: int8`, {narrow}, or one of your own under `formats`"
         yield source.find("LC347", message, ("scale", "format"), used, help=help)
     if fmt is not None and spec.scale.round != "nearest":
-        label = source.value(("scale", "round"), "is another way")
-        message = "scales under scales are rounded to nearest"
+        label = source.value(("scale", "round"), "is not nearest")
+        message = "scales of a super-block are rounded to nearest"
         yield source.find("LC347", message, label, used, help="delete `round`; `super` may have one")
     where: Path = (*_SUPER, "format")
     scales = [name for name, one in BUILTIN.items() if holds_scales(one)]
@@ -43,10 +43,10 @@ def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC304", f"{quoted(level.format)} is not a known format", label, help=help)
     elif shared is not None and not holds_scales(shared):
         message = f"{shared.name} can't be the format of a super-block's scale: it needs 8 bits or more, and a NaN"
-        why = "a NaN in the weight survives in the scale of its super-block"
+        why = "a NaN in the weight must survive in the scale of its super-block"
         yield source.find("LC347", message, where, why=why, help=f"one of: {listed(scales)}")
     elif shared is not None and shared.is_wide and level.round != "nearest":
-        label = source.value((*_SUPER, "round"), "is another way")
+        label = source.value((*_SUPER, "round"), "is not nearest")
         message = f"{shared.name} scales are rounded to nearest, ties to even"
         yield source.find("LC326", message, label, where, help="delete `round`")
 
@@ -60,7 +60,7 @@ def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if outer is not None and (problem := _reads_more(outer)):
         label = source.value(("scale", "rule"), problem)
         plain = listed(name for name, one in RULES.items() if _keeps_scales(one))
-        message = f"scales of {outer.name} can't lie under scales of their own"
+        message = f"scales of {outer.name} can't have a super-block"
         yield source.find("LC347", message, label, used, help=f"delete `super`, or write one of the rules {plain}")
     rule, where = RULES.get(level.rule), (*_SUPER, "rule")
     fitting = [name for name, one in RULES.items() if not (_reads_more(one) or one.makes_zero)]
@@ -100,13 +100,13 @@ def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> It
         message = f"{rule.name} would hide a NaN of a block's scale"
         yield source.find("LC328", message, used, help=f"add `{switch}: true` to `super`" if switch else "another rule")
     if level.offset and scale is not None and level_format(scale) and least_of(scale) >= 0:
-        message = f"scales less their mean may be below 0, and {scale.name} begins at {least_of(scale):g}"
+        message = f"scales minus their mean may be negative, but {scale.name} begins at {least_of(scale):g}"
         help = "delete `offset`, or write a format with a sign, such as `format: int8`"
         yield source.find("LC347", message, (*_SUPER, "offset"), ("scale", "format"), help=help)
     outer = RULES.get(spec.scale.rule)
     if zero is not None and outer is not None and outer.zero_is == "value" and not zero.is_wide and least_of(zero) >= 0:
         other = next(name for name, one in RULES.items() if one.zero_is == "minimum")
-        message = f"the values of element 0 that {outer.name} stores are below 0, and {zero.name} begins at 0"
+        message = f"{outer.name} stores negative values of element 0, but {zero.name} begins at 0"
         yield source.find("LC347", message, ("scale", "zero"), ("scale", "rule"), help=f"write `rule: {other}`")
 
 
@@ -133,7 +133,7 @@ def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]
             block = source.value((*side.where, "block", axis), f"blocks of {size}")
             if axis == "m" and "all" in (covers, size):
                 what = "a super-block" if covers == "all" else "a block"
-                message = f"{what} over all rows would have scales that depend on rows of other shards"
+                message = f"the scales of {what} over all rows would depend on other shards' rows"
                 at, other = (label, block) if covers == "all" else (block, label)
                 yield source.find("LC348", message, at, other, help="write a number of rows, for instance `m: 1`")
             elif covers != "all" and (size == "all" or covers % size):
@@ -149,7 +149,7 @@ def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if buffer is None:
             continue
         if level is None:
-            message = f"{side.name} lays out scales of scales, and has none"
+            message = f"{side.name} has no scales of scales to lay out"
             yield source.find("LC336", message, source.key(path[:-1]), help="delete this `super`")
             continue
         terms = terms_of(buffer)
@@ -178,11 +178,11 @@ def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             continue
         label = source.key((*side.scale_at, "super"), "scales these scales")
         if spec.scale.history is not None:
-            message = "a history keeps the amax of one scale, which has no other above it"
+            message = "an amax history can't be combined with super-blocks"
             at = source.key(("scale", "history"))
             yield source.find("LC325", message, at, label, help="delete `history`, or `super`")
         if side.name == "rowwise" and any(binding.record is None for binding in spec.files.values()):
-            message = "other checkpoint formats are bound to planes of data, scales and zero points alone"
+            message = "`files` can bind tensors to data, scales and zero points only"
             yield source.find("LC347", message, source.key(("files",)), label, help="delete `files`")
 
 
@@ -190,17 +190,17 @@ def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagn
     """What is stored of the amax of a matrix lies beside each of its rows: a level, over blocks of one row."""
     if spec.tensor is None or spec.tensor.per == "weight":
         return
-    used, message = source.value(("tensor", "per"), "for each row"), "an amax of each matrix can't be stored by rows"
+    used, message = source.value(("tensor", "per"), "for each row"), "an amax per matrix can't be stored for each row"
     rule = RULES.get(spec.scale.rule)
     if rule is not None and rule.needs_tensor_amax and not rule.tensor:
         levels = listed(n for n, one in RULES.items() if one.tensor)
-        why = f"{rule.name} stores the amax itself, which orientations with codes of their own share"
+        why = f"{rule.name} stores the amax itself, which all orientations share"
         yield source.find("LC339", message, ("scale", "rule"), used, why=why, help=f"write one of the rules {levels}")
     if spec.orientations.rowwise.block.m != 1:
-        why, at = "rows of a block may be of two matrices", ("orientations", "rowwise", "block", "m")
+        why, at = "a block's rows may belong to two matrices", ("orientations", "rowwise", "block", "m")
         yield source.find("LC339", message, at, used, why=why, help="write `m: 1`")
     if spec.orientations.columnwise is not None:
-        label, why = source.key(("orientations", "columnwise")), "a column runs over all matrices"
+        label, why = source.key(("orientations", "columnwise")), "a column crosses all matrices"
         yield source.find("LC339", message, label, used, why=why, help="delete `columnwise`")
 
 

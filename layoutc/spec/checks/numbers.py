@@ -105,8 +105,8 @@ def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         own = [path for path in (side.element_at, side.scale_at) if len(path) > 1]
         own += [(*side.where, "transform")] if side.orientation.transform is not None else []
         if own:
-            message = f"{side.name} would need a second level of its own"
-            why = "the weight stores one number in place of its amax, which all orientations decode by"
+            message = f"{side.name} would need its own level for the whole tensor"
+            why = "the weight stores one level instead of its amax, and all orientations decode with it"
             help = "delete it, or write `rule: two-level`, which stores the amax"
             yield source.find("LC337", message, source.key(own[0]), why=why, help=help)
 
@@ -115,7 +115,7 @@ def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnos
     """A history keeps one amax for each step, so there must be one scale."""
     for side in sides(spec):
         if side.orientation.quantize.scale is not None and (side.scale.history or spec.scale.history):
-            message = "a history needs one scale for the whole tensor, not another for one orientation"
+            message = "an amax history needs the same scale in all orientations"
             label = source.key(side.scale_at, f"{side.name} has a scale of its own")
             yield source.find("LC325", message, label, help="delete `history`, or this `scale`")
     if spec.scale.history is None:
@@ -124,14 +124,14 @@ def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnos
     for side in sides(spec):
         block = side.orientation.block
         if (block.m, block.k) != ("all", "all"):
-            message = f"a history needs one scale for the whole tensor, but {side.name} has many"
+            message = f"an amax history needs one scale for the whole tensor, but {side.name} has many"
             stated = source.value((*side.where, "block"), f"blocks of {block.m} x {block.k}")
             help = "delete `history`, or write `block: {m: all, k: all}`"
             yield source.find("LC325", message, label, stated, help=help)
     if spec.tensor is not None:
         tensor, message = (
             source.key(("tensor",), "takes the amax of this step"),
-            "a history does not go with a tensor level",
+            "an amax history can't be combined with a tensor level",
         )
         yield source.find("LC325", message, label, tensor, help="delete one of the two")
 
@@ -145,7 +145,7 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         return
     label = source.value(("scale", "format"))
     if fmt.is_wide and spec.scale.round != "nearest":
-        rounding, message = "is another way", f"{fmt.name} scales are rounded to nearest, ties to even"
+        rounding, message = "is not nearest", f"{fmt.name} scales are rounded to nearest, ties to even"
         if fmt.is_f32:
             rounding, message = "has nothing to round", "an f32 scale is stored as it is computed"
         yield source.find("LC326", message, source.value(("scale", "round"), rounding), label, help="delete `round`")
@@ -180,7 +180,7 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     integers = [name for name, fmt in BUILTIN.items() if fmt.integer]
     bytes_ = listed(name for name in integers if BUILTIN[name].bits == 8)
     if zero is None:
-        message = f"{rule.name} makes zero points, which have no format"
+        message = f"the zero points of {rule.name} have no format"
         yield source.find("LC340", message, used, help=f"add `zero: {bytes_}`")
     elif (fmt := sound_format(spec, zero)) is None or not (fmt.integer or fmt.bits == 16):
         help = f"write `zero: {bytes_}`, another integer of up to 8 bits, f16 or bf16"
@@ -195,7 +195,7 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
     for side in sides(spec):
         if side.orientation.block.m == "all" and side.rule is not None and side.rule.makes_zero:
             label = source.value((*side.where, "block", "m"), "a block covers rows of all shards")
-            message = "zero points need the range of a block, and shards share only its amax"
+            message = "zero points need the range of a block, but shards share only its amax"
             yield source.find("LC340", message, label, help="write a number of rows")
 
 

@@ -13,7 +13,7 @@ def gemm_says_something(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A `gemm` without keys decides nothing."""
     if spec.gemm is not None and not spec.gemm.model_fields_set:
         help = "delete it, or write `gemm: {activation: ...}` with the recipe that activations are quantized with"
-        yield source.find("LC333", "`gemm` says nothing", source.key(("gemm",)), help=help)
+        yield source.find("LC333", "`gemm` is empty", source.key(("gemm",)), help=help)
 
 
 def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -23,9 +23,9 @@ def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnost
         return
     for key in ("gradient", "dequantize"):
         if key in gemm.model_fields_set:
-            message, label = f"`gemm.{key}` without `gemm.activation`", source.key(("gemm", key))
-            why = "without a recipe for activations there are no products in low precision, so this decides nothing"
-            help = f"write `activation: {spec.name}` beside it, or delete it"
+            message, label = f"`gemm.{key}` needs `gemm.activation`", source.key(("gemm", key))
+            why = "without a recipe for activations, no product runs in low precision, so this has no effect"
+            help = f"add `activation: {spec.name}`, or delete it"
             yield source.find("LC333", message, label, why=why, help=help)
 
 
@@ -39,7 +39,7 @@ def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     elif len(stated) == 3:
         assert spec.gemm is not None
         keys = "`activation`, `gradient` and `dequantize`" if spec.gemm.scale else "`gemm`"
-        help = f"delete {keys}: weights are dequantized then"
+        help = f"delete {keys}: all products then dequantize weights"
         yield source.find("LC333", "no product is left in low precision", where, help=help)
 
 

@@ -190,7 +190,7 @@ def _unknown_key(
 ) -> Diagnostic:
     key = str(path[-1])
     if key in _DERIVED and meant is None:
-        why = "it follows from the layout, so stating it again could only contradict that"
+        why = "it follows from the layout; a second statement could only contradict it"
         help = "delete it; `layoutc show` prints what is derived"
         return source.find("LC207", f"a spec can't state {quoted(key)}", source.key(path), why=why, help=help)
     elsewhere = None if meant else _home(aliases()["keys"].get(key.casefold(), key))

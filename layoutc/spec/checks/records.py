@@ -37,8 +37,9 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC367", "records do not hold a whole weight", source.key(where), used, help=help)
         for key in ("tensors", "ignore", "parts", "fused", "config", "recognize", "plain"):
             if getattr(binding, key):
-                label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
-                yield source.find("LC367", f"`{key}` beside `record`", label, used, help=f"delete `{key}`, or `record`")
+                label, used = source.key(("files", name, key)), source.key(where, "replaces all other keys")
+                message = f"`{key}` can't be combined with `record`"
+                yield source.find("LC367", message, label, used, help=f"delete `{key}`, or `record`")
         kind = (binding.record.container, binding.record.number)
         if kind in types:
             message = f"`{name}` and `{types[kind]}` are the same type of {kind[0]}"
@@ -60,7 +61,7 @@ def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         for block, path, what in blocks:
             across, covers = getattr(block, other), getattr(block, along)
             if across != 1:
-                message = f"a {what} of {across} along {other} has no record of its own"
+                message = f"a record has one step along {other}, but a {what} has {across}"
                 yield source.find("LC349", message, (*path, other), used, help=f"write `{other}: 1`")
             if covers == "all" or size % covers:
                 whole = False
@@ -70,7 +71,7 @@ def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 yield source.find("LC349", message, used, label, help=fix)
         if whole and getattr(spec.shape, along) % size:
             multiple = getattr(spec.shape, along)
-            message = f"{along} comes in multiples of {multiple}, and records hold {size}"
+            message = f"{along} comes in multiples of {multiple}, but records hold {size}"
             stated = {axis: getattr(spec.shape, axis) for axis in AXES} | {along: -(-multiple // size) * size}
             shape = ", ".join(f"{axis}: {count}" for axis, count in stated.items() if count > 1)
             help = f"write `shape: {{{shape}}}` at the top level"
@@ -107,7 +108,7 @@ def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                     if twice and sound:
                         message = f"record: bit {bit} of {field.part} {entry} is stored twice"
                         first = source.value((*where[:-1], stored[field.part, entry, bit]), "here as well")
-                        help = "let each bit of each value stand in one field"
+                        help = "store each bit in one field"
                         yield source.find("LC349", message, where, first, help=help)
                         sound = False
         every = ((part, entry, bit) for part, sizes in values.items() for entry, bit in product(*map(range, sizes)))
@@ -115,7 +116,7 @@ def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if sound and missing:
             part, entry, bit = missing[0]
             label = source.key((*side.where, "record", "fields"))
-            message = f"record: bit {bit} of {part} {entry} is stored nowhere"
+            message = f"record: bit {bit} of {part} {entry} is not stored"
             yield source.find("LC349", message, label, help=f"add `{_rest(missing, part)}` to `fields`")
 
 
@@ -160,14 +161,17 @@ def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str
         counts.add(stop - start)
         width += high - low
     if len(counts) > 1:
-        return "fields side by side have different numbers of entries", "give each as many entries as the others"
+        return "fields joined by `|` have different numbers of entries", "give them equal numbers of entries"
     if width > _WIDEST or (width > 8 and width % 8):
-        help = f"let the fields between `|` have up to 8 bits together, or 16, 24 or {_WIDEST}"
-        return f"fields side by side have {width} bits together", help
+        help = f"fields joined by `|` may have up to 8 bits in total, or 16, 24 or {_WIDEST}"
+        return f"fields joined by `|` have {width} bits in total", help
     count = next(iter(counts))
     if count * width % 8:
         help = f"fields of {width} bits come in multiples of {8 // gcd(8, width)} entries"
-        return f"{count} times {width} bits fill no whole bytes", f"{help}; or add fields beside, for up to 8 bits"
+        return (
+            f"{count} times {width} bits do not fill whole bytes",
+            f"{help}; or join more fields by `|`, up to 8 bits",
+        )
     return None
 
 

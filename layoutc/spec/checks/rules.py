@@ -78,7 +78,7 @@ def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             if getattr(side.orientation.block, axis) == "all":
                 label = source.value((*side.where, "block", axis), "a block without a size")
                 used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
-                message = f"{side.scale.rule} adds up the errors of a block, and this one runs over all of {axis}"
+                message = f"{side.scale.rule} sums the errors of a block, but this block covers all of {axis}"
                 yield source.find("LC341", message, label, used, help="write a number, for instance 16")
 
 
@@ -105,7 +105,7 @@ def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         wide = next(name for name, fmt in BUILTIN.items() if fmt.bits == 4 and not fmt.integer)
         label = source.value(("element", "format"), f"its magnitudes are 0 and {element.max:g}")
         used = source.value(("scale", "rule"), "also tries the amax at the element below the largest")
-        message = f"{rule.name} needs elements of at least two magnitudes beside 0"
+        message = f"{rule.name} needs elements with at least two nonzero magnitudes"
         yield source.find("LC342", message, label, used, help=f"write `format: {wide}`, or another rule")
 
 
@@ -128,7 +128,7 @@ def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     what = f"{scale.name} has no 0"
     if holds_zero:
         used = ("scale", *raised[:1]) if raised else ("scale", "rule")
-        what = "gives a block of zeros another scale than 0"
+        what = "gives a block of zeros a nonzero scale"
     help = "add 0 to `values`"
     if holds_zero:
         help += f", or delete `{raised[0]}`" if raised else ", or write `rule: scale-first`"

@@ -20,7 +20,7 @@ def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     scale = spec.gemm.scale if spec.gemm else None
     if scale is not None:
         help = "for instance, for tiles of 128x4: `{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}`"
-        why = "each name appears once on either side, and all but the first of a group have a size"
+        why = "each name appears once on each side, and all but the first of a group have a size"
         parse = partial(parse_swizzle, scale.swizzle, scale.sizes)
         yield from _unreadable(source, ("gemm", "scale"), scale, parse, why, help)
 
@@ -84,7 +84,7 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def buffer_swizzles_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The pattern of a buffer parses, is a bijection over its dims, and all its sizes are known."""
-    why = "each name appears once on either side, and all but one of a group have a size, or an order of entries"
+    why = "each name appears once on each side, and all but one of a group have a size, or an order of entries"
     for laid in buffers(spec):
         buffer, named = laid.buffer, laid.terms
         if buffer.swizzle is not None and named:
@@ -93,7 +93,7 @@ def buffer_swizzles_are_readable(spec: Spec, source: Source) -> Iterator[Diagnos
         elif buffer.swizzle is not None and named is not None:
             scalar, help = (
                 source.value((*laid.where, "layout"), "a single scale"),
-                "delete `swizzle`: there is one value, and no order",
+                "delete `swizzle`: a single value has no order",
             )
             yield source.find("LC331", "a scalar takes no swizzle", (*laid.where, "swizzle"), scalar, help=help)
 
@@ -117,7 +117,7 @@ def buffers_are_whole_tiles(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             needed = laid.multiples
         except ValueError as error:
             message = f"{error} of {bits} bits, which do not fill {fills}"
-            help = "let the last dim, after the arrow, take more codes, or the name without a size"
+            help = "give the last dim after the arrow more codes, or the name without a size"
             yield source.find("LC330", f"swizzle: {message}", last, help=help)
             continue
         pads = buffer.pad or (1,) * len(named or ())
@@ -145,12 +145,12 @@ def words_hold_codes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             continue
         if bits > 8 or not laid.terms:
             what = f"values of {bits} bits" if bits > 8 else "a single scale"
-            message = f"words are made of codes of up to 8 bits, not of {what}"
+            message = f"words hold codes of up to 8 bits, not {what}"
             yield source.find("LC334", message, path, help="delete `words`")
         elif bits < 8 and laid.side.element.pack == "high-first":
             used = source.value((*laid.side.element_at, "pack"), "the first code takes the high bits")
-            help = "write `pack: low-first`; a `swizzle` with a list says another order"
-            yield source.find("LC334", "the first code of a word is its lowest", used, path, help=help)
+            help = "write `pack: low-first`; a `swizzle` with a list gives another order"
+            yield source.find("LC334", "a word has its first code in the low bits", used, path, help=help)
 
 
 def zero_points_are_there(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -161,7 +161,7 @@ def zero_points_are_there(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 source.key((*side.where, "zero")),
                 source.value((*side.scale_at, "rule"), "makes no zero points"),
             )
-            message = f"{side.name} lays out zero points, and has none"
+            message = f"{side.name} has no zero points to lay out"
             yield source.find("LC336", message, label, used, help="delete `zero`")
 
 
@@ -177,10 +177,10 @@ def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagno
             continue
         zero, used = (
             (*side.scale_at, "zero"),
-            source.value((*side.where, "scale", "layout"), "zero points lie as scales do"),
+            source.value((*side.where, "scale", "layout"), "zero points have the layout of scales"),
         )
         if not terms:
-            message = f"a single zero point of {bits} bits fills no byte"
+            message = f"a single {bits}-bit zero point does not fill a byte"
             yield source.find("LC315", message, zero, used, help="write `zero: int8`")
             continue
         try:
@@ -190,9 +190,9 @@ def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagno
         pads = buffer.pad if len(buffer.pad) == len(terms) else (1,) * len(terms)
         sure = [sure_multiple(spec, term, pad) for term, pad in zip(terms, pads, strict=True)]
         if needed is None or any(one % multiple for one, multiple in zip(sure, needed, strict=True)):
-            message = f"zero points of {bits} bits, which lie as scales do, do not fill bytes"
+            message = f"{bits}-bit zero points in the layout of scales do not fill bytes"
             lie = f"zero: {{layout: {buffer.layout}, pad: {_pads(bits, len(terms))}}}"
-            help = f"write `zero: int8`, or say how they lie, beside the orientation's `scale`: `{lie}`"
+            help = f"write `zero: int8`, or give them a layout next to the orientation's `scale`: `{lie}`"
             yield source.find("LC315", message, zero, used, help=help)
 
 
@@ -202,7 +202,7 @@ def _narrow_are_not_swizzled(spec: Spec, source: Source, side: Side) -> Iterator
         fmt = sound_format(spec, name) if name else None
         if fmt is None or fmt.bits >= 8 or (key == "format" and side.scale.super is None):
             continue
-        message = f"{what} of {fmt.bits} bits are packed, and `gemm.scale` orders whole values"
+        message = f"{fmt.bits}-bit {what} are packed, but `gemm.scale` orders whole values"
         help = f"delete `gemm.scale`, or write `{key}: int8`"
         yield source.find("LC335", message, ("gemm", "scale", "swizzle"), (*side.scale_at, key), help=help)
 
@@ -218,11 +218,11 @@ def scales_are_ordered_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         key = "swizzle" if laid.buffer.swizzle else "words" if laid.buffer.words else ""
         if laid.kind == "data" or not (key or laid.kind == "zero"):
             continue
-        label, message = source.value((*laid.where, key)), f"the {laid.side.name} {laid.kind} has an order of its own"
-        message += ", and `gemm.scale` orders it again"
+        label, message = source.value((*laid.where, key)), f"the {laid.side.name} {laid.kind} has its own order"
+        message += ", which `gemm.scale` would change"
         if not key:
             label, key = source.key(laid.where), "zero"
-            message = f"`gemm.scale` orders zero points as scales, and {laid.side.name} lays them out by themselves"
+            message = f"`gemm.scale` orders zero points as scales, but {laid.side.name} gives them another layout"
         help = f"delete `gemm.scale`, or this `{key}`"
         yield source.find("LC335", message, label, ("gemm", "scale", "swizzle"), help=help)
 

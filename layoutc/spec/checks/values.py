@@ -18,7 +18,7 @@ _REFUSED: tuple[tuple[Path, str], ...] = (
     (("reduce",), "ranks send gradients of weights"),
     (("files",), "other checkpoint formats hold weights"),
     (("tensor",), "each rank quantizes its own rows, so no scale may depend on those of others"),
-    (("scale", "history"), "a step reads what the step before it wrote, and nothing older"),
+    (("scale", "history"), "a step reads the state of the previous step only"),
     (("scale", "super"), "one launch reads gradients and writes codes, with the scales of their blocks"),
     (("scale", "zero"), "values of 0 are codes of 0"),
     (("orientations", "columnwise"), "no product reads it, so it has one orientation"),
@@ -36,7 +36,7 @@ def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnost
             continue
         if (where := (*side.element_at, *side.scale_at)) not in found:
             found.add(where)
-            message = f"{side.scale.rule} takes the scale of the least error, and random bits would decide it"
+            message = f"{side.scale.rule} takes the scale with the least error, which random bits would decide"
             used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
             help = "delete `round`, or write another rule"
             yield source.find("LC344", message, (*side.element_at, "round"), used, help=help)
@@ -54,7 +54,7 @@ def transforms_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message = f"there is no Hadamard matrix of {size} here: sizes are {listed(map(str, _SIZES))}"
             yield source.find("LC345", message, (*where, "hadamard"), help=f"write `hadamard: {near}`")
         elif transform.signs >> size:
-            message = f"`signs` has a bit for each of {size} steps, and this has {transform.signs.bit_length()}"
+            message = f"`signs` has a bit for each of {size} steps, but this has {transform.signs.bit_length()}"
             used = source.value((*where, "hadamard"), f"{size} steps")
             most = f"0x{(1 << size) - 1:X}"
             yield source.find("LC345", message, (*where, "signs"), used, help=f"at most {most}")
@@ -71,11 +71,11 @@ def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         for each in AXES:
             block, place = getattr(side.orientation.block, each), (*side.where, "block", each)
             if block == "all":
-                message = f"a block of transformed values can't run over all of {each}"
-                why = "the amax of such a block is found in a pass of its own, over values as they come"
+                message = f"a block of transformed values can't cover all of {each}"
+                why = "a separate pass finds the amax of such a block, over untransformed values"
                 yield source.find("LC346", message, place, label, why=why, help="write a number")
             elif each == axis and block % size:
-                message = f"the blocks of {side.name} cut what its transform mixes"
+                message = f"the blocks of {side.name} split the groups that its transform mixes"
                 used = source.value(place, f"blocks of {block} along {axis}")
                 help = f"write `{axis}: {-(-block // size) * size}`"
                 help += f", or `hadamard: {block}`" if block in _SIZES else ""
@@ -84,7 +84,7 @@ def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if multiple % size:
             stated = axis in spec.shape.model_fields_set
             at = source.value(("shape", axis)) if stated else label
-            message = f"the transform of {side.name} mixes {size} steps along {axis}, and a matrix may have fewer"
+            message = f"the transform of {side.name} mixes {size} steps along {axis}, but a matrix may have fewer"
             one = f"{axis}: {-(-multiple // size) * size}"
             given = "shape" in spec.model_fields_set
             help = f"write `{one}`" if stated else f"add `{one}` to `shape`" if given else f"add `shape: {{{one}}}`"
@@ -95,7 +95,7 @@ def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic
     """A rule that tries several scales measures errors of values as they come."""
     for side in sides(spec):
         if side.orientation.transform is not None and side.rule is not None and side.rule.candidates:
-            message = f"{side.scale.rule} measures errors of values as they come, and {side.name} transforms them"
+            message = f"{side.scale.rule} measures errors of untransformed values, but {side.name} transforms them"
             used = source.value((*side.scale_at, "rule"), "tries several scales for each block")
             label, help = source.key((*side.where, "transform")), "delete `transform`, or write another rule"
             yield source.find("LC346", message, label, used, help=help)
@@ -117,8 +117,8 @@ def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         message = "elements of state are rounded to nearest"
         yield source.find("LC338", message, ("element", "round"), use, help="delete `round`")
     if spec.orientations.rowwise.block.m != 1 or spec.orientations.rowwise.block.k == "all":
-        message = f"blocks of {what} lie in one row, and have a size"
-        why = "ranks hold whole rows, so that no cut between them splits a block, and a launch holds whole blocks"
+        message = f"blocks of {what} must lie in one row and have a fixed size"
+        why = "ranks hold whole rows, so no cut splits such a block, and kernels process whole blocks"
         yield source.find("LC338", message, (*_ROWS, "block"), use, why=why, help="write `block: {m: 1, k: 256}`")
 
 
