@@ -9,25 +9,16 @@ FILES = {
         summary="AutoAWQ's gemm files of groups of 128, as vLLM reads them",
         planes={
             "rowwise_data": BoundPlane(
-                "{module}.qweight", "I32", 4, rows=(REST, 4, 2), columns=(REST,), order=(3, 0, 2, 1), joined=(1, 3)
+                "{module}.qweight", "I32", 4, rows=(REST, 4, 2), order=(3, 0, 2, 1), joined=(1, 3)
             ),  # (g a b) k -> k (g b a)
-            "rowwise_scale": BoundPlane(
-                "{module}.scales", "F16", 16, rows=(REST,), columns=(REST,), order=(1, 0)
-            ),  # m k -> k m
+            "rowwise_scale": BoundPlane("{module}.scales", "F16", 16, rows=(REST,), order=(1, 0)),  # m k -> k m
             "rowwise_zero": BoundPlane(
-                "{module}.qzeros",
-                "I32",
-                4,
-                rows=(REST, 4, 2),
-                columns=(REST,),
-                order=(3, 0, 2, 1),
-                joined=(1, 3),
-                spread=True,
+                "{module}.qzeros", "I32", 4, rows=(REST, 4, 2), order=(3, 0, 2, 1), joined=(1, 3), spread=True
             ),  # (g a b) k -> k (g b a)
         },
-        parts=EXPERTS,
         config={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
         recognized=("quant_method", "bits", "group_size", "version"),
         plain="modules_to_not_convert",
+        parts=EXPERTS,
     ),
 }

@@ -66,19 +66,12 @@ FILES = {
         summary="bitsandbytes' 4 bits without double quantization, as transformers holds them",
         planes={
             "rowwise_data": BoundPlane(
-                "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), order=(0, 1, 2), joined=(2, 1)
+                "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), joined=(2, 1)
             ),  # m (g b) -> (m g) b
             "rowwise_scale": BoundPlane(
-                "{name}.absmax", "F32", 32, rows=(REST,), columns=(REST,), order=(0, 1), joined=(2,)
+                "{name}.absmax", "F32", 32, rows=(REST,), order=(0, 1), joined=(2,)
             ),  # m k -> (m k)
         },
-        codebook=("{name}.quant_map", "F32", CODEBOOK),
-        text=(
-            "{name}.quant_state.bitsandbytes__fp4",
-            {"quant_type": "fp4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
-            ("dtype",),
-        ),
-        parts=EXPERTS,
         config={
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -89,27 +82,44 @@ FILES = {
         },
         recognized=("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         plain="llm_int8_skip_modules",
+        parts=EXPERTS,
+        codebook=("{name}.quant_map", "F32", CODEBOOK),
+        text=(
+            "{name}.quant_state.bitsandbytes__fp4",
+            {"quant_type": "fp4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
+            ("dtype",),
+        ),
     ),
     "bitsandbytes_double": Binding(
         name="bitsandbytes_double",
         summary="bitsandbytes' 4 bits with double quantization; writing rounds the scales",
         planes={
             "rowwise_data": BoundPlane(
-                "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), order=(0, 1, 2), joined=(2, 1)
+                "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), joined=(2, 1)
             ),  # m (g b) -> (m g) b
             "rowwise_scale": BoundPlane(
                 "{name}.absmax",
                 "U8",
                 8,
                 rows=(REST,),
-                columns=(REST,),
                 order=(0, 1),
                 joined=(2,),
                 codes=Codes(
-                    "{name}.nested_quant_map", "{name}.nested_absmax", 256, "nested_offset", VALUES_OF_DYNAMIC8
+                    "{name}.nested_quant_map", "{name}.nested_absmax", 256, "nested_offset", values=VALUES_OF_DYNAMIC8
                 ),
             ),  # m k -> (m k)
         },
+        config={
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "fp4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": "bfloat16",
+        },
+        recognized=("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+        plain="llm_int8_skip_modules",
+        parts=EXPERTS,
         codebook=("{name}.quant_map", "F32", CODEBOOK),
         text=(
             "{name}.quant_state.bitsandbytes__fp4",
@@ -124,16 +134,5 @@ FILES = {
             },
             ("dtype", "nested_offset"),
         ),
-        parts=EXPERTS,
-        config={
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "fp4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_quant_storage": "uint8",
-            "bnb_4bit_compute_dtype": "bfloat16",
-        },
-        recognized=("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
-        plain="llm_int8_skip_modules",
     ),
 }

@@ -11,10 +11,10 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{name}_scale_inv", "F32", 32),
         },
-        parts=EXPERTS,
         config={"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         recognized=("quant_method", "weight_block_size"),
         plain="modules_to_not_convert",
+        parts=EXPERTS,
     ),
     "compressed_tensors": Binding(
         name="compressed_tensors",
@@ -23,8 +23,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -50,6 +48,8 @@ FILES = {
             "config_groups.*.weights.block_structure",
         ),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
     ),
     "modelopt": Binding(
         name="modelopt",
@@ -60,10 +60,10 @@ FILES = {
                 "{name}_scale", "F32", 32, rows=(REST, 1), columns=(REST, 1), order=(0, 1, 2, 3)
             ),  # (m i) (k j) -> m i k j
         },
-        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
-        parts=EXPERTS,
         config={"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=EXPERTS,
     ),
 }

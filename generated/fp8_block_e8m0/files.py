@@ -11,13 +11,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
         },
-        parts=(
-            (
-                "{module}.experts.gate_up_proj",
-                ("{module}.experts.{expert}.w1.weight", "{module}.experts.{expert}.w3.weight"),
-            ),
-            ("{module}.experts.down_proj", ("{module}.experts.{expert}.w2.weight",)),
-        ),
         config={
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -27,5 +20,12 @@ FILES = {
         },
         recognized=("quant_method", "scale_fmt", "weight_block_size"),
         plain="modules_to_not_convert",
+        parts=(
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.w1.weight", "{module}.experts.{expert}.w3.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.w2.weight",)),
+        ),
     ),
 }

@@ -11,8 +11,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "BF16", 16),
         },
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -32,5 +30,7 @@ FILES = {
         },
         recognized=("quant_method", "format", "config_groups.*.weights.strategy"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
     ),
 }

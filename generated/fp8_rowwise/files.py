@@ -11,8 +11,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -32,6 +30,8 @@ FILES = {
         },
         recognized=("quant_method", "format", "config_groups.*.weights.strategy"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
     ),
     "modelopt": Binding(
         name="modelopt",
@@ -39,14 +39,14 @@ FILES = {
         planes={
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane(
-                "{name}_scale", "F32", 32, rows=(REST,), columns=(REST,), order=(0, 1), joined=(2,)
+                "{name}_scale", "F32", 32, rows=(REST,), order=(0, 1), joined=(2,)
             ),  # m k -> (m k)
         },
-        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
-        parts=EXPERTS,
         config={"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=EXPERTS,
     ),
     "fbgemm": Binding(
         name="fbgemm",
@@ -55,9 +55,9 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{name}_scale", "F32", 32),
         },
-        ignored=("{module}.input_scale_ub",),
         config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         recognized=("quant_method",),
         plain="modules_to_not_convert",
+        ignored=("{module}.input_scale_ub",),
     ),
 }

@@ -11,15 +11,11 @@ FILES = {
             "rowwise_data": BoundPlane(
                 "{module}.qweight", "I32", 8, rows=(REST,), columns=(REST, 4), order=(1, 0, 2), joined=(1, 2)
             ),  # m (g w) -> g (m w)
-            "rowwise_scale": BoundPlane(
-                "{module}.scales", "F16", 16, rows=(REST,), columns=(REST,), order=(1, 0)
-            ),  # m k -> k m
+            "rowwise_scale": BoundPlane("{module}.scales", "F16", 16, rows=(REST,), order=(1, 0)),  # m k -> k m
             "rowwise_zero": BoundPlane(
-                "{module}.qzeros", "I32", 4, rows=(REST,), columns=(REST,), order=(1, 0), spread=True
+                "{module}.qzeros", "I32", 4, rows=(REST,), order=(1, 0), spread=True
             ),  # m k -> k m
         },
-        groups=("{module}.g_idx", "I32", 128),
-        parts=EXPERTS,
         config={
             "quant_method": "gptq",
             "bits": 4,
@@ -30,5 +26,7 @@ FILES = {
         },
         recognized=("quant_method", "bits", "group_size", "checkpoint_format"),
         plain="modules_to_not_convert",
+        parts=EXPERTS,
+        groups=("{module}.g_idx", "I32", 128),
     ),
 }

@@ -11,9 +11,6 @@ FILES = {
             "rowwise_data": BoundPlane("{module}.weight_packed", "I32", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "BF16", 16),
         },
-        shape=("{module}.weight_shape", "I64"),
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -40,5 +37,8 @@ FILES = {
             "config_groups.*.weights.symmetric",
         ),
         plain="ignore",
+        shape=("{module}.weight_shape", "I64"),
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
     ),
 }

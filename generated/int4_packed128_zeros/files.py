@@ -11,19 +11,9 @@ FILES = {
             "rowwise_data": BoundPlane("{module}.weight_packed", "I32", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "BF16", 16),
             "rowwise_zero": BoundPlane(
-                "{module}.weight_zero_point",
-                "I32",
-                4,
-                rows=(REST, 8),
-                columns=(REST,),
-                order=(0, 2, 1),
-                joined=(1, 2),
-                spread=True,
+                "{module}.weight_zero_point", "I32", 4, rows=(REST, 8), order=(0, 2, 1), joined=(1, 2), spread=True
             ),  # (g w) k -> g (k w)
         },
-        shape=("{module}.weight_shape", "I64"),
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -50,5 +40,8 @@ FILES = {
             "config_groups.*.weights.symmetric",
         ),
         plain="ignore",
+        shape=("{module}.weight_shape", "I64"),
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
     ),
 }

@@ -11,8 +11,6 @@ FILES = {
             "rowwise_data": BoundPlane("{name}", "I8", 8),
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F32", 32),
         },
-        ignored=("{module}.input_scale", "{module}.input_zero_point"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -32,6 +30,8 @@ FILES = {
         },
         recognized=("quant_method", "format", "config_groups.*.weights.num_bits", "config_groups.*.weights.strategy"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_zero_point"),
+        parts=EXPERTS,
     ),
     "modelopt": Binding(
         name="modelopt",
@@ -39,13 +39,13 @@ FILES = {
         planes={
             "rowwise_data": BoundPlane("{name}", "I8", 8),
             "rowwise_scale": BoundPlane(
-                "{name}_scale", "F32", 32, rows=(REST,), columns=(REST,), order=(0, 1), joined=(2,)
+                "{name}_scale", "F32", 32, rows=(REST,), order=(0, 1), joined=(2,)
             ),  # m k -> (m k)
         },
-        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
-        parts=EXPERTS,
         config={"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=EXPERTS,
     ),
 }

@@ -9,11 +9,9 @@ FILES = {
         summary="gpt-oss, with experts as columns of 32 codes",
         planes={
             "rowwise_data": BoundPlane(
-                "{name}_blocks", "U8", 4, rows=(MATRICES, REST, 32), columns=(REST,), order=(0, 3, 1, 2)
+                "{name}_blocks", "U8", 4, rows=(MATRICES, REST, 32), order=(0, 3, 1, 2)
             ),  # (e g b) n -> e n g b
-            "rowwise_scale": BoundPlane(
-                "{name}_scales", "U8", 8, rows=(MATRICES, REST), columns=(REST,), order=(0, 2, 1)
-            ),  # (e g) n -> e n g
+            "rowwise_scale": BoundPlane("{name}_scales", "U8", 8, order=(0, 2, 1)),  # (e g) n -> e n g
         },
         config={"quant_method": "mxfp4"},
         recognized=("quant_method",),

@@ -12,8 +12,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{module}.weight_global_scale", "F32", 32, over=2688.0),
         },
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -35,6 +33,8 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
         fused=FUSED,
     ),
     "modelopt": Binding(
@@ -45,11 +45,11 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{name}_scale_2", "F32", 32, scalar=True, by=2688.0),
         },
-        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
-        parts=EXPERTS,
         config={"quant_method": "modelopt", "quant_algo": "NVFP4"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=EXPERTS,
         fused=FUSED,
     ),
 }

@@ -12,8 +12,6 @@ FILES = {
             "rowwise_scale": BoundPlane("{module}.weight_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{module}.weight_global_scale", "F32", 32),
         },
-        ignored=("{module}.input_scale", "{module}.input_global_scale"),
-        parts=EXPERTS,
         config={
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
@@ -35,6 +33,8 @@ FILES = {
         },
         recognized=("quant_method", "format"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.input_global_scale"),
+        parts=EXPERTS,
         fused=FUSED,
     ),
 }

@@ -12,11 +12,11 @@ FILES = {
             "rowwise_scale": BoundPlane("{name}_scale", "F8_E4M3", 8),
             "amax": BoundPlane("{name}_scale_2", "F32", 32, scalar=True),
         },
-        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
-        parts=EXPERTS,
         config={"quant_method": "modelopt", "quant_algo": "NVFP4"},
         recognized=("quant_method", "quant_algo"),
         plain="ignore",
+        ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
+        parts=EXPERTS,
         fused=FUSED,
     ),
 }

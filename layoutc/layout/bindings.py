@@ -3,82 +3,38 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from layoutc.runtime.bindings import facts
+from layoutc.runtime.bindings.facts import Binding, BoundPlane, Codes, RecordBinding
 from layoutc.spec.notation import AS_STORED, MATRICES, FileLayout, parse_file_layout, parse_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from layoutc.layout.records import Record
-    from layoutc.spec.bindings import FileBinding, FileCodes, FileTensor, PlaneKey
+    from layoutc.spec.bindings import FileBinding, FileTensor, PlaneKey
 
 
 NONE: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class BoundPlane:
-    """The tensor of a file that holds one plane.
+STATED: tuple[PlaneKey, ...] = ("shape", "groups", "codebook", "text")  # tensors that hold no plane
 
-    `bits` is the size of what is permuted: the codes of a packed plane; or its entries, where codes that share a byte
-    in the plane share it in the file too. spread: codes that the file packs have a byte each in the plane.
+
+class Files(NamedTuple):
+    """How files of one program hold all planes of a source, as generated code states it.
+
+    layouts: plane -> the order of its tensor; None: a single value without dims. codebooks: the formats of codes that
+    are written, by plane.
     """
 
-    plane: str
-    name: str
-    dtype: str
-    layout: FileLayout | None  # None: a single value without dims
-    bits: int
-    low_first: bool
-    plane_low_first: bool
-    over: float | None  # the file has this over each value
-    by: float | None  # the file has each value over this
-    spread: bool = False
-    of_matrices: bool = False  # the file has one value for all rows of a matrix
-    codes: FileCodes | None = None  # the file has codes of the values
-    code_values: tuple[float, ...] = ()  # those of the codes, where files are written
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of names in the layout, in what is permuted."""
-        return dict(self.layout.sizes) if self.layout else {}
-
-
-@dataclass(frozen=True)
-class Binding:
-    """How files of one program hold all planes of a source."""
-
-    name: str
-    summary: str
-    planes: tuple[BoundPlane, ...]
-    shape: tuple[str, str] | None  # a tensor with the weight's two sizes: its name and dtype
-    groups: tuple[str, str, int] | None  # one with the group of each column: its name and dtype, columns of a group
-    codebook: tuple[str, str, tuple[float, ...]] | None  # one with the value of each code: its name, dtype and these
-    text: tuple[str, str, tuple[str, ...]] | None  # one with JSON: its name, the JSON, keys of any value
-    ignored: tuple[str, ...]
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
-    config: str  # JSON
-    recognized: tuple[str, ...]
-    plain: str
-    fused: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class RecordBinding:
-    """How one container holds a weight: a tensor of its own type, whose bytes are the weight's rowwise records."""
-
-    name: str
-    summary: str
-    container: str
-    type: str
-    number: int
-    buffer: str
-    elements: int  # of a record
-    nbytes: int
+    binding: Binding
+    layouts: Mapping[str, FileLayout | None]
+    codebooks: Mapping[str, str]
 
 
 class Stored(NamedTuple):
@@ -98,31 +54,40 @@ def bindings(
     columns: int | None,
     values: tuple[float, ...],
     codebooks: Mapping[str, tuple[float, ...]],
-) -> tuple[Binding, ...]:
+) -> tuple[Files, ...]:
     """The bindings of a checked spec, for these planes.
 
     low_first: how their codes fill bytes. columns: of a block. values: of the elements' codes, if they have a codebook.
     codebooks: the values of every format's codes.
     """
-    return tuple(
-        Binding(
+    made = list[Files]()
+    for name, stated in ((name, stated) for name, stated in files.items() if stated.record is None):
+        tensors = {planes[kind].name: stated.tensors[kind] for kind in planes}
+        pairs = {one.name: bound(one, tensors[one.name], low_first, codebooks) for one in planes.values()}
+        shape, groups, codebook, text = (stated.tensors.get(kind) for kind in STATED)
+        binding = Binding(
             name=name,
             summary=stated.summary.rstrip("."),
-            planes=tuple(bound(planes[kind], stated.tensors[kind], low_first, codebooks) for kind in planes),
-            shape=(stated.tensors["shape"].name, stated.tensors["shape"].dtype) if "shape" in stated.tensors else None,
-            groups=_groups(stated.tensors.get("groups"), columns),
-            codebook=_codebook(stated.tensors.get("codebook"), values),
-            text=_text(stated.tensors.get("text")),
-            ignored=stated.ignore,
-            parts=tuple(stated.parts.items()),
-            config=json.dumps(stated.config),
+            planes={plane: held for plane, (held, _) in pairs.items()},
+            config=_as_json(stated.config),
             recognized=stated.recognize,
             plain=stated.plain or "",
+            shape=(shape.name, shape.dtype) if shape else None,
+            ignored=stated.ignore,
+            parts=tuple(stated.parts.items()),
+            groups=(groups.name, groups.dtype, columns) if groups and columns is not None else None,
+            codebook=(codebook.name, codebook.dtype, values) if codebook else None,
+            text=(text.name, _as_json(text.value), text.any) if text else None,
             fused=stated.fused,
         )
-        for name, stated in files.items()
-        if stated.record is None
-    )
+        written = {plane: one.codes.values for plane, one in tensors.items() if one.codes and one.codes.values}
+        made.append(Files(binding, {plane: layout for plane, (_, layout) in pairs.items()}, written))
+    return tuple(made)
+
+
+def _as_json(data: object) -> Any:
+    """Data with lists where JSON has them, as files are compared with it."""
+    return json.loads(json.dumps(data))
 
 
 def record_bindings(files: dict[str, FileBinding], records: Sequence[Record]) -> tuple[RecordBinding, ...]:
@@ -144,40 +109,37 @@ def record_bindings(files: dict[str, FileBinding], records: Sequence[Record]) ->
     )
 
 
-def _groups(stated: FileTensor | None, columns: int | None) -> tuple[str, str, int] | None:
-    return None if stated is None or columns is None else (stated.name, stated.dtype, columns)
-
-
-def _codebook(stated: FileTensor | None, values: tuple[float, ...]) -> tuple[str, str, tuple[float, ...]] | None:
-    return None if stated is None else (stated.name, stated.dtype, values)
-
-
-def _text(stated: FileTensor | None) -> tuple[str, str, tuple[str, ...]] | None:
-    return None if stated is None else (stated.name, json.dumps(stated.value), stated.any)
-
-
 def bound(
     plane: Stored, stated: FileTensor, low_first: bool, codebooks: Mapping[str, tuple[float, ...]] = NONE
-) -> BoundPlane:
+) -> tuple[BoundPlane, FileLayout | None]:
+    """The tensor that holds a plane, and its order; None for a single value without dims.
+
+    What is permuted are the codes of a packed plane; or its entries, where codes that share a byte in the plane share
+    it in the file too.
+    """
     over, by = parse_form(stated.form) if stated.form else (None, None)
-    in_file = low_first if stated.pack is None else stated.pack == "low-first"
+    made = BoundPlane(stated.name, stated.dtype, max(8, plane.bits), over=over, by=by)
     if stated.layout == "scalar":
-        made = BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
-        return replace(made, of_matrices=plane.of_matrices)
+        return made._replace(scalar=True, of_matrices=plane.of_matrices), None
     layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
+    in_file = low_first if stated.pack is None else stated.pack == "low-first"
     if (codes := stated.codes) is not None:
-        made = BoundPlane(plane.name, stated.name, stated.dtype, layout, 8, True, True, None, None, codes=codes)
-        return replace(made, code_values=codebooks[codes.values]) if codes.values else made
-    if plane.code_bits:
-        low = stated.pack != "high-first"
-        return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.code_bits, low, True, over, by, True)
-    if plane.bits < 8 and not shares_bytes(layout, in_file == low_first, plane.bits):
-        return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.bits, in_file, low_first, over, by)
-    last = layout.order[-1]
-    sizes = {n: size * plane.bits // 8 if n == last and plane.bits < 8 else size for n, size in layout.sizes}
-    entries = replace(layout, sizes=tuple(sorted(sizes.items())))
-    made = BoundPlane(plane.name, stated.name, stated.dtype, entries, max(8, plane.bits), True, True, over, by)
-    return replace(made, of_matrices=plane.of_matrices)
+        values = codebooks[codes.values] if codes.values else ()
+        meaning = Codes(codes.codebook, codes.scale, codes.block, codes.offset, values)
+        made = BoundPlane(stated.name, stated.dtype, 8, codes=meaning)
+    elif plane.code_bits:
+        made = made._replace(bits=plane.code_bits, low_first=stated.pack != "high-first", spread=True)
+    elif plane.bits < 8 and not shares_bytes(layout, in_file == low_first, plane.bits):
+        made = made._replace(bits=plane.bits, low_first=in_file, plane_low_first=low_first)
+    else:
+        last = layout.order[-1]
+        sizes = {n: size * plane.bits // 8 if n == last and plane.bits < 8 else size for n, size in layout.sizes}
+        layout = replace(layout, sizes=tuple(sorted(sizes.items())))
+        made = made._replace(of_matrices=plane.of_matrices)
+    names, known = (*layout.rows, *layout.columns), {MATRICES: facts.MATRICES, **dict(layout.sizes)}
+    rows, columns = (tuple(known.get(name, facts.REST) for name in group) for group in (layout.rows, layout.columns))
+    order = tuple(map(names.index, layout.order))
+    return made._replace(rows=rows, columns=columns, order=order, joined=layout.joined), layout
 
 
 def shares_bytes(layout: FileLayout, same_order: bool, bits: int) -> bool:

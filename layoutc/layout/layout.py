@@ -7,12 +7,12 @@ values laid out as the spec says, by a chain of steps (layoutc.layout.chain).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from layoutc.ints.sizes import cdiv, up
-from layoutc.layout.bindings import Binding, RecordBinding, Stored, bindings, record_bindings
+from layoutc.layout.bindings import Files, Stored, bindings, record_bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
 from layoutc.layout.formula import Formula, FormulaStep, RepeatUpTo, Size, of_plane
 from layoutc.layout.planes import AMAX, ORIENTATIONS, Kind, Plane, Source, codes_per_group, stream_of
@@ -20,6 +20,7 @@ from layoutc.layout.quantization import Block, Level, Quantization, Transform
 from layoutc.layout.records import Record, record_of
 from layoutc.layout.sources import quantization_of, source_of_quantization, stated_buffer
 from layoutc.layout.swizzles import swizzle_chain, swizzle_steps, swizzled_shape
+from layoutc.runtime.bindings.facts import RecordBinding
 from layoutc.spec import formats
 from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_layout, parse_swizzle
 
@@ -183,7 +184,7 @@ class Layout:
     pick: str
     swizzle: Swizzle | None
     others: OtherOperands | None  # None: the spec states no products in low precision
-    files: tuple[Binding, ...]  # how files of other programs hold the first source
+    files: tuple[Files, ...] = field(hash=False)  # how files of other programs hold the first source
     containers: tuple[RecordBinding, ...]  # those that hold its records
     records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
     use: Use = "weight"  # what is held in it

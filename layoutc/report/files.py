@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from layoutc.layout.bindings import Binding, BoundPlane, RecordBinding
+from layoutc.layout.bindings import Files
 from layoutc.layout.layout import Layout
 from layoutc.report.tables import Table
+from layoutc.runtime.bindings.facts import Binding, RecordBinding
 from layoutc.spec.notation import AS_STORED
 
 
@@ -15,7 +16,7 @@ def file_tables(layout: Layout) -> list[Table]:
     if not layout.files and not layout.containers:
         return [Table(f"{layout.name}: its spec states no other checkpoint formats", (), ())]
     return [
-        *(table for binding in layout.files for table in _tables(layout, binding)),
+        *(table for files in layout.files for table in _tables(layout, files)),
         *(_container(layout, binding) for binding in layout.containers),
     ]
 
@@ -32,11 +33,12 @@ def _container(layout: Layout, binding: RecordBinding) -> Table:
     return Table(f"{layout.name}/{binding.name}: {binding.summary}", (), rows)
 
 
-def _tables(layout: Layout, binding: Binding) -> list[Table]:
-    rows = [_row(layout, plane) for plane in binding.planes]
-    for plane, codes in [(one, one.codes) for one in binding.planes if one.codes is not None]:
-        meaning = f"value of each, {codes.values}" if codes.values else "value of each"
-        rows.append((f"codes of {plane.plane}", codes.codebook, "F32", "256", meaning))
+def _tables(layout: Layout, files: Files) -> list[Table]:
+    binding = files.binding
+    rows = [_row(layout, files, plane) for plane in binding.planes]
+    for plane, codes in [(name, one.codes) for name, one in binding.planes.items() if one.codes is not None]:
+        meaning = f"value of each, {files.codebooks[plane]}" if codes.values else "value of each"
+        rows.append((f"codes of {plane}", codes.codebook, "F32", "256", meaning))
         rows.append(("", codes.scale, "F32", f"one for {codes.block} codes", f"then + {codes.offset} of the JSON"))
     if binding.shape:
         rows.append(("the weight's sizes", binding.shape[0], binding.shape[1], "2", ""))
@@ -48,7 +50,7 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
         rows.append(("the value of each code", name, dtype, f"{len(values)}", ""))
     if binding.text:
         name, text, free = binding.text
-        rows.append(("JSON", name, "U8", text, f"any {', '.join(free)}" if free else ""))
+        rows.append(("JSON", name, "U8", json.dumps(text), f"any {', '.join(free)}" if free else ""))
     rest = [
         ("config.json has", _dotted(binding)),
         ("modules left plain under", binding.plain),
@@ -63,30 +65,26 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
     return [Table(title, heads, tuple(rows)), Table("", (), tuple(row for row in rest if row[1]))]
 
 
-def _row(layout: Layout, plane: BoundPlane) -> tuple[str, ...]:
-    if plane.layout is None:
-        order = "a single value"
-    elif plane.layout == AS_STORED:
-        order = "as the plane"
+def _row(layout: Layout, files: Files, name: str) -> tuple[str, ...]:
+    plane, order = files.binding.planes[name], files.layouts[name]
+    if order is None:
+        said = "a single value"
+    elif order == AS_STORED:
+        said = "as the plane"
     else:
-        sizes = ", ".join(f"{name}={size}" for name, size in plane.layout.sizes)
-        order = f"{plane.layout.pattern}{f', {sizes}' if sizes else ''}{' bytes' if _in_bytes(layout, plane) else ''}"
+        sizes = ", ".join(f"{dim}={size}" for dim, size in order.sizes)
+        in_bytes = plane.bits == 8 and next(one.bits for one in layout.planes if one.name == name) < 8
+        said = f"{order.pattern}{f', {sizes}' if sizes else ''}{' bytes' if in_bytes else ''}"  # of packed codes
     form = f"{plane.over:g} / x" if plane.over else f"x / {plane.by:g}" if plane.by else ""
     if not plane.low_first:
         form = "high bits first"
     if plane.codes is not None:
-        form = "codes, which round values" if plane.code_values else "codes, read only"
-    return plane.plane, plane.name, plane.dtype, order, form
-
-
-def _in_bytes(layout: Layout, plane: BoundPlane) -> bool:
-    """True if sizes count bytes of packed codes."""
-    return plane.bits == 8 and next(one.bits for one in layout.planes if one.name == plane.plane) < 8
+        form = "codes, which round values" if plane.codes.values else "codes, read only"
+    return name, plane.name, plane.dtype, said, form
 
 
 def _dotted(binding: Binding) -> str:
-    config = json.loads(binding.config)
-    return ", ".join(f"{path}: {json.dumps(_at(config, path.split('.')))}" for path in binding.recognized)
+    return ", ".join(f"{path}: {json.dumps(_at(binding.config, path.split('.')))}" for path in binding.recognized)
 
 
 def _at(config: object, path: list[str]) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import prod
 
-from layoutc.layout.bindings import Binding, dims, where
+from layoutc.layout.bindings import Files, dims, where
 from layoutc.layout.planes import AMAX
 from layoutc.plan.plan import Plan
 from layoutc.report.proof import Proof, proof
@@ -20,8 +20,8 @@ def planes_are_in_files(plan: Plan) -> Iterator[Proof]:
     """The first source's planes, and the amax, are in a tensor each; other sources are quantized from its values."""
     first = plan.layout.sources[0]
     stored = [plane.name for plane in plan.layout.planes if plane in first.planes or plane.name == AMAX.name]
-    for binding in plan.layout.files:
-        held = [bound.plane for bound in binding.planes]
+    for binding in (one.binding for one in plan.layout.files):
+        held = list(binding.planes)
         wrong = next((name for name in stored if held.count(name) != 1), "")
         counter = f"{wrong} is in {held.count(wrong)} tensors" if wrong else ""
         yield proof(f"files {binding.name}", f"every plane of {first.name} has one tensor", "names of planes", counter)
@@ -29,19 +29,19 @@ def planes_are_in_files(plan: Plan) -> Iterator[Proof]:
 
 def bindings_are_bijections(plan: Plan) -> Iterator[Proof]:
     """Each value of a plane has a place of its own in the file's tensor, and each place is a value's."""
-    for binding in plan.layout.files:
-        yield from _of_planes(binding)
+    for files in plan.layout.files:
+        yield from _of_planes(files)
 
 
-def _of_planes(binding: Binding) -> Iterator[Proof]:
-    for bound in binding.planes:
-        if (layout := bound.layout) is None:
+def _of_planes(files: Files) -> Iterator[Proof]:
+    for plane, layout in files.layouts.items():
+        if layout is None:
             continue
         rows, columns, matrices = _sample(layout)
         statement = "every value lies at a place of its own in the tensor, and every place is a value's"
         method = f"every value enumerated, {rows} x {columns} of them"
         counter = _not_a_bijection(layout, rows, columns, matrices)
-        yield proof(f"files {binding.name}, {bound.plane}", statement, method, counter)
+        yield proof(f"files {files.binding.name}, {plane}", statement, method, counter)
 
 
 def _sample(layout: FileLayout) -> tuple[int, int, int]:

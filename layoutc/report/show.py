@@ -222,7 +222,7 @@ def overview(plan: Plan) -> Overview:
     gathered = 8 * float(facts.passes[0].large_weight)
     of_weights = "train" if len(layout.orientations) > 1 else "train, freeze"
     use = layout.use if layout.use != "weight" else "operand" if plan.not_weights else of_weights
-    bindings = [one.name for one in layout.files] + [one.name for one in layout.containers]
+    bindings = [one.binding.name for one in layout.files] + [one.name for one in layout.containers]
     names = tuple(f"{layout.name}/{name}" for name in bindings)
     found = plan.products.products if plan.products else ()
     products: dict[str, str] = {one.name: f"{one.cards.least[0]}.{one.cards.least[1]}" for one in found if one.cards}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutc.checkpoint.held import places
-from layoutc.emit.files_text import _plane
-from layoutc.layout.bindings import BoundPlane, Stored, bound, dims, where
+from layoutc.emit.files_text import code
+from layoutc.layout.bindings import Stored, bound, dims, where
 from layoutc.layout.layout import AMAX, Plane
 from layoutc.runtime.bindings import facts
 from layoutc.runtime.errors import LayoutError
@@ -28,9 +28,10 @@ TORCH = {
 }
 
 
-def as_generated(found: BoundPlane) -> facts.BoundPlane:
+def as_generated(found: tuple[facts.BoundPlane, object]) -> facts.BoundPlane:
     """What generated code states, read as Python."""
-    made: facts.BoundPlane = eval(_plane(found), vars(facts).copy())
+    made: facts.BoundPlane = eval(code(found[0], ()), vars(facts).copy())
+    assert made == found[0]
     return made
 
 
@@ -189,6 +190,7 @@ def _near(words: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 4, 8, 32])
 def test_a_plane_as_it_is_moves_without_unpacking(bits: int) -> None:
     plane = Plane("rowwise_data", "data", 1, 1, bits)
-    found = bound(Stored(plane.name, plane.bits), FileTensor(name="{name}", dtype="U8" if bits < 32 else "F32"), True)
+    tensor = FileTensor(name="{name}", dtype="U8" if bits < 32 else "F32")
+    found, layout = bound(Stored(plane.name, plane.bits), tensor, True)
     assert found.bits == max(bits, 8)
-    assert found.layout == AS_STORED
+    assert layout == AS_STORED
