@@ -119,6 +119,6 @@ def test_a_dynamic_map_is_looked_at_once(name: str, in_memory: bool) -> None:
     x = torch.cat([x, torch.zeros((1 << 17) - len(x))])
     out = torch.empty(len(x), dtype=torch.int32)
     kernel: Any = as_the_recipe
-    codebooks = launches._books(recipe.KERNELS, x.device) if in_memory else None
+    codebooks = launches.books_of(recipe.KERNELS) if in_memory else None
     kernel[(1,)](x, codebooks, out, recipe.encode, len(x))
     assert torch.equal(out.to(torch.uint8), reference.encode(x))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import to_float
+from layoutc.runtime.triton.codebooks import in_shared
 from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
@@ -157,7 +158,8 @@ def update_kernel(
     input_max,  # the largest value of a master's dtype, for scales of weights
     GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr,
     DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
-    DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr,
+    SIZE_M: tl.constexpr,  # of books_m; 0: there are none
+    DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr, SIZE_V: tl.constexpr,
     QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
     ROUNDED: tl.constexpr,  # dtype of a plain weight; None: the weight is quantized, or is its own master
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -189,13 +191,13 @@ def update_kernel(
         _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
         _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
         _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
-        None, None, None, books_m,
+        None, None, None, in_shared(books_m, SIZE_M) if SIZE_M else None,
     )  # fmt: skip
     second = (  # no plane where a rule has one moment
         _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
         _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
         _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
-        None, None, None, books_v,
+        None, None, None, in_shared(books_v, SIZE_V) if SIZE_V else None,
     )  # fmt: skip
     planes = (
         _plane(fields, PLANES, 0, KINDS, ROWS, ALIGNED) if KINDS >> 0 else None,
@@ -260,7 +262,10 @@ def update_kernel(
                     (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
                 )  # fmt: skip
         p = moved(p, along, square, by, over, KINDS_V != 0, QUICK)
-        p = write_master(p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT)
+        p = write_master(
+            p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT,
+            DEQUANTIZE_M is not None or DEQUANTIZE_V is not None,
+        )  # fmt: skip
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
             store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
@@ -311,18 +316,41 @@ def _inside(p, place, EVEN: tl.constexpr):
 # ------------------------------------------------------------------------------------------------------------- masters
 @triton.jit
 def write_master(
-    p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
-):
+    p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
+    CODED: tl.constexpr,  # moments are
+):  # fmt: skip
     """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
     if master.dtype.element_ty == tl.float32:
-        store(master, p, place, EVEN, EVICT=EVICT)
+        if CODED and EVEN:
+            _store_in_eights(master, p, place, EVICT)
+        else:
+            store(master, p, place, EVEN, EVICT=EVICT)
         return p
     else:
         key, number, first_row, first_column = chance
-        bits = bits_of(p) + chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
-        bits = tl.where(isnan(p), 0x7FC00000, bits & -65536)
+        bits = bits_of(tl.where(isnan(p), float("nan"), p)) if INTERPRETED else bits_of(p)
+        bits = tl.minimum(bits, 0x7FC00000)  # of NaN, which has no sign on a card
+        bits += chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
+        bits &= -65536
         store(master, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT=EVICT)
         return float_of(bits)
+
+
+@triton.jit
+def _store_in_eights(pointer, tile, at, EVICT: tl.constexpr):
+    """`store` of fp32 whose threads have eight neighbours each, as those of codes have: in two pieces of 16 bytes.
+
+    As one store, Triton would give four to each thread, and work out all that leads to them again in that order.
+    """
+    row, column, _, columns = at
+    ROWS: tl.constexpr = tile.shape[0]
+    EIGHTS: tl.constexpr = tile.shape[1] // 8
+    i = tl.arange(0, ROWS)[None, :, None]
+    j = tl.arange(0, EIGHTS)[:, None, None] * 8 + tl.arange(0, 4)[None, None, :]
+    a, b = tl.split(tl.permute(tl.reshape(tile, (ROWS, EIGHTS, 2, 4)), (1, 0, 3, 2)))
+    pointers = pointer + row * columns + column + (i * columns + j)
+    tl.store(pointers, a, eviction_policy=EVICT)
+    tl.store(pointers + 4, b, eviction_policy=EVICT)
 
 
 @triton.jit

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
@@ -192,7 +195,7 @@ class Updates:
         assert not alone
         example = self.members[slots[0]].master
         *moments, target = kernels = [_kernels(cls, example) for cls in (*form.moments, form.target)]
-        books = [_books(one, self._device) for one in (*moments, None)][:2]
+        books = [None if one is None else one.to(self._device) for one in map(books_of, (*moments, None))][:2]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
         tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
         for table in tables:
@@ -246,16 +249,18 @@ def _tiles(form: Form) -> Tiling:
     return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 3, True, 8, 80)
 
 
-def _books(kernels: Any, device: torch.device) -> Tensor | None:
-    """Codebooks of a recipe, its steps, and what is looked up to find how many a number reaches."""
+@functools.cache
+def books_of(kernels: Any) -> Tensor | None:
+    """Codebooks of a recipe, and behind them their steps, or what is looked up to find how many a number reaches: fp32,
+    a multiple of 256. None if there are none."""
     from layoutc.runtime.triton.codebooks import words_of
 
-    books = launch.codebooks(kernels.codebooks, device) if kernels else None
-    if books is None:
+    if kernels is None or not kernels.codebooks:
         return None
-    steps = kernels.codebooks[len(books) // 2 : -1]
-    words = torch.tensor(words_of(steps), dtype=torch.int32, device=device)
-    return torch.cat([books.view(torch.int32), words]).view(torch.float32)
+    books, count = torch.tensor(kernels.codebooks), len(kernels.codebooks) // 2
+    if isnan(kernels.codebooks[-1]) and (words := words_of(kernels.codebooks[count:-1])):
+        books = torch.cat([books[:count], torch.tensor(words, dtype=torch.int32).view(torch.float32)])
+    return functional.pad(books, (0, -len(books) % 256))
 
 
 def _form(member: Member, grad: Tensor) -> Form:
@@ -308,7 +313,9 @@ def constants_of(
     found: list[Any] = [DTYPES[form.grad], DTYPES[form.master]]
     for cls, one in zip(form.moments, moments, strict=True):
         found += [*((one.dequantize_tile, one.quantize_tile) if one else (None, None)), _kinds(cls or torch.float32)]
-    found += [None, None, 0] * (2 - len(moments))
+        books = books_of(one)
+        found.append(0 if books is None else len(books))
+    found += [None, None, 0, 0] * (2 - len(moments))
     served = target.serves if target else {}
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
     found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]

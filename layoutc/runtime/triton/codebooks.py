@@ -43,43 +43,50 @@ def bits_of_size(x):
 
 @triton.constexpr_function
 def buckets_of(STEPS):
-    """(Bits that number a bucket of |x| leave, the first bucket, buckets, steps at most 0) for `words_of`.
+    """(Bits that number a key's bucket leave, the first bucket, the least and the largest number that differ from those
+    beside them) for `words_of`. No bits: steps are too close for buckets of one each, or subnormal, or -1 or below.
 
-    No bits: steps are too close for buckets of one each, or subnormal.
+    The key of x is the bits of x, or where steps are negative, those of x less those of -x, no less than the least.
     """
-    bits = [bits_of_size(one) for one in STEPS]
+    sizes = [bits_of_size(one) for one in STEPS]
     for shift in range(20, 8, -1):  # buckets as wide as may be, of one step at most
-        keys = [(one < 0, bit >> shift) for one, bit in zip(STEPS, bits, strict=True)]
-        if len(set(keys)) == len(keys) and min(bits) >= 1 << 23:
-            break
-    else:
-        return 0, 0, 0, 0
-    places = [key for _, key in keys]
-    return shift, min(places) - 1, max(places) - min(places) + 3, sum(one <= 0 for one in STEPS)
+        least = (min(sizes) - 1) >> shift << shift
+        if len({key >> shift for key in keys_of(STEPS, least)}) == len(STEPS) and least >= 1 << 23 and min(STEPS) > -1:
+            first = (least - bits_of_size(1.0) if min(STEPS) < 0 else least) >> shift
+            return shift, first, of_bits(least), max(STEPS)
+    return 0, 0, 0, 0
+
+
+@triton.constexpr_function
+def keys_of(STEPS, least):
+    """The least key of numbers that reach each step. least: bits of the least number."""
+    if min(STEPS) > 0:
+        return [bits_of_size(one) for one in STEPS]
+    return [(bits_of_size(one) - least) * (1 if one > 0 else -1) for one in STEPS]
+
+
+@triton.constexpr_function
+def of_bits(bits):
+    """The normal number of fp32 that has these bits."""
+    return 2.0 ** ((bits >> 23) - 127) * (1 + (bits & 0x7FFFFF) / 2**23)
 
 
 def words_of(steps: Sequence[float]) -> list[int]:
-    """A word for each bucket of |x|, of positive x, and then of negative ones if they have steps.
+    """A word for each bucket of keys: in the upper eight bits of its sum with a key, whose low bits are moved below
+    them, is the number of steps that are reached.
 
-    A word and the low bits of |x| add up to the number of steps that x reaches, above 2^shift; negative x subtract.
     Without buckets of one step each there are none.
     """
-    shift, first, count, zero = buckets_of(steps)
+    shift, first, least, _ = buckets_of(steps)
     if not shift:
         return []
-    one, found = 1 << shift, []
-    bits = [(step, bits_of_size(step)) for step in steps]
-    above = {bit >> shift: bit & (one - 1) for step, bit in bits if step > 0}
-    below = {bit >> shift: bit & (one - 1) for step, bit in bits if step < 0}
-    reached = zero
-    for key in range(first, first + count):
-        found.append(reached * one + (one - above[key] if key in above else 0))
-        reached += key in above
-    reached = zero
-    for key in range(first, first + count) if below else ():
-        low = below.get(key, one - 1)  # x >= step while the low bits are no more
-        found.append(reached * one + low)
-        reached -= key in below
+    keys = keys_of(steps, bits_of_size(least))
+    own = {key >> shift: -key % (1 << shift) or 1 << shift for key in keys}
+    found, reached = [], 0
+    for bucket in range(first, max(own) + 1):
+        word = (((reached - bucket) << shift) + own.get(bucket, 0)) << (24 - shift)
+        found.append((word + (1 << 31)) % (1 << 32) - (1 << 31))
+        reached += bucket in own
     return found
 
 
@@ -143,10 +150,10 @@ def steps_reached(
     cards half as long as comparing.
     """
     SIZE: tl.constexpr = power_above(COUNT)
-    if count_of(SLOPES) > 0 and codebooks is not None and buckets_of(STEPS)[0] > 0:
-        return steps_by_words(x, codebooks + AT + COUNT, buckets_of(STEPS), ZERO)
+    if codebooks is not None and buckets_of(STEPS)[0] > 0:
+        return steps_by_words(x, codebooks, AT, buckets_of(STEPS), ZERO)
     # No x reaches the steps that fill a table up.
-    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks + AT
+    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks
     if count_of(SLOPES) > 0:
         size = tl.abs(x) if ZERO else x
         at = like(x, COUNT - 1.5 - ZERO)
@@ -157,29 +164,42 @@ def steps_reached(
         below = whole_below(at) + ZERO
         if ZERO:
             below = tl.maximum(below, 0)
-        return below + tl.where(x < step_at(below, steps), 0, 1)
+        return below + tl.where(x < step_at(below, steps, AT), 0, 1)
     reached = tl.zeros(x.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):  # a code has at most 8
         if 1 << bit < SIZE:
-            reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
+            reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps, AT), 1 << bit, 0)
     return reached
 
 
 @triton.jit
-def steps_by_words(x, words, BUCKETS: tl.constexpr, ZERO: tl.constexpr):
-    """`steps_reached`, by a look at the word of x's bucket (`words_of`)."""
+def steps_by_words(x, codebooks, AT: tl.constexpr, BUCKETS: tl.constexpr, ZERO: tl.constexpr):
+    """`steps_reached`, by a look at the word of x's bucket (`words_of`). On a card NaN reaches all steps."""
     SHIFT: tl.constexpr = BUCKETS[0]
-    FIRST: tl.constexpr = BUCKETS[1]
-    COUNT: tl.constexpr = BUCKETS[2]
-    bits = bits_of(x)
-    size = bits & 0x7FFFFFFF if ZERO else bits
-    place = tl.minimum(tl.maximum((size >> SHIFT) - FIRST, 0), COUNT - 1)
-    low = size & ((1 << SHIFT) - 1)
+    if INTERPRETED:
+        x = tl.where(isnan(x), 0.0, x)
+    key = bits_of(tl.maximum(tl.minimum(x, BUCKETS[3]), BUCKETS[2]))
     if ZERO:
-        is_negative = bits < 0
-        place += tl.where(is_negative, COUNT, 0)
-        low = tl.where(is_negative, -low, low)
-    return (bits_of(gathered(words, place)) + low) >> SHIFT
+        key -= bits_of(tl.maximum(from_0_to_1(x, -1.0, 0.0), BUCKETS[2]))
+    word = bits_of(gathered(codebooks, key >> SHIFT, AT - BUCKETS[1]))
+    return upper_bytes(word + (key << (24 - SHIFT))).to(tl.int32)
+
+
+@triton.jit
+def upper_bytes(words):
+    """The upper eight bits of 32: uint8."""
+    if INTERPRETED:
+        return (words >> 24).to(tl.uint8)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0073; prmt.b32 high, $3, $4, 0x0073; "
+            "prmt.b32 $0, low, high, 0x5410; }",
+            "=r,r,r,r,r",
+            [words],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
 
 
 @triton.jit
@@ -209,12 +229,12 @@ def whole_below(x):
 
 
 @triton.jit
-def step_at(places, steps):
-    """steps[place] for each place, in memory or in a table that the program holds."""
-    if steps.dtype.is_ptr():
-        return gathered(steps, places)
-    else:
+def step_at(places, steps, AT: tl.constexpr):
+    """The step of each place, in memory from place AT on, or in a table that the program holds."""
+    if isinstance(steps.type, tl.block_type):
         return held_at(places, steps)
+    else:
+        return gathered(steps, places, AT)
 
 
 @triton.jit
@@ -240,23 +260,70 @@ def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
     Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
     """
-    return gathered(codebooks + FIRST, codes & (COUNT - 1))
+    return gathered(codebooks, codes & (COUNT - 1), FIRST)
 
 
 @triton.jit
-def gathered(table, places):
-    """table[place], fp32, for each place of a tile, whose values stay in the threads that have the places.
+def gathered(table, places, FIRST: tl.constexpr):
+    """table[FIRST + place], fp32, for each place of a tile, whose values stay in the threads that have the places.
 
-    As loads, Triton would give neighbours to different warps, and all of the tile would move through shared memory.
+    table: a pointer, or an address in shared memory. As loads, Triton would give neighbours to different warps, and all
+    of the tile would move through shared memory.
     """
     if INTERPRETED:
-        return tl.load(table + places)
-    else:
+        return tl.load(table + FIRST + places)
+    elif table.dtype.is_ptr():
         return tl.inline_asm_elementwise(
-            "{ .reg .u64 at; mad.wide.u32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }",
+            joined("{ .reg .u64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at+", 4 * FIRST, "]; }"),
             "=f,l,r",
             [tl.broadcast_to(table.to(tl.int64), places.shape), places],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
+    else:
+        return tl.inline_asm_elementwise(
+            joined("{ .reg .s32 at; mad.lo.s32 at, $2, 4, $1; ld.shared.f32 $0, [at+", 4 * FIRST, "]; }"),
+            "=f,r,r",
+            [tl.broadcast_to(table, places.shape), places],
+            dtype=tl.float32,
+            is_pure=False,  # so that Triton does not look twice in place of moving a value
+            pack=1,
+        )
+
+
+@triton.constexpr_function
+def joined(before, number, after):
+    """An instruction with a number in it."""
+    return f"{before}{number}{after}"
+
+
+@triton.jit
+def in_shared(table, SIZE: tl.constexpr):
+    """A table of SIZE numbers of 32 bits in memory -> its address in shared memory, for `gathered`.
+
+    Every thread may look into it at once. SIZE: a multiple of 256.
+    """
+    if INTERPRETED:
+        return table
+    else:
+        room = tl.inline_asm_elementwise(
+            joined("{ .shared .align 16 .b32 room[", SIZE, "]; mov.u32 $0, room; }"),
+            "=r,r",
+            [tl.program_id(0)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        for first in range(0, SIZE, 256):
+            at = first + tl.arange(0, 256)
+            tl.inline_asm_elementwise(
+                "st.shared.f32 [$1], $2; mov.u32 $0, 0;",
+                "=r,r,f",
+                [room + 4 * at, tl.load(table + at)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        tl.debug_barrier()
+        return room

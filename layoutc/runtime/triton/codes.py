@@ -77,7 +77,7 @@ def root_inside(x):
     else:
         over = approximately("rsqrt.approx.ftz.f32 $0, $1;", x)
         near = x * over
-        return tl.fma(tl.fma(-near, near, x), 0.5 * over, near)
+        return tl.fma(tl.fma(negative(near), near, x), 0.5 * over, near)
 
 
 @triton.jit
@@ -87,7 +87,13 @@ def inverse_inside(x):
         return rdiv(1.0, x)
     else:
         over = approximately("rcp.approx.ftz.f32 $0, $1;", x)
-        return tl.fma(tl.fma(-x, over, 1.0), over, over)
+        return tl.fma(tl.fma(negative(x), over, 1.0), over, over)
+
+
+@triton.jit
+def negative(x):
+    """-x. Triton's own subtracts from 0."""
+    return float_of(bits_of(x) ^ -0x80000000)
 
 
 @triton.jit
@@ -99,12 +105,16 @@ def approximately(INSTRUCTION: tl.constexpr, x):
 @triton.jit
 def rdiv(value, x):
     """value / x, for a number and a tensor, correctly rounded."""
+    if value == 1 and not INTERPRETED:
+        return approximately("rcp.rn.f32 $0, $1;", x)
     return divide(like(x, value), x)
 
 
 @triton.jit
 def divide_by(x, value):
     """x / value, for a tensor and a number, correctly rounded."""
+    if value == 1:
+        return x
     return divide(x, like(x, value))
 
 
