@@ -78,7 +78,7 @@ RUNTIME = {
         "torch",
     ),
     "runtime.optim": (
-        "ints runtime runtime.sharding runtime.triton runtime.kernels runtime.weight runtime.train",
+        "ints runtime runtime.sharding runtime.triton runtime.kernels runtime.weight runtime.dispatch runtime.train",
         "torch triton",
     ),
 }

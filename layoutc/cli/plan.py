@@ -99,7 +99,7 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     *("state", STATES, "fp32"),
     "Form of the moments in layoutc.AdamW. Small weights, and those of one dim, keep fp32.",
 )
-@choice("masters", MASTERS, "fp32", "Dtype of the masters of weights that are not fp32.")
+@choice("masters", MASTERS, "fp32", "Form of the masters of weights that are not fp32.")
 @click.option("--weights", is_flag=True, help="Also print a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV: a line for each recipe and number of cards.")

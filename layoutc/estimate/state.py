@@ -76,7 +76,7 @@ STATES: Mapping[str, State] = {"fp32": ADAMW} | {
     name: State(moments=(Stored(bits, block, 4),) * 2, small=LEAST - 1, writes_codes=True)
     for name, bits, block in (("8bit", 8, 256), ("fp8", 8, 128), ("4bit", 4, 128))
 }
-MASTERS: Mapping[str, Stored] = {"fp32": FP32, "bf16": BF16}
+MASTERS: Mapping[str, Stored] = {"fp32": FP32, "bf16": BF16, "f24": Stored(24)}
 
 
 @dataclass(frozen=True)

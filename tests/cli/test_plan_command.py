@@ -504,7 +504,7 @@ def test_the_memory_of_training_is_what_its_commands_say(monkeypatch: pytest.Mon
                     *(f"{memory[world]:.1f}" for world in (16, 8)),
                 ]
             )
-    assert len(commands) == 4
+    assert len(commands) == 5
     assert rows[1:] == expected
 
 
@@ -519,6 +519,8 @@ def test_state_and_masters_are_those_of_adamw() -> None:
     plain, quantized = data_of(*shapes, "--stored", "bf16", "--masters", "bf16")["budgets"]
     assert plain["resident"]["masters"] == 4 * rest
     assert quantized["resident"]["masters"] == 4 * rest + 2 * 32 * 1024
+    for one in data_of(*shapes, "--stored", "bf16", "--masters", "f24")["budgets"]:  # plain weights are no masters
+        assert one["resident"]["masters"] == 4 * rest + 3 * 32 * 1024
     result = run(*shapes, "--state", "8bit", "--moments", 4)
     assert result.exit_code == 2
     assert "--state 8bit already says what moments take; leave out --moments" in result.stderr

@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16 masters": {"masters": "bf16"},
     "8bit": {"state": "8bit"},
+    "f24 masters, 8bit": {"masters": "f24", "state": "8bit"},
     "bf16 masters, fp8": {"masters": "bf16", "state": "fp8"},
     "SGD, bf16 masters, 8bit": {"kind": torch.optim.SGD, "momentum": 0.9, "masters": "bf16", "state": "8bit"},
     "Adam, 8bit": {"kind": torch.optim.Adam, "state": "8bit"},
@@ -119,7 +120,10 @@ def test_two_ranks_step_as_one_process(two: Ranks, recipe: str, form: str) -> No
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", "8bit"), ("fp8_current", "bf16 masters"), ("nvfp4", "Lion")])
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [("mxfp8", "8bit"), ("fp8_current", "bf16 masters"), ("nvfp4", "Lion"), ("nvfp4", "f24 masters, 8bit")],
+)
 def test_three_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
     four.run(steps_as_one_process, recipe, FORMS[form], 3)
 
@@ -173,7 +177,9 @@ def resume(folder: str, form: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough  # test_state_checkpoints.py has states in the first tier
-@pytest.mark.parametrize("form", ["bf16 masters", "8bit", "SGD, bf16 masters, 8bit", "Lion, bf16 masters, 8bit"])
+@pytest.mark.parametrize(
+    "form", ["bf16 masters", "8bit", "f24 masters, 8bit", "SGD, bf16 masters, 8bit", "Lion, bf16 masters, 8bit"]
+)
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])
     four.run(resume, str(tmp_path), FORMS[form])

@@ -14,15 +14,21 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import layoutc.recipes
 from layoutc import checkpoint
+from layoutc.runtime.optim.f24 import F24Tensor
+from layoutc.runtime.optim.states import converted
 
 # Ranks without rows, partial blocks at the ends of rows, and leading dims.
 SHAPES = ((7, 300), (2, 256), (3, 5, 130))
-RECIPES = ("adam_v8", "adam_m4", "moment_fp8_sqrt")
+RECIPES = ("adam_v8", "adam_m4", "moment_fp8_sqrt", "f24")
 
 
 def values_of(shape: tuple[int, ...]) -> Tensor:
     """Of a whole state."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def made_in(form: str, values: Tensor) -> Tensor:
+    return converted(values, F24Tensor if form == "f24" else getattr(layoutc.recipes, form).Tensor)
 
 
 def states(form: str | None, *, zeros: bool = False) -> dict[str, Any]:
@@ -32,7 +38,7 @@ def states(form: str | None, *, zeros: bool = False) -> dict[str, Any]:
         plain = distribute_tensor(values_of(shape), mesh, [Shard(0)], src_data_rank=None)
         held = torch.zeros_like(plain._local_tensor) if zeros else plain._local_tensor
         if form is not None:
-            held = getattr(layoutc.recipes, form).quantize(held)
+            held = made_in(form, held)
         found[str(shape)] = DTensor(held, plain._spec, requires_grad=False)
     return {"optimizer": found}
 
@@ -70,7 +76,7 @@ def loads(folder: str) -> None:
                 values = wanted["optimizer"][name]._local_tensor.dequantize(torch.float32)
                 assert torch.equal(state._local_tensor, values), (form, name)
         for shape in SHAPES:
-            whole[str(shape)] = getattr(layoutc.recipes, form).quantize(values_of(shape))
+            whole[str(shape)] = made_in(form, values_of(shape))
             assert torch.equal(wanted["optimizer"][str(shape)].full_tensor(), whole[str(shape)])
 
 
@@ -78,8 +84,7 @@ def test_states_go_from_four_ranks_to_two_and_one(four: Ranks, two: Ranks, tmp_p
     four.run(saves, str(tmp_path))
     two.run(loads, str(tmp_path))
     for form in RECIPES:
-        recipe = getattr(layoutc.recipes, form)
-        held = {"optimizer": {str(shape): recipe.quantize(torch.zeros(shape)) for shape in SHAPES}}
+        held = {"optimizer": {str(shape): made_in(form, torch.zeros(shape)) for shape in SHAPES}}
         dcp.load(held, checkpoint_id=str(tmp_path / form), no_dist=True)
         for shape in SHAPES:
-            assert torch.equal(held["optimizer"][str(shape)], recipe.quantize(values_of(shape)))
+            assert torch.equal(held["optimizer"][str(shape)], made_in(form, values_of(shape)))

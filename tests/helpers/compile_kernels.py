@@ -292,15 +292,22 @@ def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
 def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
     """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes."""
     forms = [("fp32", "fp32", "fp8_block"), ("8bit", "fp32", "fp8_block"), ("4bit", "fp32", "fp8_block")]
-    forms += [("fp8", "bf16", "fp8_block"), ("8bit", "bf16", None), ("fp32", "fp32", None)]
+    forms += [
+        ("fp8", "bf16", "fp8_block"),
+        ("8bit", "bf16", None),
+        ("fp32", "fp32", None),
+        ("8bit", "f24", "fp8_block"),
+    ]
     for state, masters, target in forms:
         recipes = [*FORMS.get(state, (None, None)), target]
         modules = [one and importlib.import_module(f"layoutc.recipes.{one}") for one in recipes]
         kernels = [one and importlib.import_module(f"{one.__name__}.kernels").KERNELS for one in modules]
         *moments, weight = (one and one.Tensor for one in modules)
         orientations = weight.LAYOUT.orientations if weight else ()
-        master = torch.bfloat16 if masters == "bf16" else torch.float32
-        form = launches.Form(master, tuple(moments), weight, tuple(orientations), torch.float32)
+        master = torch.float32 if masters == "fp32" else torch.bfloat16
+        form = launches.Form(
+            master, tuple(moments), weight, tuple(orientations), torch.float32, splits=masters == "f24"
+        )
         plan, table = launches._tiles(form), (batches.ROWS[0], True, True)
         level = launch.level_of(divmod(capability, 10))
         constants = launches.constants_of(rules.ADAMW, form, kernels, plan, table, level)

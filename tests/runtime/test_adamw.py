@@ -12,7 +12,8 @@ from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime.optim import reference
+from layoutc.runtime.optim import reference, states
+from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.reference import Chance
 
 
@@ -180,6 +181,9 @@ def test_multiply_and_add_is_rounded_once() -> None:
         ("fp8_block", {"state": "8bit"}, torch.float32),
         ("mxfp8", {"state": "4bit", "masters": "bf16"}, torch.bfloat16),
         (None, {"state": "fp8"}, torch.float32),
+        ("fp8_block", {"masters": "f24"}, torch.bfloat16),
+        ("nvfp4", {"state": "8bit", "masters": "f24"}, torch.bfloat16),
+        (None, {"masters": "f24"}, torch.bfloat16),
     ],
 )
 def test_kernels_write_the_bytes_of_the_reference(
@@ -244,7 +248,7 @@ def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
     found = []
     for kernels in (False, True):
-        for form in ({}, {"masters": "bf16"}):
+        for form in ({}, {"masters": "bf16"}, {"masters": "f24"}):
             if kernels:
                 use_kernels(monkeypatch)
             weight = nn.Parameter(special.repeat(10).repeat(64, 1).to(torch.bfloat16))
@@ -254,7 +258,7 @@ def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> N
                 optimizer.step()
             values = {"weight": weight, **optimizer.state[weight]}
             found.append({name: value.detach().float() for name, value in values.items()})
-    for one, other in zip(found[:2], found[2:], strict=True):
+    for one, other in zip(found[:3], found[3:], strict=True):
         for name, value in one.items():
             torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True)
 
@@ -270,6 +274,44 @@ def test_bf16_masters_are_rounded_by_chance_without_bias() -> None:
     moved = 1.0 - weight.detach().float().mean().item()
     assert abs(moved / (200 * 2**-14) - 1) < 0.02
     assert "master" not in optimizer.state[weight]
+
+
+def test_masters_in_24_bits_are_nearest() -> None:
+    """By fp64: 16 bits of a significand, ties to even; the bf16 beside the byte is the nearest, a tie away from 0."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator, dtype=torch.int64)
+    bits[::4] = bits[::4] & ~0xFF | 0x80  # ties
+    bits[1::4] = bits[1::4] & ~0xFFFF | 0x8000  # of bf16
+    values = bits.to(torch.int32).view(torch.float32)
+    values = torch.cat([values[values.isfinite()], torch.tensor([0.0, -0.0, 3.4028235e38, 1e-45, float("inf")])])[None]
+
+    def nearest(x: Tensor, count: int, to_even: bool) -> Tensor:
+        significand, exponent = torch.frexp(x.double())
+        exponent = exponent.clamp(min=-125) - count  # from there on, values are subnormal
+        steps = torch.ldexp(x.double(), -exponent)
+        whole = steps.round() if to_even else steps.abs().add(0.5).floor().copysign(steps)
+        return torch.ldexp(whole, exponent).where(significand.isfinite(), x.double()).float()
+
+    held: Any = states.converted(values, F24Tensor)
+    expected = nearest(values, 16, to_even=True)
+    assert torch.equal(raw(states.read(held)), raw(expected))
+    assert torch.equal(raw(held.rowwise_data.float()), raw(nearest(expected, 8, to_even=False)))
+    assert sum(plane.nbytes for plane in held.planes().values()) == 3 * values.numel()
+
+
+def test_masters_in_24_bits_keep_small_updates() -> None:
+    """Steps of an eighth of a bf16's last place add up; the weight is the bf16 of its master, which begins as it."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.full((64, 128), 1.5, dtype=torch.bfloat16))
+    optimizer = layoutc.AdamW([weight], lr=2**-10, weight_decay=0.0, masters="f24")
+    for _ in range(20):
+        weight.grad = torch.full_like(weight, 1.0)
+        optimizer.step()
+    master = optimizer.masters()[weight]
+    values = master.dequantize()
+    assert (values - (1.5 - 20 * 2**-10)).abs().max() < 2**-13
+    assert torch.equal(weight, values.bfloat16())
+    assert [(held.master, held.nbytes) for held in optimizer.explain()] == [("f24", 64 * 128 * (3 + 8))]
 
 
 def test_random_bits_depend_on_place_step_and_seed() -> None:
@@ -293,15 +335,16 @@ def test_small_weights_keep_fp32() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- life cycle
-def test_states_come_back() -> None:
-    """Saved and loaded, copied, pickled: the next steps are the same; masters in fp32 become bf16."""
+@pytest.mark.parametrize("masters", ["bf16", "f24"])
+def test_states_come_back(masters: Any) -> None:
+    """Saved and loaded, copied, pickled: the next steps are the same; masters become fp32, and those the nearest."""
     model = build()
-    optimizer = layoutc.AdamW(groups_of(model), lr=0.01, masters="bf16")
+    optimizer = layoutc.AdamW(groups_of(model), lr=0.01, masters=masters)
     trained(model, optimizer)
     saved = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), saved)
     other = build()
-    loaded = layoutc.AdamW(groups_of(other), lr=0.5, masters="bf16")
+    loaded = layoutc.AdamW(groups_of(other), lr=0.5, masters=masters)
     saved.seek(0)
     weights, state = torch.load(saved, weights_only=False)
     other.load_state_dict(weights)
@@ -312,8 +355,14 @@ def test_states_come_back() -> None:
     assert_same(trained(twin, twin_optimizer, 5), expected)
     wide = layoutc.AdamW(groups_of(build()), lr=0.01)
     wide.load_state_dict(optimizer.state_dict())
-    masters = zip(optimizer.masters().values(), wide.masters().values(), strict=True)
-    assert all(torch.equal(one.float(), other) for one, other in masters)
+    pairs = zip(optimizer.masters().values(), wide.masters().values(), strict=True)
+    assert all(torch.equal(one.float(), other) for one, other in pairs)
+    trained(model, wide, 1)
+    optimizer.load_state_dict(wide.state_dict())
+    for param, fine in zip(optimizer.masters(), wide.masters().values(), strict=True):
+        held: Any = optimizer.masters()[param]
+        near = fine if fine.dim() < 2 else fine.bfloat16() if masters == "bf16" else states.converted(fine, F24Tensor)
+        assert torch.equal(held.float(), near.float())
 
 
 def test_added_groups_are_stepped() -> None:
@@ -370,7 +419,7 @@ def test_options_out_of_range_are_refused() -> None:
         layoutc.AdamW(weight, lr=-1)
     with pytest.raises(ValueError, match="one of fp32, 8bit, fp8, 4bit, or a dict"):
         layoutc.AdamW(weight, state="8bits")
-    with pytest.raises(ValueError, match='"fp32" or "bf16", not '):
+    with pytest.raises(ValueError, match="one of fp32, bf16, f24, not 'fp16'"):
         layoutc.AdamW(weight, masters="fp16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="this optimizer has no state exp_avgs"):
         layoutc.AdamW(weight, state={"exp_avgs": "mxfp8"})

@@ -274,6 +274,7 @@ BARRIERS = {
     "fp8 bf16 fp8_block": (10, 48),
     "8bit bf16 None": (8, 0),
     "fp32 fp32 None": (0, 0),
+    "8bit f24 fp8_block": (12, 48),
 }
 
 

@@ -17,7 +17,8 @@ class AdamW(ByRule):
 
     params: parameters, or parameter groups. lr, betas, eps, weight_decay: as for torch.optim.AdamW.
     state: how moments are stored: "fp32"; "8bit" (exp_avg in adam_m8, exp_avg_sq in adam_v8); "fp8"; "4bit"; or a dict
-    of recipes. masters: "fp32", or "bf16" with stochastic rounding; a plain bf16 weight is then its own master.
+    of recipes. masters: "fp32"; "f24", bf16 and a byte, rounded to nearest; or "bf16" with stochastic rounding; a plain
+    bf16 weight is then its own master.
     least: weights with fewer elements keep fp32, and so do weights of one dim. The size of the whole weight counts.
     seed: the seed of the random bits. With state and masters in fp32, steps on a CPU match torch.optim.AdamW bit for
     bit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.optim import foreign_states, launches, reference, rules, states
 from layoutc.runtime.optim.explain import Held, form_of, nbytes_of
+from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.launches import Member, Updates
 from layoutc.runtime.optim.reference import Chance
 from layoutc.runtime.optim.states import Forms, State, as_matrix
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.master_weights import MasterWeights
-from layoutc.runtime.train.steps import Entry, gradient_of, local_of
+from layoutc.runtime.train.steps import Entry, gradient_of, local_of, rounded
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
-Masters = Literal["fp32", "bf16"]
+Masters = Literal["fp32", "bf16", "f24"]
 
 
 class _Moments(torch.optim.Optimizer):
@@ -59,8 +60,8 @@ class ByRule(MasterWeights):
     ) -> None:
         """As MasterWeights and AdamW have it. Raises ValueError for classes without a rule (optim/rules.py)."""
         masters = masters or "fp32"
-        if masters not in ("fp32", "bf16"):
-            raise ValueError(f'masters must be "fp32" or "bf16", not {masters!r}')
+        if masters not in get_args(Masters):
+            raise ValueError(f"masters must be one of {', '.join(get_args(Masters))}, not {masters!r}")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must fit into 32 bits, but {seed} does not")
         owner = MasterWeights if type(self) is ByRule else type(self)
@@ -72,6 +73,11 @@ class ByRule(MasterWeights):
     # ---------------------------------------------------------------------------------------------------------- masters
     def _master_dtype(self, param: Tensor) -> torch.dtype:
         return torch.bfloat16 if self._masters_in == "bf16" and self._forms.applies(param) else torch.float32
+
+    def _new_master(self, param: Tensor, zeros: Tensor) -> Tensor:
+        if self._masters_in == "f24" and self._forms.applies(param):
+            return inner_optimizer.as_of(zeros, states.zeros(local_of(zeros), F24Tensor))
+        return zeros
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         params = list(params)
@@ -112,7 +118,7 @@ class ByRule(MasterWeights):
             state, local, master = self.inner.state.get(entry.stepped, {}), entry.local, local_of(entry.stepped)
             moments = {name: local_of(state[name]) for name in self._rule.moments if name in state}
             held = [*moments.values(), *([master] if entry.trains else [])]
-            why = "" if _has_kernels(master, moments.values()) else "plain torch steps it here"
+            why = "" if _has_kernels(rounded(entry.stepped), moments.values()) else "plain torch steps it here"
             if entry.trains and not why and isinstance(local, QuantizedTensor):
                 why = launches.why_apart(local)
             own = "is its own" if not entry.trains else form_of(master)
@@ -190,17 +196,19 @@ class ByRule(MasterWeights):
             return
         step, settings = int(member.step), tuple(map(float, self._rule.settings(self.param_groups[member.group])))
         moments = [states.read(moment) for moment in member.moments]
-        master, grad = as_matrix(member.master), as_matrix(grad).to(torch.float32)
-        plain = master.dtype == torch.float32
-        values = master if plain else master.to(torch.float32)
-        quick = not plain or any(isinstance(moment, QuantizedTensor) for moment in member.moments)
+        values, grad = states.read(member.master).to(torch.float32), as_matrix(grad).to(torch.float32)
+        rounds = member.master.dtype != torch.float32  # by random bits
+        held = member.master, *member.moments
+        quick = rounds or any(isinstance(one, QuantizedTensor) for one in held)
         grad = -grad if settings[-1] else grad
         self._rule.update(values, grad, moments, step, settings, self._rule.decoupled, quick)
         for moment, one in zip(member.moments, moments, strict=True):
             states.write(moment, one)
-        if not plain:
+        if rounds:
             chance = Chance(self.param_groups[0]["seed"], member.number, step, member.place)
-            reference.write_master(values, master, chance)
+            reference.write_master(values, as_matrix(member.master), chance)
+        else:
+            states.write(member.master, values)
 
 
 MasterWeights.BY_RULE = ByRule
@@ -214,7 +222,7 @@ def _runs(member: Member, grad: Tensor) -> bool:
     """Whether kernels update a shard."""
     if type(grad) is not Tensor or grad.dtype not in launch.FLOATS or not grad.is_contiguous():
         return False
-    return _has_kernels(member.master, member.moments)
+    return _has_kernels(member.matrix, member.moments)
 
 
 def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:

@@ -1,8 +1,8 @@
 """The kernels of optimizers: what each parameter's step is multiplied by, and the update of a group of weights.
 
 A table (triton/batch.py) has a row for each shard: rows, columns, its slot, and the addresses of its master, of three
-planes of each moment, and of six of the weight, or of its rounded values. Gradients, which move from step to step,
-have addresses of their own, by slots.
+planes of each moment, of six of the weight, or of its rounded values, and of the master's byte. Gradients, which move
+from step to step, have addresses of their own, by slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isna
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
 SCALARS = 8  # of a slot
-MASTER, FIRST, SECOND, PLANES = (tl.constexpr(at) for at in (3, 4, 7, 10))  # fields of a table
+MASTER, FIRST, SECOND, PLANES, REST = (tl.constexpr(at) for at in (3, 4, 7, 10, 16))  # fields of a table
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -156,7 +156,7 @@ def update_kernel(
     steps,
     books_m, books_v,  # codebooks of the moments' recipes
     input_max,  # the largest value of a master's dtype, for scales of weights
-    GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr,
+    GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, SPLITS: tl.constexpr,  # masters are bf16 and a byte
     DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
     SIZE_M: tl.constexpr,  # of books_m; 0: there are none
     DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr, SIZE_V: tl.constexpr,
@@ -187,6 +187,7 @@ def update_kernel(
     if ALIGNED:
         grad = tl.multiple_of(grad, 16)
     master = address(fields + MASTER * ROWS, MASTER_DTYPE, ALIGNED)
+    rest = address(fields + REST * ROWS, tl.uint8, ALIGNED) if SPLITS else None
     first = (
         _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
         _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
@@ -216,7 +217,7 @@ def update_kernel(
     first_row = 0
     first_column = 0
     key = 0
-    if tl.float32 != MASTER_DTYPE:
+    if tl.float32 != MASTER_DTYPE and not SPLITS:
         number = tl.load(numbers + slot * 4)
         first_row = tl.load(numbers + slot * 4 + 1)
         first_column = tl.load(numbers + slot * 4 + 2)
@@ -229,6 +230,8 @@ def update_kernel(
         place = (at_row, column, m, k)
         g = to_float(load(grad, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT)) * factor
         p = to_float(load(master, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT))
+        if SPLITS:
+            p = joined(p, load(rest, place, (k, 1), (STRIP, SPAN_K), EVEN, EVICT=FIRST_OUT))
         if DECOUPLED:
             p = p * decay
         else:
@@ -262,10 +265,13 @@ def update_kernel(
                     (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
                 )  # fmt: skip
         p = moved(p, along, square, by, over, KINDS_V != 0, QUICK)
-        p = write_master(
-            p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT,
-            DEQUANTIZE_M is not None or DEQUANTIZE_V is not None,
-        )  # fmt: skip
+        if SPLITS:
+            p = split_master(p, master, rest, place, EVEN, LAST_OUT)
+        else:
+            p = write_master(
+                p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT,
+                DEQUANTIZE_M is not None or DEQUANTIZE_V is not None,
+            )  # fmt: skip
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
             store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
@@ -351,6 +357,23 @@ def _store_in_eights(pointer, tile, at, EVICT: tl.constexpr):
     pointers = pointer + row * columns + column + (i * columns + j)
     tl.store(pointers, a, eviction_policy=EVICT)
     tl.store(pointers + 4, b, eviction_policy=EVICT)
+
+
+@triton.jit
+def joined(upper, rest):
+    """The value of a master in 24 bits (optim/f24.py)."""
+    return float_of(bits_of(upper) + ((rest.to(tl.int32) << 24) >> 16))  # with its sign
+
+
+@triton.jit
+def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr):
+    """Writes a tile of masters in 24 bits; returns their bf16, in fp32."""
+    bits = bits_of(p)
+    kept = tl.where(isnan(p), 0x7FC000, (bits + 0x7F + ((bits >> 8) & 1)) >> 8)
+    upper = (kept + 0x80) >> 8
+    store(rest, kept.to(tl.uint8), place, EVEN)
+    store(master, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT=EVICT)
+    return float_of(upper << 16)
 
 
 @triton.jit

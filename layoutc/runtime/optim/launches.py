@@ -25,7 +25,7 @@ from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
-_FIELDS = 16  # of a table
+_FIELDS = 17  # of a table
 STRIP = 1024  # elements that a program updates at a time; twice as many where blocks are quantized after it
 MOST = 8192  # of a tile that is updated and quantized at once
 PER_WARP = 256  # of a strip
@@ -43,9 +43,14 @@ class Member(NamedTuple):
     number: int
     place: tuple[int, int]  # the first row and column in the whole weight
 
+    @property
+    def matrix(self) -> Tensor:
+        """The master, or its bf16, as kernels see it."""
+        return as_matrix(planes_of(self.master)[0])
+
     def tensors(self) -> list[Tensor]:
         """All that a step writes, as plain tensors."""
-        return [self.step, self.master, *chain.from_iterable(map(planes_of, (*self.moments, self.target)))]
+        return [self.step, *chain.from_iterable(map(planes_of, (self.master, *self.moments, self.target)))]
 
 
 class Form(NamedTuple):
@@ -56,6 +61,7 @@ class Form(NamedTuple):
     target: Any  # a recipe's class, a dtype, or None
     orientations: tuple[str, ...]
     grad: torch.dtype
+    splits: bool = False  # masters are bf16 and a byte
 
     @property
     def is_quick(self) -> bool:
@@ -189,11 +195,11 @@ class Updates:
 
         plan = _tiles(form)
         fields, wide = self._fields(slots)
-        shapes = [tuple(as_matrix(self.members[slot].master).shape) for slot in slots]
+        shapes = [tuple(self.members[slot].matrix.shape) for slot in slots]
         span, level = (plan.span_m, plan.span_k), launch.hardware(self._device)
         tables, alone = batches.tables_of(self._device, shapes, fields, wide, span, span)
         assert not alone
-        example = self.members[slots[0]].master
+        example = self.members[slots[0]].matrix
         *moments, target = kernels = [_kernels(cls, example) for cls in (*form.moments, form.target)]
         books = [None if one is None else one.to(self._device) for one in map(books_of, (*moments, None))][:2]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
@@ -211,8 +217,8 @@ class Updates:
             member = self.members[slot]
             first, second = (*member.moments, None)[:2]
             planes = [_addresses(first, 3), _addresses(second, 3), _addresses(member.target, 6)]
-            m, k = as_matrix(member.master).shape
-            rows.append((m, k, slot, member.master.data_ptr(), *chain.from_iterable(planes)))
+            master, rest = _addresses(member.master, 2)
+            rows.append((*member.matrix.shape, slot, master, *chain.from_iterable(planes), rest))
         return list(zip(*rows, strict=True)), [False, True, False] + [True] * (_FIELDS - 3)
 
 
@@ -270,7 +276,8 @@ def _form(member: Member, grad: Tensor) -> Form:
     if isinstance(target, QuantizedTensor):
         kind, orientations = type(target), target.orientations
     moments = tuple([type(one) if isinstance(one, QuantizedTensor) else None for one in member.moments])
-    return Form(member.master.dtype, moments, kind, orientations, grad.dtype)
+    splits = isinstance(member.master, QuantizedTensor)
+    return Form(member.matrix.dtype, moments, kind, orientations, grad.dtype, splits)
 
 
 def _places(members: Sequence[Member]) -> tuple[int, ...]:
@@ -310,7 +317,7 @@ def constants_of(
 
     *moments, target = kernels
     rows, aligned, even = table
-    found: list[Any] = [DTYPES[form.grad], DTYPES[form.master]]
+    found: list[Any] = [DTYPES[form.grad], DTYPES[form.master], form.splits]
     for cls, one in zip(form.moments, moments, strict=True):
         found += [*((one.dequantize_tile, one.quantize_tile) if one else (None, None)), _kinds(cls or torch.float32)]
         books = books_of(one)

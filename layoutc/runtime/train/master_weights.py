@@ -266,9 +266,13 @@ class MasterWeights(FollowsParameters):
             local.store.writes.trains = True
         with torch.no_grad():
             # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-            master = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            master = self._new_master(param, torch.zeros_like(param, dtype=dtype, requires_grad=False))
             self._take_values(param, master)
         return nn.Parameter(master)
+
+    def _new_master(self, param: Tensor, zeros: Tensor) -> Tensor:
+        """What a parameter's master is held in: zeros of its dtype."""
+        return zeros
 
     def _master_dtype(self, param: Tensor) -> torch.dtype:
         """The dtype of a parameter's master."""

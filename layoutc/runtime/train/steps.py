@@ -35,6 +35,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def rounded(master: Any) -> Tensor:
+    """What a weight is written from: its master's shard; of a master in planes, the first, which rounds it."""
+    local = local_of(master)
+    if not isinstance(local, QuantizedTensor):
+        return local
+    return next(iter(local.store.planes.values())).view(local.shape)
+
+
 class Entry:
     """A parameter with its master."""
 
@@ -223,7 +231,7 @@ class Batch:
 
     def requantize(self) -> None:
         """Requantizes all of them from their masters."""
-        pairs: list[Any] = [(entry.local, local_of(entry.master)) for entry in self.entries]
+        pairs: list[Any] = [(entry.local, rounded(entry.master)) for entry in self.entries]
         if self.prepared is None or not self.prepared.holds(pairs):
             self.prepared = prepared.prepared(pairs, self.groups, self.row_shardings)
         if self.prepared is None:
@@ -274,6 +282,6 @@ class WriteBack:
     def __call__(self) -> None:
         """Rewrites all of them: rounded, or requantized with one amax reduction for all that share process groups."""
         for entry in self._rounded:
-            entry.local.copy_(local_of(entry.master))
+            entry.local.copy_(rounded(entry.master))
         for batch in self._batches:
             batch.requantize()
