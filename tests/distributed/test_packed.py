@@ -188,7 +188,7 @@ def gives_gathered_parameters(mode: Any) -> None:
     model.unshard()  # type: ignore[operator]
     with pytest.raises(
         LayoutError,
-        match=r"layers\.0\.weight of shape \(64, 64\) is gathered now, .* call reshard\(\) on the model's FSDP",
+        match=r"layers\.0\.weight of shape \(64, 64\) as FSDP2 gathered it, .* call reshard\(\) on the model's FSDP",
     ):
         adam(model)
     model.reshard()  # type: ignore[operator]

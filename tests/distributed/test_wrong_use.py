@@ -127,6 +127,29 @@ def cast_after_fully_shard() -> None:
     layoutc.cast_on_gather_(shard(Model(WIDTH)), "nvfp4")
 
 
+def cast_after_tensor_parallelism() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})
+    layoutc.cast_on_gather_(model, "mxfp8")
+
+
+def adamw_of_cast_weights_from_before_fully_shard() -> None:
+    model = Model(WIDTH)
+    layoutc.cast_on_gather_(model, "mxfp8")
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(shard(model)).backward()
+    optimizer.step()
+
+
+def adamw_of_gathered_weights() -> None:
+    model = Model(WIDTH)
+    layoutc.cast_on_gather_(model, "mxfp8")
+    loss_of(shard(model))  # the root stays gathered
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model).backward()
+    optimizer.step()
+
+
 def masters_of_a_model_that_is_not_trained() -> None:
     model = build("mxfp8", WIDTH)
     optimizer = adam(model)
@@ -312,6 +335,12 @@ REFUSED: list[tuple[Case, list[str]]] = [
     ),
     (quantize_after_fully_shard, ["layers.0.weight is already sharded: call quantize_ before fully_shard"]),
     (cast_after_fully_shard, ["layers.0.weight is already sharded: call cast_on_gather_ before fully_shard"]),
+    (cast_after_tensor_parallelism, ["0.weight is already sharded: call cast_on_gather_ before parallelize_module"]),
+    (
+        adamw_of_cast_weights_from_before_fully_shard,
+        ["AdamW has layers.0.weight of shape (64, 64) from before", "create AdamW after fully_shard"],
+    ),
+    (adamw_of_gathered_weights, ["AdamW has head.weight of shape (64, 64) as FSDP2 gathered it", "call reshard()"]),
     (
         masters_of_a_model_that_is_not_trained,
         ["MasterWeights has layers.0.weight", "create MasterWeights after fully_shard"],

@@ -698,6 +698,8 @@ def streams(path: str) -> tuple[bool, bool, bool]:
 
 def test_what_is_cast_on_gather_is_served_as_it_is_trained(two: Ranks, tmp_path: Path) -> None:
     assert two.run(streams, str(tmp_path / "out")) == [(True, True, True)] * 2
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")  # not FSDP2's subclass
     theirs = as_others_read("mxfp8", tmp_path / "out", torch.bfloat16)
     plain = dict(model_of("mxfp8").named_parameters())
     for name, param in theirs.named_parameters():

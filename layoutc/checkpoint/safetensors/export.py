@@ -85,7 +85,7 @@ def export_safetensors(
     files: a binding that the recipes' specs state under `files`, such as `deepseek`. Weights, also those that are cast
     on gather, are written in that format, and config.json says so. Formats with quantized scales
     (`bitsandbytes_double`) round them, and a warning says by how much. config: the rest of config.json; default: that
-    of a transformers model.
+    of a transformers model, if dtype or files is given.
     source: the folder that the weights were loaded from. Its small files (tokenizer, templates) are copied. If it has
     the same binding, its quantization_config is kept, with the modules that are plain now. Scales of activations and
     layers that the model's class ignores are copied, and so are texts and codes of unchanged scales. A warning names
@@ -141,8 +141,8 @@ def export_safetensors(
         agree(problems, process_group)
         with noted(problems):
             if first:
-                if theirs or config is not None:
-                    stated = config if config is not None else writing.config_of_model(model_or_state_dict)
+                stated = config if config is not None else writing.config_of_model(model_or_state_dict, dtype)
+                if theirs or config is not None or (stated is not None and dtype is not None):
                     writing.write_config(partly, began.config if stated is None else stated, quantization)
                 copy_companions(source, partly)
                 planned = {name: [one for item in file for one in item.planned] for name, file in split.items()}

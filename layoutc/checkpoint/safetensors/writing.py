@@ -237,13 +237,20 @@ def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[
     sync(folder / CONFIG)
 
 
-def config_of_model(model: nn.Module | Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of a model of transformers; None for others."""
+def config_of_model(model: nn.Module | Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any] | None:
+    """What config.json says of a model of transformers, as its save_pretrained does; None for others. dtype: of plain
+    tensors in the files; default: the model's."""
+    from torch.distributed.fsdp import FSDPModule
+
     own: Any = getattr(model, "config", None)
     if not hasattr(own, "to_dict"):
         return None
     config = dict(own.to_dict())
-    config["architectures"] = config.get("architectures") or [type(model).__name__]
+    whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    classes = (kind for kind in type(whole).__mro__ if not issubclass(kind, FSDPModule))  # which FSDP2 subclasses
+    config["architectures"] = config.get("architectures") or [next(classes).__name__]
+    if (stored := dtype or getattr(whole, "dtype", None)) is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(stored).removeprefix("torch.")
     return config
 
 

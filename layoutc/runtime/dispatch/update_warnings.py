@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import registry
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers, local_tensor, schema_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -89,10 +90,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if optimizer in _seen:
         return
     _check_replaced(optimizer)
-    _seen.add(optimizer)
     if any(getattr(type(one), "STEPS_MASTERS", False) for one in (optimizer, *vars(optimizer).values())):
-        return  # or one that wraps it
+        _seen.add(optimizer)  # or one that wraps it
+        return
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if any(hasattr(local_tensor(param), "LAYOUT") for param in params):
+        registry.check_shards(params, type(optimizer).__name__)
+        registry.check_replaced(params, type(optimizer).__name__)
+    _seen.add(optimizer)
     weights = [local for p in params if isinstance(local := local_tensor(p), QuantizedTensor)]
     for weight in weights:
         initial_values.free(weight.store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.torch_private.fsdp2 import Sharding as Sharding
@@ -116,10 +118,33 @@ def sharded_parameters() -> dict[int, Tensor]:
     return sharded
 
 
-def gathered_names() -> dict[int, str]:
-    """The id of each parameter that is gathered now -> its fully qualified name."""
+def check_shards(params: Iterable[Tensor], owner: str) -> None:
+    """Raises LayoutError for an optimizer of what FSDP2 gathers into and takes back, which would train nothing. owner:
+    what it is."""
     found = ((gathered_parameter(param), name_of(param)) for param, _ in parameters())
-    return {id(made): name for made, name in found if made is not None}
+    names = {id(made): name for made, name in found if made is not None}
+    for param in params:
+        if id(param) in names:
+            raise LayoutError(
+                f"{owner} has {names[id(param)]} of shape {tuple(param.shape)} as FSDP2 gathered it, but its shards "
+                f"receive the gradients: call reshard() on the model's FSDP modules, and give {owner} the parameters "
+                "that they have then"
+            )
+
+
+def check_replaced(params: Iterable[Tensor], owner: str) -> None:
+    """Raises LayoutError for an optimizer of weights that fully_shard has replaced since, if they have the gradients
+    and none of its parameters has any."""
+    params = list(params)
+    if any(param.grad is not None for param in params):
+        return
+    for param in params:
+        name = getattr(param, "weight_name", None)
+        if name is not None and trains_instead(name, tuple(param.shape)):
+            raise LayoutError(
+                f"{owner} has {name} of shape {tuple(param.shape)} from before fully_shard, which replaced it: create "
+                f"{owner} after fully_shard"
+            )
 
 
 _SIGNATURE = inspect.signature(lambda self, mesh: None)

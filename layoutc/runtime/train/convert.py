@@ -47,9 +47,12 @@ class Filters(NamedTuple):
         """For messages."""
         return "filter_fn" if self.param_filter is None else "param_filter"
 
-    def without(self, name: str) -> str:
-        """An example that leaves a parameter out."""
+    def without(self, name: str, dims: int = 2) -> str:
+        """An example that leaves a parameter out. dims: the parameter's."""
         module, _, last = name.rpartition(".")
+        if self.param_filter is None and dims < 2:
+            rest = "filter_fn=lambda module, name: isinstance(module, nn.Linear) and ..."
+            return f"a filter_fn that chooses linear layers, such as {rest}"
         if self.param_filter is not None:
             rest = f"param_filter=lambda name, _: name.endswith({last!r}) and name != {name!r}"
             return f"a param_filter that refuses it, such as {rest}"
@@ -243,13 +246,14 @@ def _is_ours(param: Tensor) -> bool:
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str, filters: Filters) -> None:
     if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
-        raise ValueError(f"{name} is already sharded: call {caller} before fully_shard")
+        cut_by = "fully_shard" if registry.holds(weight) else "parallelize_module"
+        raise ValueError(f"{name} is already sharded: call {caller} before {cut_by}")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
     try:
         cls.LAYOUT.check_shape(tuple(weight.shape), name)
     except ValueError as error:
-        raise ValueError(f"{error}. To leave it plain, pass {filters.without(name)}") from error
+        raise ValueError(f"{error}. To leave it plain, pass {filters.without(name, weight.dim())}") from error
     if isinstance(weight, DTensor):
         meshes.check_shards(cls.LAYOUT, weight, name)
 

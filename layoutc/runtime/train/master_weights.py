@@ -15,11 +15,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
-from layoutc.runtime.sharding import cards, meshes
+from layoutc.runtime.sharding import cards, meshes, registry
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer
-from layoutc.runtime.train.replaced_parameters import FollowsParameters, check_sharded, places
+from layoutc.runtime.train.replaced_parameters import FollowsParameters, places
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -241,7 +241,7 @@ class MasterWeights(FollowsParameters):
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters. Raises LayoutError for gathered ones."""
         params = list(params)
-        check_sharded(params)
+        registry.check_shards(params, "MasterWeights")
         for param in params:
             local = local_of(param)
             if isinstance(local, QuantizedTensor):

@@ -30,18 +30,6 @@ def record_replacements(roots: Iterable[nn.Module]) -> None:
         _converted.update((id(module), module) for module in root.modules())
 
 
-def check_sharded(params: Iterable[Tensor]) -> None:
-    """Raises LayoutError for what FSDP2 has gathered and will take back: an optimizer of it would train nothing."""
-    names = registry.gathered_names()
-    for param in params:
-        if id(param) in names:
-            raise LayoutError(
-                f"{names[id(param)]} of shape {tuple(param.shape)} is gathered now, but its shards receive the "
-                "gradients: call reshard() on the model's FSDP modules, and give MasterWeights the parameters that "
-                "they have then"
-            )
-
-
 def places(params: Iterable[Tensor]) -> Places:
     """Where modules have parameters that are not sharded yet: the module's own dict of parameters, and the name there.
 
@@ -160,10 +148,4 @@ class FollowsParameters(torch.optim.Optimizer):
                     f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
                     "model.to(dtype), which does not"
                 )
-        if all(param.grad is None for param in self._masters):
-            for param, (name, _) in self._recipes.items():
-                if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
-                    raise LayoutError(
-                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which "
-                        "replaced it: create MasterWeights after fully_shard"
-                    )
+        registry.check_replaced(self._masters, "MasterWeights")
