@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from layoutc.layout.bindings import Files
 from layoutc.layout.layout import Layout
-from layoutc.runtime.bindings.facts import EXPERTS, FUSED, MATRICES, REST, BoundPlane, Codes
+from layoutc.runtime.bindings.facts import EXPERTS, FUSED, MATRICES, REST, Binding, BoundPlane, Codes, RecordBinding
 from layoutc.spec.notation import AS_STORED, FileLayout
 
 CODEBOOK = "CODEBOOK"  # the name of the elements' own
 LINE = 116  # characters of values
+Fact = Binding | BoundPlane | Codes | RecordBinding
 Names = Sequence[tuple[object, str]]
 _SIZES: Names = [(MATRICES, "MATRICES"), (REST, "REST")]
 
@@ -59,7 +59,7 @@ def _comment(order: FileLayout | None) -> str:
     return f"  # {order.pattern}" if order is not None and order != AS_STORED else ""
 
 
-def code(fact: Any, names: Names) -> str:
+def code(fact: object, names: Names) -> str:
     """A fact as code. names: of values that have one."""
     if (name := next((name for value, name in names if value == fact), None)) is not None:
         return name
@@ -72,7 +72,7 @@ def code(fact: Any, names: Names) -> str:
     return f"({', '.join(each)}{',' if len(each) == 1 else ''})"
 
 
-def _arguments(fact: Any, names: Names) -> list[str]:
+def _arguments(fact: Fact, names: Names) -> list[str]:
     """Arguments of a fact with fields: those that are not as usual."""
     usual, stated = fact._field_defaults, list[str]()
     for key, value in fact._asdict().items():

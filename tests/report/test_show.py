@@ -68,7 +68,7 @@ def test_files_of_others(path: Path, golden: Callable[[Path, str], None]) -> Non
     result = run(path, "--files")
     assert (result.exit_code, result.stderr) == (0, "")
     layout = plan_of(path.read_text(encoding="utf-8"), path.stem).layout
-    assert all(held.name in result.stdout for binding in layout.files for held in binding.planes)
+    assert all(held.name in result.stdout for files in layout.files for held in files.binding.planes.values())
     if path.stem in (*ARCHETYPES, "fp8_block", "nvfp4_modelopt"):
         golden(GOLDEN.parent / "files" / f"{path.stem}.txt", result.stdout)
 
@@ -76,7 +76,8 @@ def test_files_of_others(path: Path, golden: Callable[[Path, str], None]) -> Non
 def test_a_tensor_of_sizes_is_a_row_of_its_own() -> None:
     layout = recipe("fp8_block").layout
     first, *others = layout.files
-    sized = replace(layout, files=(replace(first, shape=("{module}.weight_shape", "I64")), *others))
+    stated = first.binding._replace(shape=("{module}.weight_shape", "I64"))
+    sized = replace(layout, files=(first._replace(binding=stated), *others))
     plain, found = file_tables(layout)[0], file_tables(sized)[0]
     assert found.rows == (*plain.rows, ("the weight's sizes", "{module}.weight_shape", "I64", "2", ""))
 
