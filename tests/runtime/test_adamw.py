@@ -12,6 +12,7 @@ from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
+from layoutc.runtime.kernels import direct
 from layoutc.runtime.optim import reference, states
 from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.reference import Chance
@@ -220,6 +221,43 @@ def test_kernels_of_others_write_the_bytes_of_the_reference(
     assert copy.deepcopy((model, optimizer))[1].param_groups[0]["lr"] == 0.01
     forms = [held.moments for held in optimizer.explain()]
     assert set(forms[0].values()) == {"8bit": {"adam_m8"}, "fp8": {"moment_fp8"}, None: {"fp32"}}[form.get("state")]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("recipe", "form", "more"),
+    [
+        ("fp8_block", {}, []),
+        ("mxfp8", {"state": "8bit"}, []),
+        (None, {"state": "8bit", "masters": "bf16"}, []),
+        ("fp8_current", {"masters": "f24"}, ["amax_batch", "quantize"]),
+    ],
+)
+def test_a_step_takes_one_launch_for_a_group_of_weights(
+    recipe: str | None, form: dict[str, Any], more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many weights there are, of sizes that tiles divide: theirs, one of those that keep fp32 (a norm), and the
+    scalars of all; where each weight has an amax, two more."""
+    use_kernels(monkeypatch)
+    launched: list[str] = []
+    run = direct.run
+
+    def counted(kernel: Any, *rest: Any) -> Any:
+        launched.append(kernel.__name__.removesuffix("_kernel"))
+        return run(kernel, *rest)
+
+    monkeypatch.setattr(direct, "run", counted)
+    for shapes in (((128, 256),), ((128, 256), (128, 512), (256, 256))):
+        model = nn.Sequential(*(nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in shapes))
+        if recipe:
+            layoutc.quantize_(model, recipe)
+        model.append(nn.RMSNorm(8, dtype=torch.bfloat16))
+        optimizer = layoutc.AdamW(model.parameters(), lr=0.01, **form)
+        for step in range(2):
+            give_gradients(model, step)
+            launched.clear()
+            optimizer.step()
+            assert sorted(launched) == sorted(["scalars", "update", "update", *more])
 
 
 def test_what_is_held_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
