@@ -136,9 +136,11 @@ def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> 
     four.run(steps_as_one_process, recipe, FORMS[form])
 
 
-def sharded_with(form: dict[str, Any]) -> tuple[nn.Module, Any]:
-    model = model_of("mxfp8")
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+def sharded_with(form: dict[str, Any], recipe: str, copies: int) -> tuple[nn.Module, Any]:
+    """copies: groups of ranks that hold the same shards (HSDP)."""
+    ranks, model = dist.get_world_size(), model_of(recipe)
+    mesh = mesh_of(copies, ranks // copies, names=("replicate", "shard")) if copies > 1 else mesh_of(ranks)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     return model, optimizer_of(model, form)
 
 
@@ -155,25 +157,26 @@ def losses_of(model: nn.Module, optimizer: Any, first: int, last: int) -> list[f
     return found
 
 
-def save(folder: str, form: dict[str, Any]) -> None:
-    model, optimizer = sharded_with(form)
+def save(folder: str, form: dict[str, Any], recipe: str = "mxfp8", copies: int = 1) -> None:
+    model, optimizer = sharded_with(form, recipe, copies)
     losses_of(model, optimizer, 0, 3)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
 
 
-def resume(folder: str, form: dict[str, Any]) -> None:
-    """On another number of ranks, the next ten losses, and what they leave, are those of a run that never stopped."""
-    model, optimizer = sharded_with(form)
+def resume(folder: str, form: dict[str, Any], recipe: str = "mxfp8", copies: int = 1) -> list[float]:
+    """On other ranks, the next ten losses, and what they leave, are those of a run that never stopped."""
+    model, optimizer = sharded_with(form, recipe, copies)
     weights, states = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optim": states}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    other, its_own = sharded_with(form)
+    other, its_own = sharded_with(form, recipe, copies)
     expected = losses_of(other, its_own, 0, 13)[3:]
     assert losses_of(model, optimizer, 3, 13) == expected
     assert len(set(expected)) == 10
     assert_same(values_of(model, optimizer), values_of(other, its_own))
+    return expected
 
 
 @pytest.mark.thorough  # test_state_checkpoints.py has states in the first tier
@@ -183,3 +186,16 @@ def resume(folder: str, form: dict[str, Any]) -> None:
 def test_states_are_resharded(two: Ranks, four: Ranks, form: str, tmp_path: Path) -> None:
     two.run(save, str(tmp_path), FORMS[form])
     four.run(resume, str(tmp_path), FORMS[form])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("recipe", "form"), [("fp8_current", "bf16 masters, fp8"), ("nvfp4", "f24 masters, 8bit"), ("mxfp8", "fp32")]
+)
+def test_runs_go_on_under_hsdp(two: Ranks, four: Ranks, recipe: str, form: str, tmp_path: Path) -> None:
+    """From two ranks to two by two, and back to two: the same losses everywhere."""
+    two.run(save, str(tmp_path / "two"), FORMS[form], recipe)
+    four.run(save, str(tmp_path / "hsdp"), FORMS[form], recipe, 2)
+    losses = four.run(resume, str(tmp_path / "two"), FORMS[form], recipe, 2)
+    losses += two.run(resume, str(tmp_path / "hsdp"), FORMS[form], recipe)
+    assert losses == [losses[0]] * 6
