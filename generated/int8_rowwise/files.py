@@ -25,6 +25,13 @@ FILES = {
                         "strategy": "channel",
                         "dynamic": False,
                     },
+                    "input_activations": {
+                        "num_bits": 8,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "token",
+                        "dynamic": True,
+                    },
                 }
             },
         },

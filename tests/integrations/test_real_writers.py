@@ -503,6 +503,21 @@ def test_what_a_package_writes_is_loaded_trained_and_read_by_it_again(row: Row, 
     assert {name for name in expected if name.endswith("_proj.weight")} <= {*moved}
 
 
+def test_integers_of_a_model_of_ones_own_load_as_codes(tmp_path: Path) -> None:
+    """Without a source's config: the package packs 8-bit integers whose activations no config quantizes."""
+    if Version(pytest.importorskip("compressed_tensors").__version__) < Version("0.15"):
+        pytest.skip("transformers reads compressed-tensors' files from 0.15 on")
+    from transformers import AutoModelForCausalLM
+
+    model = model_of()
+    layoutc.quantize_(model, "int8_rowwise", param_filter=["*_proj.weight"])
+    export_safetensors(model, tmp_path / "out", files="compressed_tensors")
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).named_parameters())
+    for name, param in model.named_parameters():
+        if isinstance(param, QuantizedTensor):
+            assert torch.equal(theirs[name], param.planes()["rowwise_data"].view(torch.int8)), name
+
+
 def test_what_mlx_writes_in_several_widths(tmp_path: Path) -> None:
     """The config has those of single modules: each is loaded in its recipe, and written back, also without a source."""
     pytest.importorskip("mlx_lm")
