@@ -10,9 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
 import pytest
@@ -20,9 +22,10 @@ from calls import calls_of
 from click.testing import CliRunner, Result
 from places import HELPERS, ROOT
 
+from layoutc.charts import style
 from layoutc.cli.app import main
-from layoutc.report.budgets import answer
-from layoutc.report.budgets.figures import FIGURES, figure
+from layoutc.report.budgets import answer, charts
+from layoutc.report.budgets.figures import FIGURES, figure, label
 
 SPECS, CONFIGS = ROOT / "specs", ROOT / "tests" / "models" / "configs"
 LLAMA, DEEPSEEK = CONFIGS / "llama-3.1-8b.json", CONFIGS / "deepseek-v3.json"
@@ -200,6 +203,25 @@ def test_weights_that_are_dequantized_on_gather_are_in_all_outputs(tmp_path: Pat
     assert "weights dequantized on gather, 1 x 8,192 tokens" in table
     (tmp_path / "run.json").write_text(json.dumps(after), encoding="utf-8")
     assert run(tmp_path / "run.json").stdout == table
+
+
+def test_a_line_of_a_chart_is_a_recipe_over_worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn, without matplotlib, which draws it: in each panel a line for each recipe, by ranks."""
+    panels: Any = [MagicMock(), MagicMock()]
+    for axes in panels:
+        axes.get_ylim.return_value = (1.0, 90.0)
+        axes.get_legend_handles_labels.return_value = ([], [])
+    monkeypatch.setitem(sys.modules, "matplotlib.ticker", MagicMock())
+    monkeypatch.setattr(style, "page", lambda *args: nullcontext((MagicMock(), panels)))
+    data = data_of(LLAMA, "--recipe", "mxfp8,nvfp4", "--world", "64,8")
+    assert charts.draw(data, tmp_path / "run.svg") == ["bf16", "mxfp8", "nvfp4"]
+    of = {(label(one), one["mesh"]["world"]): one for one in data["budgets"]}
+    for axes, (name, scale) in zip(panels, (("step_seconds", 1e3), ("memory_bytes", 1e-9)), strict=True):
+        for call, recipe in zip(axes.plot.call_args_list, ("bf16", "mxfp8", "nvfp4"), strict=True):
+            values = [figure(of[recipe, world], name) * scale for world in (8, 64)]
+            assert (call.args, call.kwargs["label"]) == (([8, 64], values), recipe)
+        axes.set_xticks.assert_called_with([8, 64], ["8", "64"])
+        axes.set_yticks.assert_called_with([1, 2, 5, 10, 20, 50])
 
 
 @needs_matplotlib

@@ -8,7 +8,9 @@ from harness import Ranks
 from models import adam, batch, build, my_share, shard, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
+import layoutc
 from layoutc.runtime.errors import LayoutError
 
 WIDTH = 96  # three blocks of rows over two ranks
@@ -92,3 +94,56 @@ def test_masters_go_along_cut_as_the_new_parameters(two: Ranks, recipe: str, sam
     for message in two.run(follows, recipe, same):
         assert "of shape (96, 96) was put into the groups of MasterWeights" in message
         assert "after a step; create a new optimizer" in message
+
+
+def of_another_model() -> list[str]:
+    """What is said where a model of the same names trains instead, and where both do."""
+    alone, other = build("mxfp8", WIDTH), shard(build("mxfp8", WIDTH))
+    optimizer, said = adam(alone), list[str]()
+    x, y = batch(0, WIDTH)
+    for models in ((other,), (other, alone)):
+        for model in models:
+            (model(x) - y).square().mean().backward()
+        alone.layers[0].weight.grad = None  # as of a layer that a step has left out
+        try:
+            optimizer.step()
+            said.append("")
+        except LayoutError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_optimizer_whose_parameters_never_get_a_gradient_is_refused(two: Ranks) -> None:
+    for refused, trained in two.run(of_another_model):
+        assert refused == (
+            "MasterWeights has layers.0.weight of shape (96, 96) from before fully_shard, which replaced it: create "
+            "MasterWeights after fully_shard"
+        )
+        assert trained == ""
+
+
+class OwnSGD(torch.optim.SGD):
+    """Steps masters themselves, not their shards: what another class does between elements is not known."""
+
+
+def states_of_masters() -> None:
+    """Steps and states of DTensors, to the bit those of shards."""
+    models, optimizers = [shard(build("mxfp8", WIDTH)) for _ in range(2)], list[layoutc.MasterWeights]()
+    for model, kind in zip(models, (torch.optim.SGD, OwnSGD), strict=True):
+        optimizers.append(layoutc.MasterWeights(kind, model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(2):
+            train_step(model, optimizers[-1], step, WIDTH)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        assert set(state) >= {"momentum_buffer"}
+        for name, value in state.items():
+            other = states[1][number][name]
+            assert isinstance(value, DTensor)
+            assert isinstance(other, DTensor)
+            assert type(other.to_local()) is torch.Tensor
+            assert torch.equal(value.to_local(), other.to_local())
+
+
+def test_states_of_masters_that_are_stepped_whole_are_shown_as_they_are(two: Ranks) -> None:
+    two.run(states_of_masters)

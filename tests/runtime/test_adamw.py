@@ -280,6 +280,20 @@ def test_what_is_held_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(bias).startswith("a parameter (160): master is its own, exp_avg fp32, exp_avg_sq fp32; written with")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("nvfp4", "scales of nvfp4 follow from an amax of the whole weight"),
+        ("fp8_channel_bf16", "blocks of fp8_channel_bf16 span whole rows, or no power of two"),
+    ],
+)
+def test_why_codes_are_written_apart_is_explained(recipe: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = layoutc.AdamW(build(recipe, torch.float32).parameters())
+    use_kernels(monkeypatch)
+    first, bias, *_ = optimizer.explain()
+    assert (first.codes, bias.codes) == (why, "")
+
+
 def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and infinite gradients, values at the ends of the range, subnormal ones."""
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -1e-40, 1e-45, 0.0, -0.0, 1e-20, 65504.0])

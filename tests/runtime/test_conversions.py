@@ -22,6 +22,7 @@ from triton.runtime.errors import PTXASError  # noqa: E402
 from layoutc.runtime.kernels import conversion_checks, launch  # noqa: E402
 from layoutc.runtime.triton import conversions as triton_comparisons  # noqa: E402
 from layoutc.runtime.triton.codes import to_codes, to_exponents, to_small_codes  # noqa: E402
+from layoutc.runtime.triton.nibbles import _merged  # noqa: E402
 from layoutc.runtime.triton.tiles import pack  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -75,6 +76,12 @@ def swaps_nibbles(x):
 @triton.jit
 def swaps_bytes(x):
     return pack(pack(right(x), 4, 2, True), 8, 4, False).to(tl.int32)
+
+
+@triton.jit
+def merged_kernel(even, odd, out, MANTISSA: tl.constexpr, LOW_FIRST: tl.constexpr):
+    at = tl.arange(0, 64)
+    tl.store(out + at, _merged(tl.load(even + at), tl.load(odd + at), MANTISSA, LOW_FIRST))
 
 
 @triton.jit
@@ -289,3 +296,15 @@ def test_a_scale_of_another_bias_does_not() -> None:
 @pytest.mark.parametrize("name", ["e2m3", "e3m2"])
 def test_elements_of_6_bits_convert_one_at_a_time(name: str) -> None:
     assert f"return lt.convert_to_{name}(x)" in emitted(name, UP)
+
+
+@interpreted
+@pytest.mark.parametrize(("mantissa", "low_first"), [(0, True), (1, True), (1, False), (2, False)])
+def test_bytes_that_a_card_converts_become_nibbles(mantissa: int, low_first: bool) -> None:
+    """E4M3 has the sign and the upper bits of a code of four bits."""
+    even, odd = (torch.randint(0, 16, (64, 4), generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    held = [((one & 8) << 4 | (one & 7) << (3 - mantissa)).to(torch.uint8).view(torch.int32) for one in (even, odd)]
+    out = torch.empty(64, 1, dtype=torch.int32)
+    merged_kernel[(1,)](*held, out, mantissa, low_first)
+    low, high = (even, odd) if low_first else (odd, even)
+    assert torch.equal(out.view(torch.uint8), (low | high << 4).to(torch.uint8))

@@ -405,6 +405,23 @@ def test_an_empty_state_that_is_loaded_changes_nothing(recipe: str) -> None:
     assert all({"exp_avg", "exp_avg_sq", "master"} <= set(entry) for entry in state.values())
 
 
+def test_a_state_of_some_parameters_is_loaded() -> None:
+    """A frozen weight has none. The masters that are loaded win over weights that are loaded after them."""
+    model, other = model_of("mxfp8"), model_of("mxfp8")
+    model[1].weight.requires_grad_(False)
+    optimizers = [layoutc.MasterWeights(torch.optim.AdamW, one.parameters(), lr=1e-4) for one in (model, other)]
+    model[0].weight.grad = values_of(3)
+    optimizers[0].step()
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    assert [bool(saved["state"].get(number)) for number in range(2)] == [True, False]
+    other[1].weight.requires_grad_(False)
+    optimizers[1].load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    first = next(iter(optimizers[1].masters().values()))
+    assert torch.equal(first, saved["state"][0]["master"])
+    assert not torch.equal(first, other[0].weight.dequantize(torch.float32))
+
+
 def test_a_state_dict_is_that_of_the_parameters_in_the_groups() -> None:
     """accelerate puts others there."""
     model = model_of("mxfp8")

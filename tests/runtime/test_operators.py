@@ -149,6 +149,15 @@ def test_shapes_and_dtypes_without_values(name: str) -> None:
         assert q.dequantize().device.type == "cuda"
 
 
+def test_an_amax_that_is_not_given_is_among_the_buffers_without_values() -> None:
+    x, nvfp4 = weight("nvfp4", 2, 3), recipe("nvfp4")
+    with FakeTensorMode():
+        given = torch.empty(x.shape, device="cuda")
+        made = operators.quantize_buffers(nvfp4.Tensor, given, None, nvfp4.LAYOUT.orientations, False)
+    expected = {buffer: (t.shape, t.dtype) for buffer, t in nvfp4.quantize_buffers(x).items()}
+    assert {buffer: (t.shape, t.dtype) for buffer, t in made.items()} == expected
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_operators_keep_their_contracts(name: str) -> None:

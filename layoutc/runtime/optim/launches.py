@@ -91,8 +91,8 @@ def why_apart(target: QuantizedTensor) -> str:
         return f"no kernel quantizes many weights in {layout.name} here"
     if layout.shares_amax:
         return f"scales of {layout.name} follow from an amax of the whole weight"
-    if layout.stochastic or kernels.row_blocks or any(tile.cover[0] for tile in kernels.quantize_sizes.values()):
-        return f"blocks of {layout.name} span whole rows, or no power of two, or are rounded by random bits"
+    if kernels.row_blocks or any(tile.cover[0] for tile in kernels.quantize_sizes.values()):
+        return f"blocks of {layout.name} span whole rows, or no power of two"
     if target.store.halo.rows or target.store.part is not None or target.store.matrix[0] != target.store.rows:
         return "its shards cut blocks"
     if not launch.all_writable([target.store.planes], target.device):
