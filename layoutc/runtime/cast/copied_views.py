@@ -1,9 +1,9 @@
-"""Copies of views of weights, and copies in another dtype: they have the values, and a model multiplies with them as
-with the view.
+"""Copies of views of weights, and copies in another dtype: they hold values, and a model multiplies with them as with
+the view.
 
-To quantize their values anew would give them blocks of their own, and other products than FSDP2's gathered weight has:
-a transposed copy would have blocks along the other axis, a copy of some rows an amax of its own; and a copy that
-autocast made, or a layer by `weight.to(x.dtype)`, would be rounded before it is quantized.
+Quantizing their values again would change blocks, and so products: a transposed copy would have blocks along the other
+axis, a copy of some rows another amax, and a copy that autocast or `weight.to(x.dtype)` made would be rounded before it
+is quantized.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from layoutc.runtime.errors import LayoutError
 
 
 class Values(dict[str, Tensor]):
-    """{"values": all of a weight's}, which can be referred to weakly."""
+    """{"values": all values of a weight}, as a dict with weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 class CopiedView:
-    """The view that a tensor is a copy of. It keeps no weight alive: a copy that outlives the weight is by itself."""
+    """The view that a tensor is a copy of. It does not keep the weight alive; a copy that outlives it is
+    independent."""
 
     def __init__(self, view: Cast, copy: Cast) -> None:
         if (first := view._copied_view()) is not None:  # `view` is one of a copy of a view
@@ -36,8 +37,8 @@ class CopiedView:
         self._written = view._agreed.count(view), copy._agreed.count(copy)
 
     def view(self, copy: Cast) -> Cast | None:
-        """The view; None where its weight is gone, or a copy of a whole one, which has blocks of its own, no longer is
-        one. Raises LayoutError if the weight of a view or the copy has been written since."""
+        """The view. None if its weight is gone, or if a copy of a whole weight, which has its own blocks, was written.
+        Raises LayoutError if a view's weight, or the copy of a view, was written."""
         if (planes := self.store()) is None:
             return None
         view = copy._wrap(planes, planes["values"])

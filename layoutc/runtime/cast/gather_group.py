@@ -1,11 +1,11 @@
-"""Weights that FSDP2 gathers together and that are cast on gather: quantized in one launch, at the first one's hook.
+"""Cast-on-gather weights of one FSDP2 group: quantized in one launch, in the first one's hook.
 
-FSDP2 calls the pre-all-gather hooks of a group's parameters one after another. The first of them quantizes all weights
-of the group, and agrees on all their amaxes; the others take their part. Gathers in few steps quantize where the rank
-sends from (`into_row`).
+FSDP2 calls the pre-all-gather hooks of a group's parameters one after another. The first one reduces all amaxes and
+quantizes all weights of the group; the others take their part. The gather fast path quantizes into the rank's row
+(`into_row`).
 
-A part is taken once, and only if the weight's values are still those that were quantized. A weight that was written in
-between, or that nobody expected, is quantized by itself.
+A part is taken once, and only if the weight's values have not changed. A weight that was written in between, or that
+was not expected, is quantized alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sent = tuple[tuple[Tensor, ...], Any]  # what a pre-all-gather hook returns
 
 
 class Part(NamedTuple):
-    """A weight that was quantized with its group, and what says that it still holds the values that were quantized."""
+    """A weight that was quantized with its group, and what identifies the values that were quantized."""
 
     quantized: QuantizedTensor
     planes: dict[str, Tensor]
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     writes: int  # through views and aliases, whose version counters are their own
 
     def is_of(self, shard: Cast) -> bool:
-        """True if nobody has written the values or replaced them, and the same pass gathers."""
+        """True if the values were neither written nor replaced, and the same pass gathers."""
         serves = shard.LAYOUT.serves[hooks.passing(shard)]
         return (self.planes is shard.store) and self[1:] == _stamp(shard) and self.quantized.orientations == serves
 
@@ -51,15 +51,15 @@ _parts: weakref.WeakKeyDictionary[Any, dict[int, Part]] = weakref.WeakKeyDiction
 
 
 def _part_of(shard: Cast, sharding: Sharding) -> QuantizedTensor | None:
-    """A weight's part; None if it must be quantized by itself.
+    """A weight's part; None if it must be quantized alone.
 
-    The first one's hook quantizes all weights for the pass that begins with it. Collective, as their hooks are.
+    The first hook of a pass quantizes all weights. Collective, as their hooks are.
     """
     parts = _parts.setdefault(sharding.group(), {})
     if next(members_of(sharding)) is shard:
-        parts.clear()  # of a gather that has failed
+        parts.clear()  # of a failed gather
         members = list(members_of(sharding))
-        # Values in other than ordinary memory are so on all ranks or on none.
+        # Values are in ordinary memory on all ranks or on none.
         if all(map(_is_ordinary, members)):
             made = zip(members, quantized(members), strict=True)
             parts.update((id(tensor), Part(one, *_stamp(tensor))) for tensor, one in made)
@@ -75,19 +75,19 @@ def send(shard: Cast, mesh: Any) -> Sent:
 
 
 def send_alone(shard: Cast, mesh: Any) -> Sent:
-    """What a tensor sends in the pass that gathers now, quantized by itself. Collective if its scales or blocks are."""
+    """What a tensor sends in the current pass, quantized alone. Collective if its scales or blocks are."""
     shards.check_cuts(shard)
     return _send(shard, shard.quantize(shard.LAYOUT.serves[hooks.passing(shard)]), mesh)
 
 
 def _send(shard: Cast, quantized: Any, mesh: Any) -> Sent:
-    """Through the hook of the recipe's class."""
+    """Sends through the hook of the recipe's class."""
     registry.stand_in(quantized, shard)
     return quantized.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
 
 
 def members_of(sharding: Sharding) -> Iterator[Cast]:
-    """The shards that are cast on gather in a parameter's group, in the order of their hooks."""
+    """The cast-on-gather shards of a parameter's group, in the order of their hooks."""
     for local in map(shard_of, sharding.params_of_group()):
         if hasattr(local, "QUANTIZED") and not isinstance(local, QuantizedTensor):
             yield local
@@ -109,13 +109,13 @@ def _stamp(tensor: Cast) -> tuple[dict[str, Tensor], int, int]:
 
 
 def _version(values: Tensor) -> int:
-    """How often values were written. In inference mode torch does not count, and FSDP2 makes what it pads anew: on
-    some ranks alone, which must not quantize otherwise than the others for that."""
+    """How often values were written. In inference mode torch does not count, and FSDP2 makes padded shards again on
+    some ranks only, which must still quantize like the others."""
     return -1 if values.is_inference() else values._version
 
 
 def quantized(tensors: Sequence[Cast]) -> list[QuantizedTensor]:
-    """The shards of a group, quantized for the pass that gathers now: in one launch for those of a kind.
+    """The shards of a group, quantized for the current pass: one launch for all that are alike.
 
     Collective if they share amaxes, or if cuts split blocks of some of them.
     """

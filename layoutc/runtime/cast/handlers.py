@@ -37,7 +37,7 @@ def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
-    """An alias outside of the model, unless it becomes a parameter, or stands for one in a traced graph."""
+    """An alias outside the model, unless it becomes a parameter or represents one in a traced graph."""
     alias: CastOnGather = args[0].alias()
     keeps = callers.keeps_the_weight()
     alias._detached = alias._detached or not keeps
@@ -47,7 +47,7 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGather]:
-    """A view of the values. It remembers how it was made, so that uses in a model can view the quantized weight."""
+    """A view of the values. It records how it was made, so that a model can view the quantized weight."""
     tensor, *rest = args
     shown = func(tensor._plain, *rest, **kwargs)
     if func in _CUTS and callers.parallelizes():
@@ -58,7 +58,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
 
 
 def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
-    """Raises LayoutError where a model gathers a DTensor of plain values, which layers would multiply as they are."""
+    """Raises LayoutError if a model gathers a DTensor of plain values: layers would multiply them unquantized."""
     if callers.redistributes():
         raise LayoutError(
             f"redistribute: {tensor.label()}, would be gathered as plain values, which layers would multiply: call "
@@ -68,7 +68,7 @@ def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
 
 
 def _check_part(tensor: CastOnGather, part: Tensor) -> None:
-    """Raises LayoutError where tensor parallelism cuts blocks: all ranks cut, and see the same first part."""
+    """Raises LayoutError if tensor parallelism cuts blocks, on all ranks: each of them sees the same first part."""
     for dim, (size, each) in enumerate(zip(tensor.shape, part.shape, strict=True)):
         if each < size and each:
             shards.check_parts(tensor.LAYOUT, tensor.shape, dim, cdiv(size, each), tensor.weight_name or "a weight")
@@ -89,10 +89,10 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros, new_empty: plain; for torch.distributed of the class, but for another dtype or a vector.
+    """new_zeros, new_empty: plain. For torch.distributed, of the class, except for another dtype or a vector.
 
-    FSDP2 makes the tensor of a shard by new_zeros. For short shards only, it does so again at the first use and after a
-    load. So the new tensor shares the agreed amax; otherwise ranks would no longer agree.
+    FSDP2 makes a shard's tensor by new_zeros. For short shards, it does so again at the first use and after a load. The
+    new tensor shares the agreed amax; otherwise ranks would no longer agree.
     """
     tensor = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
@@ -114,8 +114,8 @@ def _empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """clone, _to_copy, _pin_memory: of the class in any floating-point dtype; in another dtype, a plain tensor.
 
-    A copy of a view has values of its own, but no blocks. One in another dtype has values that are rounded; in a model
-    it is the gathered weight in that dtype, which is dequantized.
+    A copy of a view has its own values, but no blocks. A copy in another dtype has rounded values; in a model it is the
+    dequantized weight in that dtype.
     """
     tensor: CastOnGather = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
@@ -143,19 +143,19 @@ def _is_view(tensor: CastOnGather) -> bool:
 
 
 def _is_in_a_model(tensor: CastOnGather) -> bool:
-    """True for an unsharded weight and its views, but those that are cut for ranks."""
+    """True for an unsharded weight and its views, except those that are cut for ranks."""
     return not tensor.is_detached and registry.find(tensor) is None and not callers.is_called_from("torch.distributed")
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear, grouped_mm: with values quantized along the axis that is
-    contracted."""
+    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear, grouped_mm: with values quantized along the contracted
+    axis."""
     first = 1 if func in dispatch.WITH_BIAS else 0
     operands = []
     for position, operand in enumerate(args):
         if isinstance(operand, CastOnGather):
             is_left = position == first or func is aten.linear.default
-            if operand.is_converted:  # as a gathered weight: to values that both passes multiply
+            if operand.is_converted:  # like a gathered weight: both passes multiply the same values
                 operands.append(_values(func, (operand,), {}))
                 continue
             wanted = "rowwise" if is_left != operand.is_transposed else "columnwise"
@@ -165,7 +165,8 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _in_low_precision(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Products of a linear layer or of experts in low precision, with the weight quantized as they read it."""
+    """Low-precision products of a linear layer or of experts, with the weight quantized in the orientation they
+    read."""
     return _LOW_PRECISION[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
 
 
@@ -176,7 +177,7 @@ def _values(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operators without a handler: on the quantized weight if it is a use in a model, else on the values."""
+    """Operators without a handler: on the quantized weight if a model uses it, else on the values."""
     if func._can_decompose():
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
@@ -205,13 +206,13 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _moves(target: Any, source: Any) -> bool:
-    """True if a copy_ moves values into a tensor that was made to hold them, as FSDP2 does with shards."""
+    """True if a copy_ moves values into a tensor made to hold them, as FSDP2 does with shards."""
     both_cast = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
     return both_cast and target._agreed is source._agreed and target.store is not source.store
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
-    """The tensors that an operator writes. The schemas of collectives don't say it."""
+    """The tensors that an operator writes. Schemas of collectives don't state them."""
     if func in WRITES or func in (c10d.broadcast_.default, c10d.scatter_.default):
         return [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, CastOnGather)]
     if not schema_of(func).is_mutable:
@@ -220,7 +221,7 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
 
 
 def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """True for an operator that is not a use of the weight in a model, whichever alias it is called on."""
+    """True for an operator that is never a model's use of the weight, whichever alias it is called on."""
     if func in _COPIES or "c10d" in func.namespace:
         return True
     if func is aten.cat.default and callers.is_called_from(_VECTORS):
@@ -247,14 +248,14 @@ _COPIES = (
     aten._local_scalar_dense.default,
 )
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-_VECTORS = "torch.nn.utils.convert_parameters"  # flat copies, from which others write parameters
+_VECTORS = "torch.nn.utils.convert_parameters"  # flat copies that callers write back into parameters
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 _LOW_PRECISION = experts.HANDLERS
 _REDUCTIONS = (
     *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),
     *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),
 )
-_AS = {  # by what the same operator does with a quantized weight
+_AS = {  # by the operator's handler of a quantized weight
     dispatch.view: _view,
     cuts_and_joins.new: _new,
     cuts_and_joins.empty_like: _empty_like,

@@ -1,9 +1,8 @@
-"""Weights that are cast on gather, quantized into the row that a rank sends: in one launch for those of a kind.
+"""Cast-on-gather weights, quantized into the row that a rank sends: one launch for all that are alike.
 
-As long as shards lie where they did, kernels write each plane where the row has it; where there are none, planes are
-copied. What all ranks have without sending
-it (amaxes, and scales that follow from them) stays in one place, so that the launches that dequantize are kept as well:
-nobody reads it but the gather that it was made for.
+While shards stay at their addresses, kernels write each plane directly into the row; without kernels, planes are
+copied. What all ranks have without sending it (amaxes, and the scales computed from them) stays at one address, so the
+dequantizing launches can be reused. Only the gather that it was made for reads it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """A weight's values, and where what follows from them is written."""
+    """A weight's values, and the memory for what is computed from them."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight, self.shard = weight, weight.shard
@@ -45,8 +44,8 @@ class Source:
         self.stays: dict[str, Tensor] = {}  # planes that do not travel
 
     def is_able(self) -> bool:
-        """True if a batch of kernels reads the values and writes what is sent; of a short shard less, which nobody
-        reads. Of blocks that cuts split, ranks ask one another first."""
+        """True if batched kernels can read the values and write what is sent. Padding of a short shard is not written;
+        nothing reads it. Split blocks need other ranks first."""
         kernels, x = self.weight.recipe.quantizing_kernels(self.matrix), self.matrix
         if kernels is None or not kernels.batched or not x.is_contiguous() or not 0 < x.numel() < 2**31:
             return False
@@ -59,7 +58,8 @@ class Source:
         )
 
     def kept(self) -> dict[str, Facts]:
-        """What needs memory that stays: planes that do not travel, and under "" the amax that decides a scale."""
+        """What needs memory at a fixed address: planes that do not travel, and, under "", the amax that decides a
+        scale."""
         layout, travels = self.weight.recipe.LAYOUT, {slot.name for slot in self.weight.slots}
         (m, k), which = self.matrix.shape, self.weight.gathering.route.which
         found = {name: facts for name, facts in self.facts.items() if name not in travels}
@@ -69,14 +69,14 @@ class Source:
         return found
 
     def keep(self, memory: dict[str, Tensor]) -> None:
-        """Takes it."""
+        """Sets the memory of `kept`."""
         self.amax, self.stays = memory.pop("", None), memory
         gathering, layout = self.weight.gathering, self.weight.recipe.LAYOUT
         shared = {name: memory[name] for name in layout.shared_in[gathering.route.which]}
         self.weight.gathering = replace(gathering, shared=shared)
 
     def holds(self) -> bool:
-        """True if the values are where they were, and have no other dtype."""
+        """True if the values have the same address and dtype."""
         shard: Any = self.shard()
         if shard is None or shard.store is not self.planes:
             return False
@@ -84,7 +84,7 @@ class Source:
         return bool(values.data_ptr() == self.address)
 
     def places_in(self, sent: Tensor) -> dict[str, Tensor]:
-        """All planes that kernels write: those that travel, in what the rank sends, and the others."""
+        """All planes that kernels write: those that travel, in the rank's row, and the others."""
         found = dict(self.stays)
         for name, start, _ in self.weight.slots:
             facts = self.facts[name]
@@ -93,22 +93,22 @@ class Source:
 
 
 class IntoRow:
-    """Quantizes the weights of a group that are cast on gather, for as long as they stay where they are."""
+    """Quantizes the cast-on-gather weights of a group while they stay at their addresses."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.sources = [Source(weight) for weight in weights]
         self.is_able = all(one.is_able() for one in self.sources)
         if self.is_able:
             self._keep(self.sources[0].matrix.device)
-        self.launches = Plans()  # with their arguments, for the weights of each recipe and dtype; by where a row lies
-        self.last: list[Tensor] = []  # the amaxes and planes that were copied last
+        self.launches = Plans()  # for the weights of each recipe and dtype, by the row's address
+        self.last: list[Tensor] = []  # the amaxes and planes copied last
 
     def _keep(self, device: torch.device) -> None:
-        """Allocates what stays, in one piece: kernels count amaxes from the first one."""
+        """Allocates what stays, in one piece: kernels find amaxes by their offset from the first."""
         wanted = [(one, name, facts) for one in self.sources for name, facts in one.kept().items()]
         sizes = [-(-facts.nbytes // ALIGNED) * ALIGNED for _, _, facts in wanted]
         memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        with torch.inference_mode(False):  # gathers that train use it as well
+        with torch.inference_mode(False):  # training uses it too
             pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
             for (one, name, facts), piece in zip(wanted, pieces, strict=True):
                 memory[id(one)][name] = piece[: facts.nbytes].view(facts.dtype).view(facts.shape)
@@ -116,11 +116,11 @@ class IntoRow:
             one.keep(memory[id(one)])
 
     def holds(self) -> bool:
-        """True if the values are where they were."""
+        """True if no values have moved."""
         return all(one.holds() for one in self.sources)
 
     def __call__(self, sent: Tensor) -> None:
-        """Quantizes into (nbytes,) uint8. Collective exactly as hooks are: other ranks may ask theirs."""
+        """Quantizes into (nbytes,) uint8. Collective exactly as hooks are: other ranks may run theirs."""
         if self.is_able and not traced(self.sources[0].matrix):
             self.by_kernels(sent)
             return
@@ -133,15 +133,15 @@ class IntoRow:
             weight.gathering = replace(weight.gathering, shared=shared)
 
     def by_kernels(self, sent: Tensor) -> None:
-        """The same in one launch for weights of a kind."""
+        """The same with kernels, one launch for all weights that are alike."""
         weights: list[Any] = [one.shard() for one in self.sources]
         self._take(decide_all(weights, lambda at: self.sources[at].matrix))
-        # From the current stream, on which tables are copied.
+        # Tables are copied on the current stream.
         for launches, amax in self.launches.of((sent.data_ptr(), stream_of(sent.device)), lambda: self._kinds(sent)):
             launches(*amax)
 
     def _take(self, decided: Sequence[tuple[Tensor | None, dict[str, Tensor]]]) -> None:
-        """Copies what was decided to where launches read it, unless it lies there since the last gather."""
+        """Copies amaxes and planes to where launches read them, unless the last gather left them there."""
         new: list[Tensor] = []
         into: list[Tensor] = []
         for source, (amax, planes) in zip(self.sources, decided, strict=True):

@@ -1,4 +1,4 @@
-"""State dicts of weights that are cast on gather: they hold plain values, as those of an ordinary model do."""
+"""State dicts of cast-on-gather weights: they hold plain values, as those of an ordinary model do."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def keep_plain(module: nn.Module) -> None:
-    """From now on, state dicts of `module` hold the plain values of its weights, and it loads plain ones."""
+    """Makes state dicts of `module` hold plain values of its weights, and load plain ones."""
     module.register_state_dict_post_hook(give_plain)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(take_plain)  # type: ignore[no-untyped-call]
 
 
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state_dict hook: puts the weights' values in, sharded as they are and sharing their memory, so loads in place
-    work."""
+    """A state_dict hook: inserts the weights' values, sharded and sharing memory, so that in-place loads work."""
     for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
         weight = state.get(f"{prefix}{name}")
         tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
@@ -29,7 +28,7 @@ def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 
 
 def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A load_state_dict hook: wraps plain values in the class, so that weights that they are assigned to keep it.
+    """A load_state_dict hook: wraps plain values in the class, so that assigned weights keep it.
 
     The loaded values are unrelated to the old ones, so a history of amaxes starts anew.
     """
@@ -43,5 +42,5 @@ def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             state[f"{prefix}{name}"] = with_local(value, tensor._fresh(local.detach()))
 
 
-# Modules are pickled with the names of their hooks.
+# Pickled modules name their hooks.
 give_plain.__module__ = take_plain.__module__ = "layoutc.pickled"

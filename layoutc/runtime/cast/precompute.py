@@ -1,5 +1,4 @@
-"""precompute_amaxes: finds the amaxes of all weights that are cast on gather at once, so that no gather waits for
-one."""
+"""precompute_amaxes: computes the amaxes of all cast-on-gather weights at once, so that no gather waits for one."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def precompute_amaxes(model: nn.Module) -> None:
     without notice, so call it after the replay and before the next gathers, or not at all. torchao's counterpart is
     precompute_float8_dynamic_scale_for_fsdp.
 
-    Raises nothing of its own; process groups raise what their collectives do.
+    Raises only what the collectives of process groups raise.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""What the generated classes of a recipe are made of: all that its tensor.py imports."""
+"""All that a recipe's generated tensor.py imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CastOnGather", "Recipe", "all_gather", "functions", "plane", "regist
 
 
 class Recipe(QuantizedTensor):
-    """A weight in a recipe. A generated class states what is the recipe's own."""
+    """A weight in a recipe. The generated subclass states the recipe's facts."""
 
     HANDLERS = HANDLERS
     __torch_function__ = classmethod(autograd.torch_function)

@@ -1,4 +1,4 @@
-"""The amax that shards of a weight that is cast on gather share: reduced at each gather, unless it was precomputed."""
+"""The amax that shards of a cast-on-gather weight share: reduced in each gather unless it was precomputed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Agreed:
     """The amax that a weight's shards have agreed on: equal on all ranks, whatever FSDP2 does to a short shard's
     tensors.
 
-    A weight, its views, and the tensors that FSDP2 makes to hold its shards have one object in common.
+    A weight, its views, and the tensors that FSDP2 makes for its shards share one object.
     """
 
     writes: int = 0  # how often the values have changed
-    seen: tuple[int, int] | None = None  # id and version of the planes at the last look
+    seen: tuple[int, int] | None = None  # id and version of the planes when last checked
     amax: Tensor | None = None  # the one that decides the scale, fp32
     plane: Tensor | None = None  # the `amax` plane: with a history, the amaxes so far, latest first
     of: int | None = None  # `writes` when `amax` was found
-    ahead: int | None = None  # `writes` when it was precomputed: gathers reduce nothing as long as they are equal
+    ahead: int | None = None  # `writes` when it was precomputed: gathers don't reduce while they are equal
     owner: int | None = None  # the id of the planes that it was precomputed for
-    fused: Group | None = None  # of a weight that is quantized under one amax with others
+    fused: Group | None = None  # the weights that share its amax
 
     def decide(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
@@ -57,7 +57,7 @@ class Agreed:
             return self._traced(tensor, matrix, shape)
         if self.is_ahead(tensor) and (self.owner == id(tensor.store) or registry.find(tensor) is not None):
             return self.current(tensor)
-        if self.fused is not None:  # those that it is gathered with may be of its group
+        if self.fused is not None:  # weights that are gathered with it may be in its group
             sharding = registry.find(tensor)
             near = [tensor] if sharding is None else list(map(shard_of, sharding.params_of_group()))
             joined = [one for one in near if isinstance(one, type(tensor)) and one._agreed.fused == self.fused]
@@ -74,24 +74,24 @@ class Agreed:
         return self.follow(tensor, reduced[:1], reduced[1:])
 
     def follow(self, tensor: Cast, amax: Tensor, new: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What `decide` returns, from the amax of all shards. It is remembered only if the recipe has a history."""
+        """What `decide` returns, from the amax of all shards. It is recorded only if the recipe has a history."""
         if new is None:
             return with_history(tensor.LAYOUT, amax, None)
         self.advance(tensor, amax, new)
         return self.current(tensor)
 
     def is_ahead(self, tensor: Cast) -> bool:
-        """True if the amax was precomputed, and no values have been written since.
+        """True if the amax was precomputed and no values were written since.
 
-        False while a CUDA graph is captured: its replays write values, and no count shows that.
+        False while a CUDA graph is captured: its replays write values without being counted.
         """
         return self.ahead is not None and self.ahead == self.count(tensor) and not capturing(tensor._plain.device)
 
     def count(self, tensor: Cast) -> int:
-        """How often values have been written: through the class, or to a plain tensor that shares their memory."""
+        """How often values were written, through the class or a plain tensor that shares their memory."""
         planes = (tensor if tensor._source is None else tensor._source).store
         now = id(planes), 0 if planes["values"].is_inference() else version_of(planes["values"])
-        # If the planes are other ones, FSDP2 has moved the shard, perhaps on some ranks only: the values are the same.
+        # With other planes, FSDP2 has moved the shard, perhaps on some ranks only; the values are the same.
         if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
             self.writes += 1
         self.seen = now
@@ -120,12 +120,12 @@ class Agreed:
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")
         if amax is not None and plane is not None and new is not None and before is not None:
-            # Decided on the device: asking a card whether another rank has written would stall each gather.
+            # Decided on the device: reading whether another rank has written would stall each gather.
             amax, plane = torch.where(new > 0, amax, last), torch.where(new > 0, plane, before)
         self.amax, self.plane, self.of = amax, plane, self.count(tensor)
 
     def forget(self) -> None:
-        """Forgets the amax and its history, for values that are unrelated to the old ones."""
+        """Forgets the amax and its history: new values are unrelated to the old ones."""
         self.amax = self.plane = self.of = self.ahead = None
 
     def current(self, tensor: Cast) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -153,21 +153,21 @@ class Agreed:
         return with_history(tensor.LAYOUT, amax, None)
 
     def snapshot(self, tensor: Cast) -> tuple[Tensor | None, Tensor | None, bool, bool, Group | None]:
-        """The state that a copy of all values takes along."""
+        """The state for a copy of all values."""
         writes = self.count(tensor)
         return self.amax, self.plane, self.of == writes, self.ahead == writes, self.fused
 
     @classmethod
     def restored(cls, snapshot: Any, tensor: Cast) -> Self:
         """The inverse of `snapshot`, for the copy."""
-        amax, plane, of, ahead, *fused = snapshot  # those of earlier versions have no group
+        amax, plane, of, ahead, *fused = snapshot  # earlier versions have no group
         agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor.store), *fused)
         agreed.count(tensor)
         return agreed
 
 
 class Found(NamedTuple):
-    """A weight and the amax of all its shards; and (1,), not 0 if a shard has changed since the last one was found."""
+    """A weight and the amax of all its shards; and (1,), not 0 if a shard has changed since the last amax."""
 
     tensor: Cast
     amax: Tensor
@@ -205,7 +205,7 @@ def measured(weights: Sequence[tuple[Cast, Tensor]]) -> list[Found]:
 
 
 def _check_whole(tensors: Sequence[Cast]) -> None:
-    """Raises LayoutError for weights whose group is not all here: on all ranks, which measure the same ones."""
+    """Raises LayoutError for weights whose group is incomplete: on all ranks, which measure the same weights."""
     count = Counter(tensor._agreed.fused for tensor in tensors)
     for tensor in tensors:
         if (group := tensor._agreed.fused) is not None and count[group] < group[2]:

@@ -1,8 +1,8 @@
 """CastOnGather: a weight that stays in high precision and is quantized each time it is gathered or multiplied.
 
 Optimizers, initializers and checkpoints see its values. A model sees the quantized weight: FSDP2 gathers planes that
-are made from the values for this pass only, and a product without FSDP2 uses the quantized values as well, so that one
-process computes the same as many. In a model, a view of the values stands for the same view of the quantized weight.
+are quantized for this pass only. Products without FSDP2 use the quantized values too, so one process computes the same
+as many. In a model, a view of the values means the same view of the quantized weight.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
     Which operators see the values, and which the quantized weight:
 
-    - Products see the quantized weight, in the orientation that they contract; so they do of any alias or view.
+    - Products see the quantized weight, in the orientation that they contract, and of any alias or view.
     - Operators that write, copy, convert or send see the values, and so does every operator on a shard that FSDP2
-      holds. In a model, a copy of a view stands for the view.
+      holds. In a model, a copy of a view means the view.
     - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
     - On the parameter itself and its views, pointwise operators and reductions see the values under no_grad, as
       optimizers and averages need. All others, and those in a model's backward, see the quantized weight, which is
@@ -63,13 +63,13 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     QUANTIZED: ClassVar[type[QuantizedTensor]]
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
-    INTO_ROW = into_row.IntoRow  # what quantizes such weights where a rank sends them from
+    INTO_ROW = into_row.IntoRow  # quantizes such weights into a rank's row
 
-    store: Values  # {"values": all of them}: the very dict is what aliases and views share
-    _plain: Tensor  # those that this view shows
-    _views: tuple[View, ...]  # the views that lead from all values to these
+    store: Values  # {"values": all of them}, a dict that aliases and views share
+    _plain: Tensor  # the values of this view
+    _views: tuple[View, ...]  # the views from all values to these
     transposed: bool
-    _detached: bool  # an alias outside of the model, or a view of one
+    _detached: bool  # an alias outside the model, or a view of one
     weight_name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
@@ -81,8 +81,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def __new__(cls, values: Tensor, *, requires_grad: bool = False, **others: Any) -> Self:
         """Wraps values without copying. Raises ValueError for a recipe that weights can't have.
 
-        Packages that make a parameter anew (accelerate's init_empty_weights) give its copy for values, and the
-        attributes of the old one, which keeps its name and its choice of products.
+        Packages that recreate a parameter (accelerate's init_empty_weights) pass its copy as values, and the attributes
+        of the old one; the new one keeps its name and its per-weight mode.
         """
         cls.QUANTIZED.LAYOUT.check_weights()
         plain = values._plain if others and isinstance(values, CastOnGather) else values
@@ -109,7 +109,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return self
 
     def alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
-        """The same values, or the part of them that a view shows."""
+        """The same values, or those of a view."""
         other = self._wrap(self.store, self._plain if values is None else values)
         other._views = self._views if view is None else (*self._views, view)
         other.transposed, other._detached = self.transposed != transposed, self.is_detached
@@ -129,7 +129,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def plain(self) -> Tensor:
         """The values as a plain tensor that shares memory with this one, so that a write to it changes the weight."""
         whole, shown = self.store["values"].detach(), self._plain
-        # Made as a view of all values, since a view that was made below autograd has a version counter of its own.
+        # A view of all values: a view that was made below autograd would have its own version counter.
         return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
 
     @property
@@ -145,8 +145,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor:
         """The weight that a model multiplies with: the current values quantized, or this view of that.
 
-        orientations: those to make; default: all. For a shard that FSDP2 holds, these are its rows of the whole
-        quantized weight; that is collective if shards share an amax that `layoutc.precompute_amaxes` has not found.
+        orientations: those to quantize; default: all. For a shard that FSDP2 holds, the result is its rows of the whole
+        quantized weight; that is collective if shards share an amax that was not precomputed.
         Raises ValueError for shapes that the recipe does not take, UnsupportedOperator for a view that would cut a
         block.
         """
@@ -161,7 +161,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
             return self._viewed(self._quantized(self.store["values"], chosen))  # type: ignore[return-value]
 
     def in_use(self, orientations: Sequence[str] | None = None) -> Tensor:
-        """What a model multiplies with: quantize(), or this view of its values where codes can't follow the view.
+        """What a model multiplies with: quantize(), or this view of its values if codes have no such view.
 
         Raises ImplicitDequantize under strict() for the latter.
         """
@@ -189,11 +189,11 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return copied is not None and copied.dtype != self.dtype
 
     def _copied_view(self) -> CastOnGather | None:
-        """The view that this is a copy of, where it is; a parameter is a weight by itself."""
+        """The view that this is a copy of, if any; a parameter is an independent weight."""
         return None if self._copied is None or isinstance(self, nn.Parameter) else self._copied.view(self)
 
     def _viewed(self, whole: Tensor) -> Tensor:
-        """The view of a whole weight that this is of all values."""
+        """The view of `whole` that this tensor is of all values."""
         for func, args, index in self._views:
             whole = func(whole, *args) if index is None else func(whole, *args)[index]
         return whole
@@ -217,8 +217,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         row_sharding: RowSharding | None,
         values: Tensor | None = None,
     ) -> QuantizedTensor:
-        """Planes that a matrix was quantized to, as a tensor. values: those of the matrix without its halo; default:
-        all."""
+        """A quantized matrix's planes as a tensor. values: those of the matrix without its halo; default: all."""
         values, halo = self.store["values"] if values is None else values, NO_HALO
         if row_sharding is not None:
             halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
@@ -281,7 +280,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         self._views, self.transposed, self._copied = new._views, new.transposed, new._copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The name of the tensor of all values, and the views that lead to these."""
+        """The name of the tensor of all values, and the views from there."""
         products = self.own_products, product_mode.setting(self)  # see flattening.Context
         return ["_whole"], (self._views, self.transposed, self.is_detached, self.weight_name, *products)
 
@@ -304,13 +303,13 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return self
 
     def _stable_hash_for_caching(self) -> str:
-        """As flattening.digest. The recipe counts: graphs differ, though the flattened tensors are the same."""
+        """As flattening.digest, with the recipe: flattened tensors may be equal where graphs differ."""
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.
+        """Pickles a parameter as a part of its module, and any other tensor as its plain values.
 
-        So a saved state dict needs only torch to load, whoever made it.
+        So loading a state dict needs torch only.
         """
         if (key := flattening.for_cache(self)) is not None:
             return key
@@ -345,7 +344,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     @classmethod
     @passed_over_by_compilers
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One dict lookup. The handler under None is for all operators without one of their own."""
+        """One dict lookup. The handler under None serves all other operators."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():
             return in_inference_mode(handler, func, args, kwargs or {})
@@ -365,7 +364,7 @@ rebuild_cast.__module__ = "layoutc.pickled"
 
 
 def find_cast(param: Tensor) -> CastOnGather | None:
-    """The CastOnGather that a parameter is, that a DTensor holds as its shard, or that it was gathered from; else
+    """The CastOnGather that a parameter is, that it holds as a DTensor's shard, or that it was gathered from; else
     None."""
     local = getattr(param, "_local_tensor", param)
     if isinstance(local, QuantizedTensor) and local.store.home is not None:

@@ -1,8 +1,8 @@
-"""What the generated all-gather hooks call: sends the planes of a pass, and makes a weight of those that arrive.
+"""What the generated all-gather hooks call: sends the planes of a pass, and builds a weight from the gathered ones.
 
-Every gather that FSDP2 makes through hooks takes these two steps, and `gather_plan` sends the same bytes for a group.
-`LAYOUT.travels` says which planes a pass sends. A group with hooks that do anything else, because somebody has edited
-or replaced them, is left to FSDP2, which calls them in each gather.
+Every gather that FSDP2 makes through hooks takes these two steps; `gather_plan` sends the same bytes for a group.
+`LAYOUT.travels` says which planes a pass sends. If a user has edited or replaced a group's hooks, FSDP2 calls them in
+each gather.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Sent = tuple[tuple[Tensor, ...], wire.Gathering]
 
 
 def decide(shard: Any) -> None:
-    """Decides whether gathers of a shard's group leave values or codes, where that is open.
+    """Decides whether gathers of a shard's group leave values or codes, if that is not decided yet.
 
-    Raises LayoutError for gathered values that somebody has written into, which this gather would undo.
+    Raises LayoutError if gathered values were written into, since this gather would undo the write.
     """
     if (sharding := find(shard)) is None or not sharding.is_of(shard):
         return
@@ -41,8 +41,8 @@ def decide(shard: Any) -> None:
 
 
 def send(shard: QuantizedTensor, mesh: DeviceMesh) -> Sent:
-    """What fsdp_pre_all_gather returns: the planes of the pass as bytes, padded with zeros if the shard is short, and
-    metadata, which has the planes that all shards share. Sizes are equal on all ranks.
+    """Returns what fsdp_pre_all_gather returns: the planes of the pass as bytes, padded with zeros if the shard is
+    short, and metadata with the planes that all shards share. Sizes are equal on all ranks.
 
     Raises as decide and hooks.begin.
     """
@@ -59,13 +59,13 @@ def receive(
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Any:
-    """What fsdp_post_all_gather returns: the whole weight, without padding, and the inner tensors that FSDP2 frees;
-    None with `out`, which gets the planes.
+    """Returns what fsdp_post_all_gather returns: the whole weight without padding, and the inner tensors that FSDP2
+    frees. Returns None with `out`, which gets the planes.
 
-    Planes are views of the gather's outputs, unless a cut splits their blocks; those are copied. A weight that is
-    dequantized on gather is a plain tensor, and gets values.
+    Planes are views of the gather's outputs; those whose blocks are split by a cut are copies. A weight that is
+    dequantized on gather is a plain tensor of values.
     """
     names, every = shard.LAYOUT.travels[metadata.route.which], (*outputs, *metadata.alone)
-    received = zip(names, every, strict=False)  # slots of the other pass alone come last
+    received = zip(names, every, strict=False)  # slots that only the other pass fills come last
     planes = {name: wire.arrived(metadata, name, one) for name, one in received}
     return hooks.finish(shard, planes | metadata.shared, metadata, dtype, out)

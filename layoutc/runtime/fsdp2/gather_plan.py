@@ -1,12 +1,12 @@
 """What a group's gather sends and leaves in a pass: computed from layouts, shardings and modes.
 
-A row is what each rank sends: the tensors that hooks would return, in FSDP2's order, so that each rank may gather in
-one way or the other. Planes are copied into it, or values are quantized into it. What all ranks have sent becomes
-planes, of which gathered weights have views, or values, which are dequantized from where the rows lie.
+Each rank sends a row: the tensors that hooks would return, in FSDP2's order, so ranks may mix plans and hooks. Planes
+are copied into the row, or values are quantized into it. Gathered weights are views of the received rows, or values
+dequantized from them.
 
-FSDP2 allocates what is gathered into once, in its first gather, so a plan is made after that. It holds as long as
-shards have the same memory. What fills up a slot, and rows that a short shard lacks, are left as they are: nobody reads
-them. Scales of blocks that cuts split arrive more than once, and are picked.
+FSDP2 allocates its outputs once, in the first gather, so a plan is made after that. A plan is valid while shards keep
+their memory. Padding of slots and of short shards is not initialized; nothing reads it. Scales of split blocks arrive
+from two ranks, and one of them is picked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Slot(NamedTuple):
-    """Where a plane lies in a row."""
+    """The position of a plane in a row."""
 
     name: str
     start: int  # in bytes
@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A plane of a shard, as it was when the plan was made."""
+    """A plane of a shard when the plan was made."""
 
     name: str
     plane: Tensor
@@ -58,26 +58,26 @@ class Weight:
     shard: Callable[[], Any]  # a weak reference
     gathering: Gathering
     slots: tuple[Slot, ...]
-    sources: tuple[Source, ...]  # the planes that are sent or shared; () of values that are quantized in each gather
-    outputs: list[Tensor]  # FSDP2's: of slots, then of those that the other pass fills
+    sources: tuple[Source, ...]  # the planes that are sent or shared; () if each gather quantizes values
+    outputs: list[Tensor]  # FSDP2's: of this pass's slots, then of the other pass's
     leaves_values: bool
     rows: int  # of the longest shard's matrix
     state: hooks.Gathered
 
     @property
     def recipe(self) -> type[QuantizedTensor]:
-        """The class that it is gathered as."""
+        """The class of the gathered weight."""
         found: type[QuantizedTensor] = self.shard().QUANTIZED
         return found
 
     @property
     def values(self) -> Tensor:
-        """(m, k), that gathers write."""
+        """The values that gathers write, (m, k)."""
         assert self.state.values is not None
         return self.state.values
 
     def holds(self) -> bool:
-        """True if the shard would send what lies where it lay, to where it arrived."""
+        """True if neither the shard's memory nor the outputs' has changed."""
         shard, param = self.shard(), self.param
         if shard is None or fsdp2.shard_of(param) is not shard or fsdp2.outputs_of(param) is not self.outputs:
             return False
@@ -85,28 +85,28 @@ class Weight:
             return True
         planes, writes = shard.store.planes, shard.store.writes
         if writes.waiting or (writes.initial is not None and not fsdp2.trains(param)):
-            return False  # the second: it has been frozen, and `hooks.begin` frees them
+            return False  # frozen since: `hooks.begin` frees its initial values
         return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in self.sources)
 
     def arriving(self) -> Iterator[Part]:
-        """Planes as they arrive, in FSDP2's outputs; one that does not fill that, where it is joined."""
+        """Planes in FSDP2's outputs; a plane that does not fill its output is joined elsewhere."""
         for (name, start, leg), output in zip(self.slots, self.outputs, strict=False):
             fills = leg.joined is None or leg.chosen is not None
             yield in_place(output if fills else self.gathering.joined[name], start, self.gathering.route.world)
 
     def planes(self) -> dict[str, Tensor]:
-        """The whole weight's planes, where they are once all have arrived and been picked."""
+        """The whole weight's planes, after scales were picked."""
         pairs = zip(self.slots, self.outputs, strict=False)
         return {name: wire.place_of(self.gathering, name, output) for (name, *_), output in pairs}
 
     def picks(self) -> Iterator[tuple[Gathering, str, Tensor]]:
-        """Planes that arrive with scales of some blocks more than once: what `wire.arrived` makes them of."""
+        """Planes with scales of split blocks, as arguments of `wire.arrived`."""
         for (name, _, leg), output in zip(self.slots, self.outputs, strict=False):
             if leg.chosen is not None:
                 yield self.gathering, name, output
 
     def arrival(self, rows: Tensor, nbytes: int) -> on_gather.Arrival:
-        """Planes in the rows of all ranks, of so many bytes each: those of the first rank are named."""
+        """Planes in the rows of all ranks, `nbytes` each; names refer to those of the first rank."""
         found = dict(self.gathering.shared)
         for name, start, leg in self.slots:
             plane = rows[start : start + leg.sent * leg.width].view(leg.sent, leg.width)
@@ -119,30 +119,29 @@ class GatherPlan:
     """The gather of a group in one pass."""
 
     def __init__(self, weights: Sequence[Weight], nbytes: int, sent: Iterable[Part], plain: Sequence[Part]) -> None:
-        """nbytes: of a row. sent: what is copied into it as it lies. plain: parameters that are none of ours, as they
-        arrive."""
+        """nbytes: of a row. sent: what is copied into it unchanged. plain: plain parameters as they arrive."""
         self.nbytes, self.weights = nbytes, weights
         cast = [one for one in weights if not one.sources]
-        self.quantizing = cast[0].shard().INTO_ROW(cast) if cast else None  # an `IntoRow`, of a room above
+        self.quantizing = cast[0].shard().INTO_ROW(cast) if cast else None  # an `IntoRow`
         self.sending, self.plain = runs_of(sent), plain
         self.of_values = [one for one in weights if one.leaves_values]
         self.of_codes = [one for one in weights if not one.leaves_values]
         self.sharing = [one for one in self.of_codes if one.gathering.shared]
         self.outputs = [output for one in self.of_codes for output in (*one.outputs, *one.gathering.joined.values())]
         self.picks = [pick for one in self.of_codes for pick in one.picks()]
-        self.arriving: list[Run] | None = None  # until the first gather, as memory that is freed can't be viewed
-        self.planes: list[dict[str, Tensor]] = []  # of weights that are gathered as codes, where they arrive
+        self.arriving: list[Run] | None = None  # None until the first gather: freed memory has no views
+        self.planes: list[dict[str, Tensor]] = []  # of weights that are gathered as codes
         self.copies: dict[int, dict[str, Tensor]] = {}  # by the weight's id; see `_copied`
-        self.launches = Plans()  # that dequantize, by where all of it lies
+        self.launches = Plans()  # dequantizing launches, by addresses
 
     def holds(self) -> bool:
-        """True if shards would send what lies where it lay."""
+        """True if no shard's memory has changed."""
         if self.quantizing is not None and not self.quantizing.holds():
             return False
         return all(weight.holds() for weight in self.weights)
 
     def fill(self, sent: Tensor) -> None:
-        """Writes what this rank sends, (nbytes,) uint8. Collective as hooks are."""
+        """Writes this rank's row, (nbytes,) uint8. Collective if hooks are."""
         for weight in self.of_values:
             on_gather.check_unwritten(weight.shard(), weight.values)
         for run in self.sending:
@@ -151,8 +150,8 @@ class GatherPlan:
             self.quantizing(sent)
 
     def arrive(self, received: Tensor) -> None:
-        """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
-        for one in self.outputs:  # also what nobody reads: FSDP2's steps have it too, and budgets
+        """Builds the whole parameters from the rows of all ranks, (ranks * nbytes,) uint8."""
+        for one in self.outputs:  # also those that nothing reads: FSDP2 and budgets count them
             gathered.allocate(one)
         for run in self.arriving or self._views():
             run.arrive(received)
@@ -168,7 +167,8 @@ class GatherPlan:
 
     @torch.inference_mode(False)  # whose views have no versions
     def _views(self) -> list[Run]:
-        """What arrives as it lies, once FSDP2's outputs are allocated; what hooks kept of their gather is let go."""
+        """What is copied out unchanged, once FSDP2's outputs are allocated. Releases what hooks kept of their
+        gather."""
         for one in self.of_values:
             one.state.read = None
         self.planes = [one.planes() for one in self.of_codes]
@@ -177,9 +177,9 @@ class GatherPlan:
         return self.arriving
 
     def _copied(self) -> dict[int, dict[str, Tensor]]:
-        """Copies of planes that all ranks have, if shards may be quantized anew while their weights are still gathered:
-        in memory that each gather writes, as it writes all other planes."""
-        if not self.sharing or self.sharing[0].sharding.frees_after_pass:  # which is the same for all of a group
+        """Copies of planes that all ranks have, if shards may be requantized while their weights are gathered. Each
+        gather writes them, like all other planes."""
+        if not self.sharing or self.sharing[0].sharding.frees_after_pass:  # the same for the whole group
             return {}
         if not self.copies:
             with torch.inference_mode(False):
@@ -191,7 +191,7 @@ class GatherPlan:
         return self.copies
 
     def _dequantize(self, received: Tensor) -> None:
-        """Allocates and writes values: by the launches of an earlier gather, if all of it lay where it lies now."""
+        """Allocates and writes values, by the launches of an earlier gather if no address has changed."""
         places = [received]
         for weight in self.of_values:
             gathered.allocate(values := weight.values)
@@ -212,8 +212,8 @@ def is_allocated(params: Sequence[Any]) -> bool:
 
 
 def plan_of(group: Any, world: int) -> GatherPlan | None:
-    """The plan of an FSDPParamGroup in the pass that gathers now. None, and it is said why, for one that FSDP2's own
-    steps are to gather. Raises as `hooks.gathering_of`."""
+    """The plan of an FSDPParamGroup in the current pass. Returns None, and says why, if FSDP2's own steps must gather
+    it. Raises as `hooks.gathering_of`."""
     plan = _plan_of(group, world)
     if isinstance(plan, GatherPlan):
         return plan
@@ -223,7 +223,7 @@ def plan_of(group: Any, world: int) -> GatherPlan | None:
 
 
 def _plan_of(group: Any, world: int) -> GatherPlan | tuple[Any, str]:
-    """The same; or the parameter that no plan can send, and why."""
+    """The plan, or the parameter that no plan can send, and why."""
     sent, arriving, nbytes = list[Part](), list[Part](), 0
     weights: list[Weight] = []
     for param in group.fsdp_params:
@@ -238,7 +238,7 @@ def _plan_of(group: Any, world: int) -> GatherPlan | tuple[Any, str]:
             arriving.append(whole)
             nbytes += outputs[0].nbytes // world
             continue
-        # Of its own: what `find` gives may be that of another model, which has the same shard.
+        # The group's own: `find` may return that of another model with the same shard.
         sharding = Sharding(weakref.ref(shard), weakref.ref(param), weakref.ref(group))
         weight = _weight_of(param, shard, sharding, nbytes)
         if isinstance(weight, str):
@@ -255,7 +255,7 @@ def _plan_of(group: Any, world: int) -> GatherPlan | tuple[Any, str]:
 
 
 def _weight_of(param: Any, shard: Any, sharding: Sharding, start: int) -> Weight | str:
-    """A weight, from where it starts in a row on; or why no plan sends it."""
+    """The weight at `start` in a row, or why no plan sends it."""
     if reason := fsdp2.why_elsewhere(param):
         return reason
     is_cast, leaves_values = not isinstance(shard, QuantizedTensor), on_gather.is_awaited(param)

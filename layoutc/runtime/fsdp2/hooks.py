@@ -1,4 +1,4 @@
-"""The runtime side of the generated FSDP2 all-gather hooks: before a gather, after it, and outside of both.
+"""The runtime side of the generated FSDP2 all-gather hooks: before a gather, after it, and outside both.
 
 The pre-hook takes one argument (mesh). FSDP2's five-argument form asserts, on short ranks only, that every tensor has
 the padded shard's shape. Packed codes and scales never do, and the other ranks would hang in the collective.
@@ -34,7 +34,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Gatherable(Shard, Protocol):
-    """A shard as the hooks need it: a quantized weight, or one that is cast on gather."""
+    """What the hooks need of a shard: a quantized weight, or one that is cast on gather."""
 
     QUANTIZED: ClassVar[type[QuantizedTensor]]
 
@@ -49,9 +49,9 @@ class Gathered:
 
     stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
-    values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
-    # The gather whose planes values were dequantized from last: some were made on FSDP2's stream of copies, which would
-    # write the next planes over these as soon as they are freed, and are read on another.
+    values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave values; FSDP2 frees and allocates them
+    # The gather whose planes were dequantized last. Some were made on FSDP2's copy stream, which would reuse their
+    # memory once they are freed, while another stream still reads them.
     read: Gathering | None = None
     routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
 
@@ -60,7 +60,7 @@ class Gathered:
         return "both" if self.stays_gathered else "backward" if for_backward else "forward"
 
     def let_go(self) -> None:
-        """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
+        """Releases the memory of gathers once the model is gone; an optimizer may keep its shards."""
         self.values = self.read = None
         self.joined.clear()
 
@@ -79,7 +79,7 @@ def gathered_of(param: Any) -> Gathered:
 
 
 def holds_values() -> bool:
-    """True while FSDP2 holds any weight gathered as values, which costs less to ask than which ones."""
+    """True while FSDP2 holds any weight gathered as values; cheaper than asking which."""
     return any(one.values is not None and one.values.untyped_storage().size() for one in list(_gathered.values()))
 
 
@@ -99,8 +99,8 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
 def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route) -> Gathering:
     """Which planes travel, and how. sharding: None in `simulate`.
 
-    Everything that can be wrong is raised here, on all ranks and before any collective: MissingOrientation for planes
-    that the shard lacks, LayoutError for what FSDP2 can't do with the layout.
+    All errors are raised here, on all ranks and before any collective: MissingOrientation for planes that the shard
+    lacks, LayoutError for what FSDP2 can't do with the layout.
     """
     layout = shard.LAYOUT
     missing = [name for name in layout.travels[route.which] if name not in shard.store.planes]
@@ -115,7 +115,7 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
         initial_values.free(shard.store)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
-        # Codes that may still be read when the shard is quantized anew must keep their scale.
+        # Gathered codes must keep their scale if the shard is requantized before they are read.
         stays = sharding is None or not (sharding.frees_after_pass or on_gather.is_awaited(sharding.param()))
         planes = {name: shard.store.planes[name] for name in layout.shared_in[route.which]}
         gathering.shared = copies(planes) if stays else planes
@@ -166,8 +166,7 @@ def passing(shard: Shard) -> PassName:
 
 
 def pass_of(sharding: Sharding) -> PassName:
-    """The pass that gathers now; "forward" for a weight whose gathers leave values, which are those of forward in both
-    passes.
+    """The pass that gathers now; "forward" for a weight whose gathers leave values, which both passes share.
 
     FSDP2 allocates a parameter's gather outputs once, so whether it stays gathered is decided at the first gather.
     """
@@ -182,12 +181,13 @@ def pass_of(sharding: Sharding) -> PassName:
 def finish(
     shard: Gatherable, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """What the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was given.
+    """Returns what the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was
+    given.
 
     out: an earlier gather's tensor, whose planes are all replaced. Its aliases share its dict of planes, so those that
-    autograd saved in forward see what backward gathers. Inner tensors are the planes that were copied together; the
-    others are gather outputs, which FSDP2 frees anyway. Of a weight that is dequantized on gather, the tensor has
-    plain values, which are among the inner tensors.
+    autograd saved in forward see what backward gathers. Inner tensors are planes that were copied together; FSDP2
+    frees the others, its outputs, anyway. A weight that is dequantized on gather has plain values, which are among the
+    inner tensors.
     """
     sharding = find(shard)
     if sharding is not None and on_gather.is_awaited(sharding.param()):
@@ -211,8 +211,7 @@ def finish(
 
 
 def new_values(sharding: Sharding, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor that gathers of a weight leave its values in, to be written: ordinary memory, though inference may be
-    what gathers first."""
+    """An uninitialized tensor for the values that gathers leave: ordinary memory, even if inference gathers first."""
     with torch.inference_mode(False):
         values = torch.empty(route.shape, dtype=dtype, device=device)
         gathered_of(sharding.param()).values = values.view(route.matrix)
@@ -220,18 +219,18 @@ def new_values(sharding: Sharding, route: Route, dtype: torch.dtype, device: tor
 
 
 def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None) -> None:
-    """Gives an earlier gather's tensor the planes that have arrived."""
+    """Gives the gathered planes to an earlier gather's tensor."""
     target: Any = out._local_tensor if isinstance(out, DTensor) else out
     target.store.planes.clear()
     target.store.planes.update(planes)
-    target.own_products = shard.own_products  # may have been set since
+    target.own_products = shard.own_products  # it may have changed
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
     """Gathers the planes of one orientation of the whole weight, outside of FSDP2's gathers.
 
-    Collective over the shard's group, not overlapped with anything, and freed when the caller drops it: for what a pass
-    does not usually need. Raises MissingOrientation if FSDP2 does not hold the shard any more.
+    Collective over the shard's group, and not overlapped, so only for what a pass rarely needs. The planes are freed
+    when the caller drops them. Raises MissingOrientation if FSDP2 no longer holds the shard.
     """
     sharding = find(shard)
     if sharding is None or sharding.is_gone or (group := sharding.process_group) is None:

@@ -1,7 +1,7 @@
-"""Weights whose codes travel and whose values stay: FSDP2 then holds a plain parameter, as it does of a plain weight.
+"""Weights that travel as codes and are dequantized after the gather: FSDP2 then holds plain values, as of any weight.
 
-FSDP2 calls the post-all-gather hooks of the parameters that it gathers together one after another, when all of them
-have arrived. The last one's hook dequantizes them all, in one launch for each recipe, and frees what arrived.
+After a group's gather, FSDP2 calls the post-all-gather hooks of its parameters one after another. The last one's hook
+dequantizes them all, in one launch for each recipe, and frees the gathered planes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Arrival(NamedTuple):
     recipe: type[QuantizedTensor]
     planes: Mapping[str, Tensor]
     values: Tensor  # (m, k), to be written
-    parts: Parts | None = None  # of planes that are not whole: these are those of the first part
+    parts: Parts | None = None  # of split planes, where `planes` has those of the first part
 
 
 _arrived: weakref.WeakKeyDictionary[Any, list[Arrival]] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
 
 
 def check_unwritten(shard: Any, values: Tensor | None) -> None:
-    """Raises LayoutError if somebody has written into the values that the last gather left: this one loses that."""
+    """Raises LayoutError if the values of the last gather were written into: this gather would lose the write."""
     if values is not None and version_of(values):  # gathers keep it at 0
         reset_version(values)
         raise LayoutError(
@@ -47,11 +47,11 @@ def check_unwritten(shard: Any, values: Tensor | None) -> None:
 
 
 def arrive(sharding: Sharding, arrival: Arrival) -> None:
-    """Takes note of a weight that has arrived; with the last one of its group, all are dequantized."""
+    """Records a weight that has arrived; the last one of its group dequantizes all of them."""
     param, awaited = sharding.param(), [one for one in sharding.params_of_group() if is_awaited(one)]
     arrivals = _arrived.setdefault(sharding.group(), [])
     if param is awaited[0]:
-        arrivals.clear()  # of a gather that has failed
+        arrivals.clear()  # of a failed gather
     arrivals.append(arrival)
     if param is not awaited[-1]:
         return

@@ -1,4 +1,5 @@
-"""Runs: what a group sends as it lies, of one dtype. Copied into what a rank sends, and out of what all have sent."""
+"""Runs: tensors of one dtype that a group sends unchanged, copied into a rank's row and out of the rows of all
+ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +19,18 @@ from layoutc.runtime.torch_private.fsdp2 import outputs_of, plain_shard_of
 
 
 class PlainParameter:
-    """A parameter that FSDP2 gathers as it is; as words, where it is copied by the launch that copies planes."""
+    """A plain parameter; as words, the launch that copies planes also copies it."""
 
     def __init__(self, param: Any, dtype: torch.dtype, *, in_words: bool = False, sends: bool = True) -> None:
-        """param: an FSDPParam. dtype: that is gathered. sends: false for words that only arrive so."""
+        """param: an FSDPParam. dtype: on the wire. sends: False for words that are only received."""
         self.param, self.dtype, self.in_words, self.sends = param, dtype, in_words, sends
         self._of: Tensor | None = None  # FSDP2's output, and a view of it
         self._words: Tensor | None = None
 
     @property
     def source(self) -> Tensor:
-        """(numel,), padded to what all ranks send, before it is cast; as words (bytes that a rank sends / 8,): of the
-        shard as it is now, in whatever dtype and memory. Of words that only arrive the output, which says in what kind
-        of elements they do."""
+        """The current shard before it is cast, padded to (numel,); as words, (bytes that a rank sends / 8,). For words
+        that are only received, the output, whose elements they have."""
         if not self.sends:
             return self.output
         shard = plain_shard_of(self.param)
@@ -46,13 +46,13 @@ class PlainParameter:
         if not self.in_words:
             return output
         if output is not self._of or self._words is None:
-            with torch.inference_mode(False):  # whose views have no versions
+            with torch.inference_mode(False):  # such views have no version counter
                 self._of, self._words = output, output.view(WORD)
         return self._words
 
 
 class PlaneInPlace(NamedTuple):
-    """A plane of a shard, or of the whole weight, as words or bytes, of one dim."""
+    """A plane of a shard, or of the whole weight, as 1-D words or bytes."""
 
     source: Tensor
     output: Tensor
@@ -63,7 +63,7 @@ Part = tuple[Piece, torch.dtype, int, int]  # of a row: the dtype that is gather
 
 
 class Place(NamedTuple):
-    """A piece, and where it lies in the row of each rank, in elements."""
+    """A piece, and its position in each rank's row, in elements."""
 
     piece: Piece
     start: int
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class Run:
-    """Pieces that have one dtype when they are gathered, and one before."""
+    """Pieces with one dtype on the wire, and one before."""
 
     def __init__(self, dtype: torch.dtype, places: list[Place]) -> None:
         self.dtype, self.places = dtype, places
@@ -91,8 +91,8 @@ class Run:
         foreach_copy_([row.narrow(0, place.start, place.numel) for place in self.places], sources)
 
     def arrive(self, received: Tensor) -> None:
-        """Writes the outputs, from the rows of all ranks, (ranks * nbytes,) uint8; those of plain parameters are
-        allocated."""
+        """Writes the outputs from the rows of all ranks, (ranks * nbytes,) uint8. Allocates those of plain
+        parameters."""
         outputs = [place.piece.output for place in self.places]
         for at in self._plain:
             allocate(outputs[at])
@@ -110,15 +110,15 @@ class Run:
 
     @cached_property
     def _apart(self) -> tuple[list[int], list[int]]:
-        """The positions of outputs that lie elsewhere in most gathers, and those of the others. Small ones do, as plain
-        parameters are: of large ones, FSDP2 mostly gets the same memory again. A launch takes those that move to begin
-        at multiples of 16 bytes, which memory of their own does."""
+        """The positions of outputs that move in most gathers, and those of the others. Small ones move, such as plain
+        parameters; for large ones, FSDP2 mostly gets the same memory again. A launch assumes that moving outputs are
+        aligned to 16 bytes, as separate allocations are."""
         moving = [at for at in self._plain if not self.places[at].piece.output.storage_offset()][:MOVING]
         return moving, [at for at in range(len(self.places)) if at not in moving]
 
 
 def runs_of(pieces: Iterable[Part]) -> list[Run]:
-    """The runs of pieces, which lie at multiples of their elements' sizes."""
+    """The runs of pieces, each aligned to its element size."""
     runs: dict[tuple[torch.dtype, torch.dtype], list[Place]] = defaultdict(list)
     for piece, dtype, start, numel in pieces:
         runs[piece.source.dtype, dtype].append(Place(piece, start // dtype.itemsize, numel))
@@ -126,8 +126,8 @@ def runs_of(pieces: Iterable[Part]) -> list[Run]:
 
 
 def plain(param: Any, dtype: torch.dtype, start: int, numel: int) -> tuple[Part, Part]:
-    """A plain parameter as it is sent, and as it arrives: in words where these fit, so that it takes no launch of its
-    own; only the latter if it is cast before, or its shard does not lie in words.
+    """A plain parameter as it is sent and as it is received: in words where these fit, which saves a launch. If it is
+    cast first, or its shard is not made of words, only the received form has words.
 
     start: in the row of a rank, in bytes. numel: of a rank's part.
     """
@@ -148,7 +148,7 @@ def _lies_in_words(tensor: Tensor) -> bool:
 
 
 def in_place(tensor: Tensor, start: int, ranks: int = 1) -> Part:
-    """A tensor of bytes that is copied from, or to, where it lies: as words where these fit.
+    """A tensor of bytes that is copied in place: as words where these fit.
 
     tensor: this rank's part, or those of all ranks. start: of a rank's part in a row, in bytes.
     """

@@ -1,8 +1,8 @@
-"""A group whose gathers and reductions are much like the ones before: FSDP2's own, in fewer steps.
+"""The gather and reduction fast path of a group: what FSDP2 does, in fewer steps.
 
-FSDP2 asks the hooks of every weight, copies what has arrived into a tensor of each, and calls hooks again. Here a
-`GatherPlan` sends the bytes that FSDP2 would send, in its order, so each rank may gather in one way or the other. FSDP2
-makes the first gather, which allocates, and those in CUDA graphs, under transforms, and of what no plan can send.
+FSDP2 calls the hooks of every weight, copies gathered bytes into a tensor for each, and calls hooks again. Here a
+`GatherPlan` sends the same bytes in FSDP2's order, so ranks may mix both ways. FSDP2 itself makes the first gather,
+which allocates, and gathers in CUDA graphs, under transforms, and of what no plan can send.
 `planned_groups` has the steps.
 """
 
@@ -28,45 +28,45 @@ from layoutc.runtime.torch_private.fsdp2 import name_of, shard_of
 from layoutc.runtime.torch_private.planned_groups import DefaultReduceScatter, PlannedGroup
 from layoutc.runtime.torch_private.reductions import Reduction
 
-FORWARD: PassName = "forward"  # of whose planes values are made, in both passes
+FORWARD: PassName = "forward"  # both passes dequantize its planes
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, with a buffer that one launch copies gradients into."""
+    """FSDP2's reduce-scatter, with a buffer into which one launch copies gradients."""
 
     def __init__(self, ranks: int) -> None:
         self._turns = Turns(ranks)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of a reduction, or its result, which gradients are views of."""
+        """The buffer of a reduction, or its result; gradients are views of the latter."""
         made = super().allocate(size, dtype=dtype, device=device)
         return made if self._turns.is_result(made.numel()) else made.as_subclass(GradientRows)
 
     @staticmethod
     def joined(grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What is reduced of gradients, (numel,): FSDP2's buffer once they were copied into it."""
+        """FSDP2's buffer, (numel,), after gradients were copied into it."""
         return in_rows(grads, ranks, numel, dtype).view(numel)
 
 
 class SteadyGroup(PlannedGroup):
     """FSDP2's group of parameters, with `carry`."""
 
-    _reduces: bool | None  # whether FSDP2 reduces gradients as is known; None before it does
-    _reduction: Reduction | None  # once there were gradients
+    _reduces: bool | None  # whether FSDP2 reduces gradients in the known way; None before the first reduction
+    _reduction: Reduction | None  # after the first gradients
     _of_values: Any  # the first FSDPParam whose gathers leave values; None if all leave codes
     _of_codes: hooks.Gathered | None  # of the first one whose gathers leave codes
-    _mode: Settings  # of all weights, under which that was decided
-    _awaits_backward: bool  # gathered in a forward pass that may have a graph, since the last backward
-    _plans: dict[PassName, GatherPlan | None] | None  # None: none is to be made; of a pass: FSDP2 is left to it
+    _mode: Settings  # the global mode under which that was decided
+    _awaits_backward: bool  # a forward pass that may need backward has gathered since the last backward
+    _plans: dict[PassName, GatherPlan | None] | None  # None: no plans; None for a pass: FSDP2 gathers it
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begins a gather, if there is something to gather."""
+        """Starts a gather unless the group is gathered."""
         super().unshard(async_op)
         self._awaits_backward = self._awaits_backward or (torch.is_grad_enabled() and self.in_forward)
 
     def _plan(self) -> GatherPlan | None:
-        """The plan of the pass that gathers; None if FSDP2 is to gather: for the first time, what no plan can, and
-        where hooks must decide anew whether gathers leave values or codes, which they do for forward."""
+        """The plan of the current pass. None if FSDP2 must gather: the first time, what no plan can send, and where
+        hooks must decide again, in forward, whether gathers leave values or codes."""
         if self._mode != product_mode.current() and not self.for_backward:
             self._check_values()
             return None
@@ -79,12 +79,12 @@ class SteadyGroup(PlannedGroup):
         if (plan is None and which in self._plans) or not gather_plan.is_allocated(self.fsdp_params):
             return None
         made = gather_plan.plan_of(self, self.ranks)
-        self.gathers_wait()  # what it allocated for good, what runs on this stream may still use
+        self.gathers_wait()  # work on this stream may still use FSDP2's outputs
         self._plans[which] = made
         return made if made is not None and made.holds() else None
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduces the gradients that backward has left, and frees what was gathered."""
+        """Reduces the gradients of backward and frees the gathered weights."""
         self._awaits_backward = False
         if self._reduces is None:
             self._reduces = not (names := reductions.unknown(self))
@@ -103,11 +103,11 @@ class SteadyGroup(PlannedGroup):
             reductions.reduce(self, self._reduction, grads)
 
     def forget_plans(self) -> None:
-        """From now on, gathers are FSDP2's, until `carry` is called again."""
+        """Leaves gathers to FSDP2 until `carry` is called again."""
         self._of_values, self._plans = None, None
 
     def _check_values(self) -> None:
-        """Raises LayoutError for weights that are still gathered as values, and are now to be multiplied as codes."""
+        """Raises LayoutError if weights are still gathered as values but must now be multiplied as codes."""
         if self._of_values is None or self.is_sharded:
             return
         settings = product_mode.in_effect(shard_of(self._of_values).own_products)
@@ -119,11 +119,11 @@ class SteadyGroup(PlannedGroup):
 
 
 def carry(sharding: Sharding) -> None:
-    """Has an FSDPParamGroup gather by plans, from its second gather on, and copy gradients in one launch.
+    """Makes an FSDPParamGroup gather by plans, from its second gather on, and copy gradients in one launch.
 
-    sharding: of one of its weights, once it was decided what their gathers leave. A group of one rank, or of
-    `replicate`, is left as it is; so is, which is said, one of somebody else's class, of a torch that gathers in other
-    steps, or with hooks that somebody has written.
+    sharding: of one of its weights, after it was decided what gathers leave. Groups of one rank, or of `replicate`, are
+    left unchanged. So are, with a message, groups of a user's class, of a torch that gathers in other steps, or with a
+    user's hooks.
     """
     if sharding.process_group is None:
         return
@@ -140,7 +140,7 @@ def carry(sharding: Sharding) -> None:
         steady._of_values = next((one for one, values in leaves if values), None)
         steady._of_codes = next((hooks.gathered_of(one) for one, values in leaves if not values), None)
         steady._plans, steady._mode = {}, decisions[0].mode
-        steady._awaits_backward = True  # perhaps: hooks, which call this, run without gradients
+        steady._awaits_backward = True  # unknown: hooks, which call this, run under no_grad
         steady._reduction = steady._reduces = None
 
 
@@ -148,7 +148,7 @@ def _as_generated(recipe: Any) -> bool:
     """Whether a class's hooks are those that layoutc generates: one call of `send`, and one of `receive`."""
     hooks_of = {"send": recipe.fsdp_pre_all_gather, "receive": recipe.fsdp_post_all_gather}
     for name, hook in hooks_of.items():
-        code = getattr(hook, "__code__", None)  # whose constants are a docstring, or None in its place
+        code = getattr(hook, "__code__", None)  # its constants are a docstring or None
         if code is None or code.co_names != ("all_gather", name) or len(code.co_consts) > 1:
             return False
     return True

@@ -1,7 +1,7 @@
-"""Tokens that ranks send each other's experts, and gradients that they send back, as codes of a recipe.
+"""Tokens that ranks send to each other's experts, and the gradients sent back, as codes of a recipe.
 
-A token travels as its row of codes and its row of scales, by an all-to-all each, with the splits of the tokens
-themselves. What arrives are the values that quantizing would give after the exchange.
+Codes and scales of tokens travel in an all-to-all each, with the splits of the tokens. The received values equal those
+of quantizing after the exchange.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ _exchange = library.define(
 
 
 def _filled(rows: Tensor, recipe: Any) -> Tensor:
-    """With rows of zeros up to the number that a recipe takes."""
+    """The rows, padded with zeros to a number that the recipe takes."""
     missing = -len(rows) % recipe.LAYOUT.multiple_m
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 @cache
 def _bytes_of_row(recipe: Any, columns: int) -> dict[str, int]:
-    """Of each plane that travels."""
+    """Bytes per row of each plane that travels."""
     rows = recipe.LAYOUT.multiple_m
     facts = recipe.LAYOUT.planes(rows, columns)
     return {name: facts[name].nbytes // rows for name in recipe.LAYOUT.sources[SIDE]}
@@ -143,7 +143,7 @@ def _bytes_of_row(recipe: Any, columns: int) -> dict[str, int]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _key(recipe: installed.Recipe, columns: int) -> str:
-    """Of a recipe that takes rows of so many columns."""
+    """The key of a recipe that takes rows of `columns`."""
     cls = _by_rows(recipe)
     cls.LAYOUT.check_shape((cls.LAYOUT.multiple_m, columns), "x")
     return cls.KEY

@@ -1,9 +1,9 @@
-"""How planes travel through an all-gather: out of a shard as bytes, and back as planes of the whole weight.
+"""How planes travel through an all-gather: from a shard as bytes, and back as planes of the whole weight.
 
 Usually nothing is copied: the bytes of all ranks, in rank order, are the plane. A copy is needed in three cases: a cut
 falls inside a block (ranks on both sides send its scale, and one of them is picked), a plane has fewer bytes than that
-of the other pass (FSDP2 allocates outputs once, so it is filled up), and a dim other than the first is sharded. Such
-planes are joined in tensors that FSDP2 frees and allocates together with its outputs.
+of the other pass (FSDP2 allocates outputs once, so it is padded), or a dim other than the first is sharded. Such planes
+are joined in tensors that FSDP2 frees and allocates together with its outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Leg(NamedTuple):
     dtype: torch.dtype
     chosen: tuple[int, ...] | None  # which received rows make up the plane; None: the first ones, in order
     joined: tuple[int, int] | None  # (rows, bytes of a row) of a plane that must be copied together; None: it is a view
-    runs: int  # if a dim other than the first is sharded: the runs of adjacent bytes that a rank has of the whole plane
+    runs: int  # if a dim other than the first is sharded: a rank's runs of adjacent bytes in the whole plane
 
 
 class Route(NamedTuple):
@@ -43,7 +43,7 @@ class Route(NamedTuple):
     matrix: tuple[int, int]  # (m, k) of the whole weight
     shape: tuple[int, ...]
     legs: Mapping[str, Leg]
-    slots: tuple[int, ...]  # bytes of each slot, where the passes' planes differ in bytes
+    slots: tuple[int, ...]  # bytes of each slot, if the passes' planes differ in size
 
 
 @lru_cache(maxsize=4096)
@@ -57,8 +57,8 @@ def route_for(
     dim: int,
     always: bool = False,
 ) -> Route:
-    """The route of a weight of `shape` in a pass. rows, k: of a padded shard's matrix. dim: the one that is sharded.
-    always: all gathers are of this pass, and need no room for what the other one would send."""
+    """The route of a weight of `shape` in a pass. rows, k: of a padded shard's matrix. dim: the sharded one. always:
+    all gathers are of this pass, so slots need no room for the other one."""
     cuts = Cuts(rows, rows, 1) if dim else Cuts(prod(shape[:-1]), rows, world)
     sent, slots = layout.sent(which, cuts, k), () if always else layout.slots(which, cuts, k)
     whole, legs = layout.planes(prod(shape[:-1]), shape[-1]), {}
@@ -79,12 +79,12 @@ def route_for(
 
 @dataclass
 class Gathering:
-    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks but for `alone`
-    and `joined`."""
+    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks except for
+    `alone` and `joined`."""
 
     route: Route
-    shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
-    alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
+    shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have
+    alone: tuple[Tensor, ...] = ()  # planes that a group of one rank does not send
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
 
 
@@ -118,15 +118,14 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
 
 
 def copies(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of planes that travel as metadata, for a weight that may still be gathered when its shard is requantized."""
+    """Copies of planes that travel as metadata, for a weight that may be gathered while its shard is requantized."""
     return {name: plane.clone() for name, plane in planes.items()}
 
 
 def filled(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes in slots of fixed sizes in bytes: those of a slot's size as they are, smaller ones padded with zeros.
+    """Planes in slots of fixed sizes in bytes. Planes smaller than their slot are padded with zeros.
 
-    A slot that the other pass alone fills has the first bytes of the first plane, which nobody reads: no memory of its
-    own.
+    A slot that only the other pass fills is a view of the first plane, which nothing reads.
     """
     made = []
     for slot, nbytes in enumerate(slots):
@@ -156,7 +155,7 @@ def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
 
 
 def place_of(gathering: Gathering, name: str, received: Tensor) -> Tensor:
-    """Where `arrived` leaves a plane of the whole weight: in what was received, or where planes are joined."""
+    """The memory of a whole plane after `arrived`: the received bytes, or a joined tensor."""
     leg = gathering.route.legs[name]
     is_whole = leg.joined is None
     plane = received.view(-1, leg.width) if is_whole else _joined(gathering, name, leg, received.device)
@@ -167,7 +166,7 @@ def place_of(gathering: Gathering, name: str, received: Tensor) -> Tensor:
 def _joined(gathering: Gathering, name: str, leg: Leg, device: torch.device) -> Tensor:
     if name not in gathering.joined:
         assert leg.joined is not None
-        with torch.inference_mode(False):  # training writes it too, though inference may be what gathers first
+        with torch.inference_mode(False):  # training writes it too, even if inference gathers first
             gathering.joined[name] = torch.empty(leg.joined, dtype=torch.uint8, device=device)
     return gathering.joined[name]
 
