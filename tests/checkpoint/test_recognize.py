@@ -46,6 +46,8 @@ def test_a_recipe_without_files_hides_no_files_of_its_layout() -> None:
 def test_misspelled_bindings_are_answered_with_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(LayoutError, match=f"has files '{typed}'; did you mean {meant}\\?"):
         chosen(typed, installed())
+    with pytest.raises(LayoutError, match=r"'q8_0/gguf' is of one file, not of a folder: .* --like FILE\.gguf"):
+        chosen("q8_0/gguf", installed())
     with pytest.raises(LayoutError, match=r"files 'zebra'; bindings there are: .*fp8_block/deepseek"):
         chosen("zebra", installed())
 

@@ -154,6 +154,11 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
     if not found and "/" in files:
         with suppress(ValueError):
             found = [one for one in bindings_of([find(files.partition("/")[0]).Tensor]) if one.label == files]
+    if not found and files.rpartition("/")[2] in {one.name for cls in classes() for one in cls.LAYOUT.containers}:
+        raise LayoutError(
+            f"{files!r} is of one file, not of a folder: layoutc convert SRC DST.gguf --like FILE.gguf, or "
+            "layoutc.checkpoint.export_gguf(model, file, source=...) and load_gguf"
+        )
     if not found:
         meant = nearest(files, [name for one in every for name in (one.label, one.binding.name)])
         there = ", ".join(sorted(one.label for one in every)) or "none: their specs state no `files`"

@@ -14,7 +14,7 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, like_plain
-from layoutc.runtime.dispatch.indexing import Selection, bounds, dim_of, matrix_for, selection
+from layoutc.runtime.dispatch.indexing import PLAIN, Selection, bounds, dim_of, matrix_for, selection
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.dispatch.written_by_ranks import refuse_flat_parameters
@@ -115,7 +115,7 @@ def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0
     if (tensor.transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
-        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor.label()} is not whole rows")
+        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor.label()} is not whole rows; {PLAIN}")
     if not 0 <= index < tensor.shape[dim]:
         raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor.label()}")
     piece = _some(tensor, dim, index, index + 1, func)
@@ -170,7 +170,7 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are {last - first} of each "
             f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}: cut dim "
             "0, which may fall anywhere, or store plain weights and quantize them when they are gathered "
-            f'(layoutc.cast_on_gather_(model, "{layout.name}")); for a plain copy, call .dequantize() first'
+            f'(layoutc.cast_on_gather_(model, "{layout.name}")); {PLAIN}'
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])

@@ -14,6 +14,8 @@ from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
+PLAIN = "for a plain copy, call .dequantize() first"
+
 
 class Selection(NamedTuple):
     """A piece of a tensor: a rectangle of its matrix, in whole blocks of rows; the piece's outer shape; and its
@@ -36,9 +38,7 @@ def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator
         return Selection(Rect(0, 0, 0, k), piece)
     if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
         if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
-            instead = "for a plain copy, call .dequantize() first"
-            if callers.makes_shards():
-                instead = "shard dim 0, or use another number of ranks"
+            instead = "shard dim 0, or use another number of ranks" if callers.makes_shards() else PLAIN
             raise UnsupportedOperator(
                 f"{operator}: columns {start} to {stop} of {tensor.label()} would cut a block: {layout.name} is exact "
                 f"at multiples of {layout.column_multiple} columns; {instead}"
@@ -46,12 +46,12 @@ def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator
         return Selection(Rect(0, m, start, stop), piece, tensor.store.halo)
     if any(size != 1 for size in shape[:dim]):
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not adjacent rows"
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not adjacent rows; {PLAIN}"
         )
     first, last = (entry * prod(shape[dim + 1 :]) for entry in (start, stop))
     if first % k or last % k:
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not whole rows"
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor.label()} are not whole rows; {PLAIN}"
         )
     block, around = layout.block_rows, tensor.store.halo  # all blocks that the rows touch
     ends = first == 0, last // k == tensor.store.rows

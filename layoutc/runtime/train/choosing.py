@@ -83,9 +83,11 @@ def _check_patterns(param_filter: ParamFilter | None, every: Sequence[Use]) -> N
             )
 
 
-def check_ties(roots: Sequence[nn.Module], chosen: Sequence[Use], recipe: str, filters: str) -> None:
+def check_ties(
+    roots: Sequence[nn.Module], chosen: Sequence[Use], recipe: str, filters: str, without: Callable[[str], str]
+) -> None:
     """Raises ValueError for a chosen parameter that a module has as well for which it is not chosen: there, it must
-    stay plain. filters: the names of those that chose."""
+    stay plain. filters: the names of those that chose. without: an example that leaves a parameter out."""
     names = {use.param: use.name for use in chosen}
     places = {(id(use.module), use.key) for use in chosen}
     for use in uses(roots):
@@ -93,5 +95,5 @@ def check_ties(roots: Sequence[nn.Module], chosen: Sequence[Use], recipe: str, f
             name = names[use.param]
             raise ValueError(
                 f"{name} is tied to {use.name}, which {filters} does not choose: quantizing it to {recipe} would "
-                f"untie them, or dequantize it at each use; leave {name} out of {filters}"
+                f"untie them, or dequantize it at each use. To leave it plain, pass {without(name)}"
             )

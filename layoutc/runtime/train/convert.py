@@ -160,7 +160,7 @@ def _replace(
         _check_weight(cls, use.param, use.name, caller, filters)
     if not chosen:
         raise ValueError(_why_none(roots, every, filters, caller))
-    check_ties(roots, chosen, cls.LAYOUT.name, filters.names)
+    check_ties(roots, chosen, cls.LAYOUT.name, filters.names, filters.without)
     tied: dict[int, list[Use]] = defaultdict(list)
     for use in chosen:
         tied[id(use.param)].append(use)
