@@ -1,4 +1,4 @@
-"""Amaxes on a card: of all of a matrix, or of each block of its columns; of one matrix, or of many in one launch."""
+"""Amaxes on a card: of a whole matrix or each block of columns, of one matrix or many in one launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.streams import stream_of
 
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
-BATCH_TILE = (1, 8192, 8)  # the same of many matrices, each of which it reads as one long row
+BATCH_TILE = (1, 8192, 8)  # the same for many matrices, each read as one long row
 ZEROS = 512  # how many amaxes are made at a time, 16 bytes each
 
 
@@ -35,8 +35,8 @@ def covered(tile_k: int, block_k: int) -> int:
 def matrix_amax(x: Tensor, block_k: int | None, *, passing: bool = False) -> Tensor:
     """The amax of a matrix, (1,) fp32; or of each `block_k` columns over all rows, (1, blocks) fp32. NaN propagates.
 
-    x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax. passing: one that lives as long as a
-    step, so that its memory may be a part of something larger.
+    x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax. passing: it lives for one step, so its
+    memory may be part of a larger tensor.
     """
     if passing and block_k is None:
         amax = passing_zero(x.device)
@@ -52,13 +52,14 @@ def _shape(x: Tensor, block_k: int | None) -> tuple[int, ...]:
 
 
 def measuring(x: Tensor, block_k: int | None) -> LaunchPlan:
-    """What raises amaxes of matrices like x, from zeros: products measure the same sizes in each step."""
+    """The plan that computes amaxes of matrices like x, starting from zeros: products see the same sizes in each
+    step."""
     key = "amax", x.shape, x.stride(), x.dtype, x.device, block_k
     return plans.cache.of(key, lambda: _plan(x, block_k))
 
 
 def passing_zero(device: torch.device) -> Tensor:
-    """An amax to be raised, (1,) fp32, that lives as long as a step: a part of something larger, where it can be."""
+    """A zero for an amax, (1,) fp32, that lives for one step: part of a larger tensor if possible."""
     if torch.is_inference_mode_enabled() or capturing(device):
         return torch.zeros((1,), dtype=torch.float32, device=device)
     key = device.index, stream_of(device)
@@ -68,14 +69,13 @@ def passing_zero(device: torch.device) -> Tensor:
     return left.pop()
 
 
-# Zeros that nobody has had yet, at multiples of 16 bytes, since a fill for each would be a launch: by the card and the
-# stream that has filled them. None of inference mode, whose tensors autograd can't save: others of the same fill may be
-# wanted for backward.
+# Unused zeros at multiples of 16 bytes, by card and by the stream that filled them: a fill for each would be a launch.
+# Never from inference mode: autograd can't save its tensors, and backward may need others of the same fill.
 _zeros: dict[tuple[int | None, int], list[Tensor]] = {}
 
 
 def _plan(x: Tensor, block_k: int | None) -> LaunchPlan:
-    """A launch that reads amaxes as integers, which are in the same order."""
+    """A launch that compares amaxes as integers, which have the same order."""
     from layoutc.runtime.triton.reductions import amax_kernel
 
     amax = torch.zeros(_shape(x, block_k), dtype=torch.int32, device=x.device)
@@ -129,8 +129,8 @@ def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], b
 def amax_plans(
     packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
 ) -> tuple[list[LaunchPlan], list[int]]:
-    """What do `raise_amaxes` with any `packed` of that size, as long as matrices stay where they are; and which of
-    them are in no table."""
+    """Plans for `raise_amaxes` with any `packed` of that size, while matrices keep their addresses; and the matrices
+    that are in no table."""
     from layoutc.runtime.triton.batch import DTYPES, amax_batch_kernel
 
     device_index = packed.get_device()

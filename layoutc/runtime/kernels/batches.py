@@ -1,6 +1,6 @@
-"""Batches: one launch for many matrices, which are listed in a table on the card.
+"""Batches: one launch for many matrices, which a table on the card lists.
 
-A table has the addresses of matrices and of their outputs. It is cached, and made anew only if one of them has moved:
+A table has the addresses of matrices and of their outputs. It is cached, and rebuilt only if an address has changed:
 parameters and masters keep their addresses from step to step, and gathered weights mostly get the same memory again.
 Matrices that do not fit into a table (strided, empty, or of 2^31 elements or more) take a launch each. So do all
 matrices while a CUDA graph is captured, because the graph could outlive the table.
@@ -25,9 +25,9 @@ from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.streams import stream_of
 
-ROWS = (32, 256)  # how many matrices a table has room for; every program searches all rows for its matrix
+ROWS = (32, 256)  # capacities of tables; every program searches all rows for its matrix
 CACHED = 512  # batches whose tables are cached; the least recently used go first
-_MOST = 2**31 - 1  # the most programs of a launch, and the most elements of a matrix in a table
+_MOST = 2**31 - 1  # the limit of programs in a launch, and of elements of a matrix in a table
 
 
 class Table(NamedTuple):
@@ -43,11 +43,11 @@ class Table(NamedTuple):
     programs: int
     aligned: bool
     even: bool
-    plans: Plans  # of launches that read it: they go with it
+    plans: Plans  # of launches that read it, freed with it
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """What kernels are compiled for: ROWS, ALIGNED and EVEN."""
+        """The constants of kernels: ROWS, ALIGNED and EVEN."""
         return self.rows, self.aligned, self.even
 
 
@@ -67,8 +67,8 @@ def split(
     names: the planes that the kernel takes, in its order. shared: an fp32 amax for each matrix, if the recipe shares
     one. outs: planes to write, for each matrix. span, step: rows and columns of a program, and of its tiles.
 
-    Raises ValueError if matrices differ in dtype or device, if the number or the device of amaxes or outs is another,
-    and for planes that a kernel can't write into. The kernel can't check any of that, as it only sees addresses.
+    Raises ValueError if matrices differ in dtype or device, if amaxes or outs differ in number or device, and for
+    planes that a kernel can't write into. The kernel can't check any of that: it only sees addresses.
     """
     if len(outs) != len(xs) or (shared is not None and len(shared) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes if there are any")
@@ -91,7 +91,7 @@ def split(
 def _written(
     layout: Layout, names: tuple[str, ...], orientations: tuple[str, ...], *shapes: tuple[int, ...]
 ) -> list[list[Facts]]:
-    """For each name, the plane of each matrix; an empty list for a plane that these orientations do not have."""
+    """For each name, the plane of each matrix; an empty list for a plane that these orientations lack."""
     facts = [launch.plane_facts(layout, m, k, orientations) for m, k in shapes]
     return [[one[name] for one in facts if name in one] for name in names]
 
@@ -183,8 +183,8 @@ def _tables(
 ) -> tuple[list[Table], list[int]]:
     """Tables of matrices, and the indices of those that take a launch each.
 
-    A pure function of its arguments, so cached tables are never stale. Matrices for which the same compiled kernel
-    serves are in one table, or in several if they are too many. stream: the current one; a table is copied to the card
+    A pure function of its arguments, so cached tables are never stale. Matrices that share a compiled kernel are in one
+    table, or in several if there are too many. stream: the current one; a table is copied to the card
     on it, before every launch that reads the table.
 
     tile: rows and columns of a program. covers: the rows and columns that the programs of each matrix cover. fields:

@@ -18,7 +18,7 @@ Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size 
 
 
 class Entry(NamedTuple):
-    """A buffer of an orientation. plane: the plane that serves as the buffer; None if the buffer is made from one."""
+    """A buffer of an orientation. plane: the plane that is this buffer; None if the buffer is laid out."""
 
     name: str
     plane: str | None
@@ -27,18 +27,18 @@ class Entry(NamedTuple):
 
     @property
     def source(self) -> tuple[bool, str]:
-        """Whether it is a plane as it is, and the name of that plane, or its own."""
+        """Whether it is a plane, and the name of that plane, or its own."""
         return self.plane is not None, self.plane or self.name
 
 
 def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """New, uninitialized buffers of the orientations, by name: those that are not planes as they are."""
+    """New, uninitialized buffers of the orientations, by name: those that are not planes."""
     return launch.new(layout.laid_out(m, k, orientations), device)
 
 
 @lru_cache(maxsize=4096)
 def are_made(layout: Layout, orientations: tuple[str, ...]) -> bool:
-    """Whether some buffer of the orientations is no plane, so that it is made from one."""
+    """Whether any buffer of the orientations is not a plane."""
     return bool(layout.laid_out(layout.multiple_m, layout.multiple_k, orientations))
 
 
@@ -71,7 +71,7 @@ def _stackable_buffers(
 ) -> list[tuple[str, Facts, list[int]]]:
     """Buffers of the same name, shape and dtype: these, and the indices of the weights that have them.
 
-    A buffer whose size is no multiple of 16 bytes is alone, since the next one in its allocation would not be aligned.
+    A buffer whose size is not a multiple of 16 bytes gets its own allocation; the next one in it would be misaligned.
     """
     groups: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
     for index, (m, k) in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""Which tile a launch has, and what else follows from the orientations that it writes and from the dtype of x."""
+"""The tile of a launch, and what else follows from its orientations and the dtype of x."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _ALL = 1 << 62  # more columns than a matrix has
-_LEAST = 512  # columns of a tile that is fitted to few
+_LEAST = 512  # the fewest columns of a fitted tile
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a program, its warps, adjacent 16-byte pieces of a row in a thread, the most registers of a
-    thread, and the rows and columns that hold whole blocks, where those beside them are idle; (0, 0): all of them."""
+    """Rows and columns of a program, its warps, adjacent 16-byte pieces of a row in a thread, the limit of registers of
+    a thread, and the rows and columns that hold whole blocks (the rest are idle); (0, 0): all of them."""
 
     rows: int
     columns: int
@@ -45,9 +45,9 @@ class Choice(NamedTuple):
         return (self.step[0], _ALL) if any(self.rows[:2]) else self.step
 
     def fitted(self, k: int) -> Choice:
-        """The same for matrices of at most k columns, where blocks span them: without columns that would be idle.
+        """The choice for matrices of at most k columns, if blocks span them: without idle columns.
 
-        Blocks of another source may need these.
+        Blocks of another source may need these columns.
         """
         tile, fit, alone = self.tile, fitting(k), self.rowwise != self.columnwise
         if not (alone and any(self.rows[:2])) or tile.cover[0] or tile.pieces > 1 or fit >= tile.columns:
@@ -56,5 +56,5 @@ class Choice(NamedTuple):
 
 
 def fitting(k: int) -> int:
-    """The columns of a tile that has k of them, if others would be idle."""
+    """The columns of a tile for k columns, without idle ones."""
     return max(1 << (k - 1).bit_length(), _LEAST)

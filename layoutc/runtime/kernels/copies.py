@@ -1,4 +1,4 @@
-"""Copies between tensors and what ranks send each other, in one launch that is kept while the tensors stay in place."""
+"""Copies between tensors and the rows that ranks send: one launch, reused while the tensors keep their addresses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
 
-WORD = torch.int64  # as which bytes are copied
+WORD = torch.int64  # the dtype in which bytes are copied
 TILE, WARPS = 2048, 8
-MOVING = 8  # how many of a launch's tensors may be given in each call
+MOVING = 8  # the most tensors of a launch that each call may give
 
 
 def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> LaunchPlan | None:
-    """What writes tensors of one dtype into such bytes as `row`, as `dtype`, each where it starts in elements of that.
+    """The plan that writes tensors of one dtype into a row like `row`, as `dtype`. starts: in elements of `dtype`.
 
-    None where no kernel does it, or while a CUDA graph is captured, which could outlive the table.
+    None without a kernel, or while a CUDA graph is captured, which could outlive the table.
     """
     if not (launch.usable(row) and batches.fit(sources)):
         return None
@@ -36,10 +36,11 @@ def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dty
 def copies_out(
     targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor, moving: Sequence[int] = ()
 ) -> LaunchPlan | None:
-    """What writes tensors of one dtype from such bytes of all ranks as `rows`: a rank's part of each after another's.
+    """The plan that writes tensors of one dtype from the rows of all ranks, like `rows`: each tensor joins all ranks'
+    parts.
 
-    starts: where a tensor starts in each rank's row, in its elements. moving: the positions of tensors, MOVING at most,
-    that are given in each call, as they may lie anywhere: at multiples of 16 bytes. None as of `copies_in`.
+    starts: the start of a tensor in each rank's row, in its elements. moving: the positions of tensors, at most MOVING,
+    that each call gives, at multiples of 16 bytes. None as of `copies_in`.
     """
     if not (launch.usable(rows) and batches.fit(targets)):
         return None
@@ -60,7 +61,7 @@ def copies_out(
 def _fields(
     ranks: int, numels: Sequence[int], starts: Sequence[int], addresses: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Of a table: a tensor is as many rows of as many elements."""
+    """The fields of a table, with each tensor as equal rows of elements."""
     return [(ranks,) * len(numels), tuple(numels), tuple(starts), tuple(addresses)]
 
 

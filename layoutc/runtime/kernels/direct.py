@@ -1,8 +1,8 @@
-"""Launching a kernel again without Triton's launcher, which takes more time than a small weight takes on the card.
+"""Launching a kernel again without Triton's launcher, which takes longer than a small weight takes on the card.
 
-`kernel[grid](...)` binds its arguments, specializes, and builds a text key at every call. What a launch plan binds
-stays, so of all that Triton specializes on, only the addresses of its tensors can differ: by whether 16 divides them.
-Unlike Triton, plans do not check that the globals that a kernel reads are still those that it was compiled with.
+`kernel[grid](...)` binds its arguments, specializes, and builds a text key at every call. A launch plan's arguments are
+fixed, so of all that Triton specializes on, only alignment to 16 bytes can change. Unlike Triton, plans do not check
+whether the globals that a kernel reads have changed since it was compiled.
 
 The ordinary launcher is used for the first launch of each kind, with hooks, in the interpreter, on cards that are not
 NVIDIA's, and with a Triton that specializes on more of an address.
@@ -23,24 +23,24 @@ from triton.runtime import driver, jit
 
 
 class Compiled(NamedTuple):
-    """A kernel on the card, and what launches it."""
+    """A compiled kernel and its launcher."""
 
     launch: Callable[..., Any]
     function: int
-    between: tuple[Any, ...]  # what `launch` takes after the function, before the values of the kernel's arguments
-    packs: bool  # whether it takes these as one tuple
+    between: tuple[Any, ...]  # what `launch` takes between the function and the kernel's arguments
+    packs: bool  # whether it takes the arguments as one tuple
 
     @classmethod
     def of(cls, kernel: CompiledKernel) -> Self:
-        """By what Triton's launcher calls, if that passes on nothing but what is known here; else by the launcher."""
+        """Uses the function below Triton's launcher if all that the launcher passes on is known, else the launcher."""
         launcher, metadata = kernel.run, kernel.packed_metadata
         if (passed := _passed_on(launcher, metadata)) is not None:
             return cls(launcher.launch, kernel.function, *passed)
         return cls(launcher, kernel.function, (metadata, None, None, None), False)
 
     def __call__(self, card: int, grid: int, values: Sequence[Any]) -> None:
-        """Launches on the current stream of a card, which is the current one. values: of all arguments, with addresses
-        in place of tensors."""
+        """Launches on the current stream of `card`, the current device. values: of all arguments, with addresses of
+        tensors."""
         stream = driver.active.get_current_stream(card)
         if self.packs:
             self.launch(grid, 1, 1, stream, self.function, *self.between, tuple(values))
@@ -49,8 +49,8 @@ class Compiled(NamedTuple):
 
 
 def _passed_on(launcher: Any, metadata: Any) -> tuple[tuple[Any, ...], bool] | None:
-    """What a launcher of Triton's puts between a function and the arguments, and whether it packs these; None if it
-    does more than to pass on what it is called with. It is asked, as each release does it in another way."""
+    """What Triton's launcher passes between the function and the arguments, and whether it packs these; None if it does
+    more than pass on. Found by calling it, since releases differ."""
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
         return None  # it allocates memory
     passed: list[tuple[Any, ...]] = []
@@ -70,8 +70,8 @@ def _passed_on(launcher: Any, metadata: Any) -> tuple[tuple[Any, ...], bool] | N
 
 
 def run(kernel: Any, grid: int, args: Sequence[Any], warps: int, registers: int | None = None) -> Compiled | None:
-    """Launches a kernel by Triton's launcher, on the current card. Returns what launches the same for tensors that are
-    aligned as these; None where Triton's own launcher must.
+    """Launches a kernel by Triton's launcher, on the current card. Returns what launches it again for tensors with the
+    same alignment; None if only Triton's launcher can.
 
     args: the kernel's arguments in order, constants among them. Fusion stays off because bytes depend on it: a fused
     multiply-add rounds once, not twice.
@@ -82,7 +82,7 @@ def run(kernel: Any, grid: int, args: Sequence[Any], warps: int, registers: int 
 
 
 def state_of(kernel: Any) -> tuple[Any, ...] | None:
-    """What a compiled kernel depends on beside its arguments; None if hooks, as of a profiler, see each launch."""
+    """What a compiled kernel depends on besides its arguments; None if hooks, such as a profiler's, see each launch."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
@@ -92,7 +92,7 @@ def state_of(kernel: Any) -> tuple[Any, ...] | None:
 
 @cache
 def supported() -> bool:
-    """True if Triton has the parts that are used here, and specializes on nothing of an address but what is known."""
+    """True if Triton has the parts used here and specializes on alignment only."""
     parts = (
         (jit, "native_specialize_impl"),
         (CompiledKernel, "run"),
@@ -108,9 +108,9 @@ def supported() -> bool:
 
 
 def tells_apart(target: Any) -> bool:
-    """True if Triton specializes equally on all addresses that 16 divides, and on all others.
+    """True if Triton specializes the same on all addresses that 16 divides, and on all others.
 
-    Tries addresses around powers of two and multiples of 16. False if Triton can't be asked.
+    Tries addresses around powers of two and multiples of 16. False if Triton lacks the function.
     """
     from triton.compiler.compiler import make_backend
 

@@ -26,9 +26,9 @@ def _has_triton() -> bool:
 
 
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """True if kernels run instead of the reference: for a plain, non-empty tensor on a card, if Triton is installed.
+    """True if kernels can replace the reference: for a plain, non-empty tensor on a card, with Triton installed.
 
-    dtype: of values to write.
+    dtype: of the written values.
     """
     plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
     return plain and x.numel() > 0 and _has_triton()
@@ -37,7 +37,7 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 def level_of(capability: tuple[int, int]) -> int:
     """Which conversions a card of a compute capability has: 0 for none; 90 to fp8; 100 also to e2m1, e2m3, e3m2, e8m0.
 
-    Cards of 12.0 have all of them too, but kernels have not been compiled for these.
+    Cards of 12.0 have all of them too, but kernels were never compiled for these.
     """
     return 100 if capability[0] == 10 else 90 if capability >= (8, 9) else 0
 
@@ -76,18 +76,18 @@ def _find_level(device: torch.device) -> int:
 
 
 def in_runs(x: Tensor) -> Tensor:
-    """A matrix as kernels read it: its rows or its columns are runs of values. Others are copied first.
+    """A matrix that kernels can read: its rows or its columns are contiguous. Others are copied.
 
-    Reading those would waste most of each sector. And ptxas, as Triton 3.6 and 3.7 bring it, crashes on some kernels
-    for two strides that are unknown: gradients of a sum have both 0.
+    Reading others would waste most of each sector, and the ptxas of Triton 3.6 and 3.7 crashes on some kernels with two
+    unknown strides, such as 0 and 0 of a sum's gradient.
     """
     return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A matrix whose rows are runs of values, as kernels that also transpose codes read it. Others are copied first.
+    """A matrix with contiguous rows, for kernels that also transpose codes. Others are copied.
 
-    From columns that are runs, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6.
+    With contiguous columns, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6.
     """
     return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
@@ -105,7 +105,7 @@ def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> 
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Planes as kernels read them: contiguous and aligned to 4 bytes. Others are copied."""
+    """Planes that kernels can read: contiguous and aligned to 4 bytes. Others are copied."""
     return {
         name: plane if is_readable(plane) else plane.clone(memory_format=torch.contiguous_format)
         for name, plane in planes.items()
@@ -181,19 +181,19 @@ def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str,
 
 
 def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without memory. torch.empty_like makes ones like it in half of the time that torch.empty takes of the
-    host. It is kept, so that memory would be: also that of the pool of a CUDA graph that is warmed up."""
+    """A tensor without memory, for torch.empty_like, which takes half of torch.empty's host time. It is cached, so
+    memory would be held, even that of a CUDA graph's pool."""
     with torch.inference_mode(False):
         made = torch.empty(tuple(shape), dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 
 
-Like = tuple[Any, ...]  # what a launch that makes buffers depends on, but for values; it ends in orientations, swizzled
+Like = tuple[Any, ...]  # all that a launch for buffers depends on, except values; ends in orientations, swizzled
 
 
 def quantized_like(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool, typed: bool) -> Like:
-    """Of x. typed: in dtypes that products read."""
+    """The key of quantizing x. typed: in the dtypes that products read."""
     kind = None if amax is None else (amax.dtype, amax.shape)
     return x.shape, x.stride(), x.dtype, kind, x.device, typed, orientations, swizzled
 
@@ -201,7 +201,7 @@ def quantized_like(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...]
 def laid_out_like(
     m: int, k: int, device: torch.device, orientations: tuple[str, ...], swizzled: bool, planes: int
 ) -> Like:
-    """Of so many planes of an (m, k) weight."""
+    """The key of laying out planes of an (m, k) weight."""
     return "lay_out", m, k, device, planes, orientations, swizzled
 
 
@@ -211,7 +211,7 @@ def programs(m: int, k: int, tile_m: int, tile_k: int) -> int:
 
 
 def pad_to_six(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of planes or buffers, filled up with empty names to the six that kernels take."""
+    """Names of planes or buffers, padded with empty names to the six that kernels take."""
     return (*names, *("",) * (6 - len(names)))
 
 

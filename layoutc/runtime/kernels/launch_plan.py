@@ -1,8 +1,8 @@
-"""Launch plans: kernel launches that were worked out before, which calls give the addresses of tensors alone.
+"""Launch plans: prepared kernel launches that only need the addresses of tensors.
 
-Working out tiles, grids, shapes and Triton's keys takes the host more time than a launch itself. A plan says what is
-launched, and where each pointer is read from: tensors that a call gives, new ones that a call makes by templates, or
-what is bound, such as a table of addresses. How long it is good for is what `plans` keeps it under.
+Computing tiles, grids, shapes and Triton's keys takes the host longer than the launch itself. A plan says what is
+launched, and where each pointer comes from: tensors that a call gives, tensors that it makes from templates, or bound
+ones, such as a table of addresses. Its key in `plans` says how long it is valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it needs Triton, as kernels do
 
 
 class _Launch:
-    """A launch whose sizes, options and constants are bound, and those of its tensors that stay."""
+    """A launch with bound sizes, options, constants and fixed tensors."""
 
     __slots__ = ("_args", "_at", "_by", "_compiled", "_dtypes", "_launched", "_state", "_values", "card")
 
@@ -44,12 +44,12 @@ class _Launch:
         self._by, self._launched = direct, (kernel, grid, options)
         self.card = next((arg.get_device() for arg in args if isinstance(arg, Tensor)), -1)  # -1: on a CPU
         self._values: list[Any] = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in self._args]
-        self._compiled: dict[int, Compiled] = {}  # by a bit for each tensor that is not aligned
+        self._compiled: dict[int, Compiled] = {}  # by a mask of misaligned tensors
         self._state: tuple[Any, ...] | None = None
 
     @property
     def takes(self) -> int:
-        """How many tensors a call gives."""
+        """The number of tensors that a call gives."""
         return len(self._at)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
@@ -66,7 +66,7 @@ class _Launch:
             compiled(self.card, grid, values)
 
     def _compile(self, tensors: Sequence[Tensor], odd: int) -> None:
-        """Launches by Triton's launcher, and keeps what that has compiled."""
+        """Launches with Triton's launcher and keeps the compiled kernel."""
         args = self._args.copy()
         for at, tensor, dtype in zip(self._at, tensors, self._dtypes, strict=False):
             args[at] = tensor if tensor.dtype == dtype else tensor.view(dtype)
@@ -79,11 +79,11 @@ class _Launch:
 
 
 class LaunchPlan:
-    """Launches, one after the other. Each takes the first of a call's tensors: those that are given, then new ones.
+    """Launches in sequence. Each takes a prefix of the call's tensors: given ones, then new ones.
 
-    A call takes tensors on the same device, of the dtypes that the plan was made with, or of others of the same size,
-    which are read as if they had those. new: templates of what a call makes, by name. results: the positions among
-    these of what it returns; None: of all. reads: names of planes, in the order of a call.
+    A call takes tensors on the same device, of the plan's dtypes or of others of the same size, which are read as the
+    plan's. new: templates of the tensors that a call makes, by name. results: the positions among these of what it
+    returns; None: all. reads: names of planes, in the order of a call.
     """
 
     __slots__ = ("_card", "_launches", "_templates", "new", "reads", "results", "takes")
@@ -112,13 +112,13 @@ class LaunchPlan:
         bound: Sequence[Tensor | None] = (),
         last: Tensor | None = None,
     ) -> LaunchPlan:
-        """One launch. args: the kernel's arguments in order, with example tensors, and constants among them. bound:
-        tensors that stay. last: the one that calls give after the others, which are in the kernel's order."""
+        """One launch. args: the kernel's arguments in order, with example tensors and constants. bound: fixed tensors.
+        last: the tensor that calls give after the others, which are in the kernel's order."""
         return cls([_Launch(kernel, grid, args, (warps, registers), bound, last)])
 
     @classmethod
     def joined(cls, plans: Iterable[LaunchPlan]) -> LaunchPlan:
-        """The launches of all plans, which make nothing."""
+        """The launches of all plans, none of which makes tensors."""
         every = list(plans)
         return every[0] if len(every) == 1 else cls([one for plan in every for one in plan._launches])
 
@@ -136,17 +136,17 @@ class LaunchPlan:
         return made if self.results is None else [made[at] for at in self.results]
 
     def into(self, *tensors: Tensor) -> None:
-        """The same, with tensors in the place of those that a call makes."""
+        """Launches into these tensors, instead of making new ones."""
         LaunchPlan(self._launches)(*tensors)
 
     def making(self, new: Mapping[Any, Tensor]) -> LaunchPlan:
-        """The same, which makes tensors like these, in the order of the launch."""
+        """This plan, making tensors like these, in the order of the launch."""
         templates = {name: launch.template(one.shape, one.dtype, one.device) for name, one in new.items()}
         return LaunchPlan(self._launches, templates, None, self.reads)
 
     def returning(self, results: Sequence[tuple[Any, torch.dtype | None, bool]]) -> LaunchPlan | None:
-        """What returns some of what it makes, as an operator does; None if one of them is not new. results: names, with
-        other dtypes of the same size, and whether they are flat."""
+        """This plan, returning some of the tensors it makes; None if one of them is not new. results: names, with other
+        dtypes of the same size, and whether they are flat."""
         new, positions, names = dict(self.new), list[int](), list(self.new)
         for name, dtype, is_flat in results:
             if name not in new:
@@ -158,17 +158,16 @@ class LaunchPlan:
         return LaunchPlan(self._launches, new, None if in_order else positions, self.reads)
 
     def after(self, first: LaunchPlan) -> LaunchPlan:
-        """The same after the launches of another plan, which takes the first of its tensors."""
+        """This plan after the launches of `first`, which takes a prefix of its tensors."""
         return LaunchPlan([*first._launches, *self._launches], self.new, self.results, self.reads)
 
     def reading(self, names: Iterable[str]) -> LaunchPlan:
-        """The same, which is given planes of these names."""
+        """This plan, reading planes of these names."""
         return LaunchPlan(self._launches, self.new, self.results, tuple(names))
 
     def read_of(self, planes: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """The planes that it is given; None if anything is not as kernels read it: the ordinary way finds out what.
-
-        That is: planes that are missing, freed, strided, misaligned or on another device.
+        """The planes for a call. None if one is missing, freed, strided, misaligned or on another device; the caller
+        then takes the ordinary path.
         """
         found = []
         for name in self.reads:
@@ -183,7 +182,7 @@ class LaunchPlan:
 
 
 def launched(kernel: Any, grid: int, args: Sequence[Any], warps: int) -> None:
-    """Launches a kernel by the plan for such arguments: tensors of these dtypes, and all others as they are."""
+    """Launches a kernel by the plan for these arguments: dtypes of tensors, values of all others."""
     like: Hashable = tuple([arg.dtype if isinstance(arg, Tensor) else arg for arg in args])
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     key = kernel.fn, grid, like, tensors[0].device

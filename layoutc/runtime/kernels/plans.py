@@ -1,8 +1,8 @@
-"""The cache of launch plans: what each is kept under, and for how long.
+"""The cache of launch plans: their keys and lifetimes.
 
-A key has all that a plan depends on but values. Most plans follow from the recipe, shapes, strides, dtypes and the
-device, and serve all tensors that are alike in these: they are in `cache`, of which a process has one. Others have
-tables of addresses, and are kept under `place_of` by who owns what lies there, for as long as that lives.
+A key has all that a plan depends on except values. Most plans follow from the recipe, shapes, strides, dtypes and the
+device: they are in `cache`, one per process. Others have tables of addresses: the owner of these tensors keeps them
+under `place_of` while it lives.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from layoutc.runtime.streams import stream_of
 
 Plan = TypeVar("Plan")
 Place = tuple[int, ...]
-PLACES = 16  # in which an owner's tensors have lain
+PLACES = 16  # sets of addresses that an owner keeps plans for
 UNKNOWN: Any = object()
 
 
 class Plans(dict[Hashable, Any]):
-    """Plans by their keys, None for what has none: `most` of them. The older half goes when there would be more."""
+    """At most `most` plans by key, or None for keys without a plan. When full, the older half is dropped."""
 
     def __init__(self, most: int = PLACES) -> None:
         super().__init__()
         self.most = most
 
     def of(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan of a key, made if it was never asked for."""
+        """The plan of a key; `make` is called once."""
         found: Plan = self.get(key, UNKNOWN)
         if found is UNKNOWN:
             self[key] = found = make()
         return found
 
     def at(self, place: Place | None, make: Callable[[], Plan]) -> Plan | None:
-        """The plan of a place; None where that is None."""
+        """The plan of a place; None for None."""
         return None if place is None else self.of(place, make)
 
     def __setitem__(self, key: Hashable, plan: Any) -> None:
@@ -51,6 +51,6 @@ cache = Plans(2048)  # tokens may differ from step to step
 
 
 def place_of(tensors: Sequence[Tensor], device: torch.device) -> Place | None:
-    """The key of a plan with tables of these tensors: their addresses, and the current stream, on which tables were
+    """The key of a plan with tables of these tensors: their addresses, and the current stream, on which tables are
     copied to the card. None while a CUDA graph is captured, which could outlive a table."""
     return None if capturing(device) else (*map(Tensor.data_ptr, tensors), stream_of(device))

@@ -1,7 +1,7 @@
-"""Copies gradients into what ranks send each other: each rank's chunks in a row, as FSDP2's chunk_cat lays them.
+"""Copies gradients into the rows that ranks send: each rank's chunks, in the order of FSDP2's chunk_cat.
 
-A table on the card says where chunks go. It has no addresses, since backward rarely leaves gradients where it left them
-in the step before: these are arguments of the launch.
+A table on the card says where chunks go. It has no addresses of gradients, which change from step to step: these are
+arguments of the launch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GRADS = 16  # of a launch, as arguments of the kernel
 def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
     """Copies gradients into `out`, (ranks, n / ranks), of their dtype or fp32: a rank's chunks in their order.
 
-    Each gradient is cut into `ranks` chunks of equally many first-dim entries, filled up with zeros, as torch.chunk
-    and FSDP2 do it. False: nothing is done, as there is no kernel for these, or a CUDA graph is captured.
+    Each gradient is cut into `ranks` chunks of equal first dims, padded with zeros, as in torch.chunk and FSDP2.
+    Returns False, and does nothing, without a kernel or while a CUDA graph is captured.
     """
     if capturing(out.device) or not (launch.usable(out) and batches.fit(grads)):
         return False
@@ -37,7 +37,7 @@ def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
         return False
     aligned = reduce(or_, map(Tensor.data_ptr, grads)) % 16 == 0
     like = ranks, aligned, dtype, out.dtype, out.shape[1], *[grad.shape for grad in grads]
-    # On the current stream, tables are copied to the card before they are read.
+    # Tables are copied on the current stream before they are read.
     key = "rank_chunks", out.device, stream_of(out.device), like
     parts = plans.cache.of(key, lambda: _plans(grads, ranks, out, aligned))
     for plan, members in parts:

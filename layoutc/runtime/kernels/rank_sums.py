@@ -1,8 +1,8 @@
-"""Sums over ranks of what each has sent, in fp32 and in the order of ranks: of values, or of codes of a recipe.
+"""Sums over ranks, in fp32 and in rank order: of values, or of codes of a recipe.
 
-As codes, a rank's chunks of a group's gradients are one row of n values, as FSDP2 lays them; n is filled up with zeros
-to a multiple of the recipe's blocks. The row is quantized as one row of a matrix, and travels as its planes, one after
-the other. Whoever keeps the sum dequantizes what each rank sent, and adds that up.
+As codes, a rank's chunks of a group's gradients are one row of n values in FSDP2's order, padded with zeros to a
+multiple of the recipe's blocks. The row is quantized as a matrix row, and its planes travel one after the other. The
+rank that keeps the sum dequantizes and adds the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bi
 def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:
     """(ranks, n) contiguous, in bf16 or fp16 -> their sum over ranks, over `divisor`, into `out`, (n,) fp32.
 
-    One rank after the other is added, and each addition and the division are rounded as IEEE 754 says.
+    Ranks are added one after the other; each addition and the division are rounded as IEEE 754 requires.
     """
     if not (launch.usable(parts) and launch.usable(out)):
         by = torch.full((), divisor, dtype=torch.float32, device=out.device)  # a card multiplies by a number's inverse
@@ -58,18 +58,18 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 
 def scaling(divisor: int) -> tuple[float, bool]:
-    """The kernel's number, and whether it divides by that: the inverse of a power of two is exact, and costs less."""
+    """The kernel's number, and whether it divides by it: the inverse of a power of two is exact and cheaper."""
     return (float(divisor), True) if divisor & (divisor - 1) else (1 / divisor, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- codes
-UNIT = 16  # planes begin at multiples of so many bytes of a row
+UNIT = 16  # alignment of planes in a row, in bytes
 SIDE = "rowwise"  # the orientation that travels
-MOST_PLANES = 3  # that kernels write and read: codes, scales, zero points
+MOST_PLANES = 3  # codes, scales, zero points
 
 
 class Row(NamedTuple):
-    """What a rank is sent of n values, filled up to k: names, dtypes and entries of planes, and where they begin."""
+    """The row that is sent for n values, padded to k: names, dtypes, entries and starts of its planes."""
 
     k: int
     names: tuple[str, ...]
@@ -120,7 +120,7 @@ class Codes:
 
     @cached_property
     def _kernels(self) -> Any:
-        """The recipe's kernels; None if the reference quantizes: there are none, or blocks fill no tile of a row."""
+        """The recipe's kernels; None if there are none or its blocks don't fill a tile of a row."""
         try:
             found: Any = import_module(f"{self._module.__name__}.kernels").KERNELS
         except ModuleNotFoundError:
@@ -130,15 +130,15 @@ class Codes:
         return found if fills and found.quantize_tile is not None and not found.codebooks else None
 
     def row(self, n: int) -> Row:
-        """What is sent of n values."""
+        """The row for n values."""
         return _row(self.layout, n)
 
     # ---------------------------------------------------------------------------------------------------- what is sent
     def quantize(self, values: Tensor, seed: Tensor, rest: Tensor | None = None) -> Tensor:
         """(ranks, n) contiguous, in fp32, bf16 or fp16 -> (ranks, nbytes) uint8: a row for each rank, by one launch.
 
-        seed: (1,) int64, that random bits follow from. rest: (ranks, n) fp32: it is added before, and takes what codes
-        miss of the sum; 0 where that is not finite.
+        seed: (1,) int64, of random bits. rest: (ranks, n) fp32, is added before quantizing, and then holds the rounding
+        error; 0 where that is not finite.
         """
         ranks, n = values.shape
         row = self.row(n)
@@ -226,5 +226,5 @@ def _row(layout: Layout, n: int) -> Row:
 
 
 def _three(given: Iterable[Any]) -> tuple[Any, ...]:
-    """Filled up to the planes that kernels take."""
+    """Pads to the number of planes that kernels take."""
     return (*given, None, None)[:MOST_PLANES]

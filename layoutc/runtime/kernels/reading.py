@@ -1,4 +1,4 @@
-"""Dequantizing: one weight, the same one again and again, and many in one launch."""
+"""Dequantizing: one weight, the same weight repeatedly, and many in one launch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from layoutc.runtime.parts import Parts
 from layoutc.runtime.triton.kernels import dequantize_kernel
 
 Planes = Mapping[str, Tensor]
-Alone = tuple[LaunchPlan, list[Tensor]]  # with the tensors that it is launched into
-_NEVER = (2**31, 2**31)  # no matrix has so many rows
+Alone = tuple[LaunchPlan, list[Tensor]]  # with the tensors that it writes
+_NEVER = (2**31, 2**31)  # beyond all row counts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reading:
-    """What dequantizes the planes of one recipe: its tile function, and the sizes of its launches."""
+    """Dequantizes the planes of one recipe: its tile function, and the sizes of its launches."""
 
     layout: Layout
     dequantize_tile: Any
@@ -40,7 +40,7 @@ class Reading:
 
     @cached_property
     def _planes(self) -> tuple[str, ...]:
-        """The same, filled up to the six that kernels take."""
+        """`_written`, padded to the six that kernels take."""
         return launch.pad_to_six(self._written)
 
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
@@ -52,13 +52,13 @@ class Reading:
         return values
 
     def read_of(self, planes: Planes) -> dict[str, Tensor]:
-        """The planes that dequantizing reads, in its order."""
+        """The planes that dequantizing reads, in order."""
         return {name: planes[name] for name in ("amax", *self._written) if name in planes}
 
     def values_plan(
         self, shape: tuple[int, int], dtype: torch.dtype, read: Planes, orientation: str, parts: Parts | None = None
     ) -> LaunchPlan:
-        """What makes the (m, k) values of planes as `read_of` gives them: others each time, as gathers bring them."""
+        """The plan for the (m, k) values of planes from `read_of`, which differ between calls, as after gathers."""
         device = next(iter(read.values())).device
 
         def plan() -> LaunchPlan:
@@ -74,8 +74,8 @@ class Reading:
     def into(
         self, weights: Sequence[Planes], orientation: str, outs: Sequence[Tensor], parts: Sequence[Parts | None]
     ) -> tuple[LaunchPlan, list[Alone]]:
-        """What writes the values of weights as `dequantize` gives them: few launches, good while all stay in place,
-        which need no tensors; and those of weights that no table takes.
+        """Launches that write the values of weights, as `dequantize`: few of them, valid while no address changes,
+        without arguments; and one for each weight that no table takes.
 
         weights: the planes of each, or those of its first part. outs: (m, k) of each, contiguous, of one dtype, on one
         device, at multiples of 4 bytes. parts: of each.
@@ -90,7 +90,7 @@ class Reading:
             read = [self.read_of(weights[at] if in_parts else launch.readable(weights[at])) for at in members]
             those, own_parts = [outs[at] for at in members], [parts[at] for at in members]
             tables, others = self._tables_of_kind(read, those, own_parts, tile, even)
-            # A launch keeps no memory but that of the table and the first amax: only dtypes are looked at of others.
+            # A launch only keeps the memory of the table and the first amax; of other tensors it reads the dtype.
             stand_ins = {name: plane if name == "amax" else _stand_in(plane) for name, plane in read[0].items()}
             like = (None, None), stand_ins, orientation, _stand_in(those[0]), own_parts[0]
             found += [self._reading(table.entries, table.programs, *like, table.kind) for table in tables]
@@ -110,7 +110,7 @@ class Reading:
         tile: tuple[int, int],
         even: bool,
     ) -> tuple[Sequence[batches.Table], Sequence[int]]:
-        """Of those in parts, or those that are whole; of those of whole tiles, or the others."""
+        """The tables of one kind: in parts or whole, of whole tiles or not."""
         columns = {name: tuple([planes[name].data_ptr() for planes in weights]) for name in weights[0]}
         amaxes = columns.pop("amax", (0,) * len(outs))
         offsets = tuple([(address - amaxes[0]) // 4 for address in amaxes])  # in fp32 values from the first one
@@ -136,7 +136,7 @@ class Reading:
         parts: Parts | None,
         kind: tuple[int, bool, bool],
     ) -> LaunchPlan:
-        """The launch of dequantize_kernel. kind: ROWS, ALIGNED and EVEN. With a table, all tensors stay."""
+        """The launch of dequantize_kernel. kind: ROWS, ALIGNED and EVEN. With a table, no tensor is given in calls."""
         tile_m, tile_k, warps, *_ = self.dequantize_sizes[orientation]
         serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
         stored, parted = self.layout.stored, 0

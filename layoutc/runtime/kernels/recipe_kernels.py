@@ -31,17 +31,17 @@ _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 class Kernels(Reading):
     """The kernels of one recipe: its tile functions, and the sizes of their launches.
 
-    A recipe's kernels.py makes one, as KERNELS. Planes and buffers go by name. They run on the card of their tensors.
+    A recipe's kernels.py defines one, KERNELS. Planes and buffers go by name. Kernels run on the card of their tensors.
     """
 
     quantize_tile: Any = None  # None: the reference quantizes, on every device
     lay_out_tile: Any = None  # None: every buffer is a plane
     quantize_sizes: Tiles = field(default_factory=dict)
-    buffer_sizes: Tiles | None = None  # those that differ; None: buffers that are no planes take two launches
-    by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
+    buffer_sizes: Tiles | None = None  # tiles that differ; None: buffers that are not planes take two launches
+    by_reference: Callable[..., dict[str, Tensor]] | None = None  # lays out instead of kernels
     lay_out_size: Tile = NO_TILE
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
-    word: int = 1  # how many rows and columns of codes are moved at a time
+    word: int = 1  # rows and columns of codes that are moved at a time
     padding: tuple[buffers.Padding, buffers.Padding] = ((), ())  # of m and k, over all buffers
     batched: bool = True  # False: a launch quantizes one matrix
     takes_input_max: bool = False  # True: scales depend on the largest value of x's dtype
@@ -69,7 +69,7 @@ class Kernels(Reading):
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
             shared = self._shared_amax(x, amax, orientations)
-            x = launch.in_rows(x) if self.row_blocks else launch.in_runs(x)  # a program goes through few whole rows
+            x = launch.in_rows(x) if self.row_blocks else launch.in_runs(x)  # a program processes whole rows
             names = [name for name in self._written if name in planes]
             for together in self._together(orientations):
                 bits = draw_seed(x) if seed is None and self.layout.stochastic else seed
@@ -87,7 +87,7 @@ class Kernels(Reading):
 
     @cached_property
     def _apart(self) -> bool:
-        """Whether each source is quantized in a launch of its own: there are no tiles for all."""
+        """Whether each source is quantized in a separate launch: there are no tiles for all."""
         return len(self.serves) > 1 and not any(len(key) > len(self.serves) for key in self.quantize_sizes)
 
     def quantize_buffers(
@@ -126,9 +126,9 @@ class Kernels(Reading):
     def _quantizing_buffers(
         self, x: Tensor, amax: Tensor | None, seed: Tensor | None, like: Like, typed: bool
     ) -> LaunchPlan:
-        """What quantizes matrices like x straight into buffers, and planes that serve as buffers."""
+        """The plan that quantizes matrices like x directly into buffers, and into planes that are buffers."""
         (m, k), (*_, orientations, swizzled) = x.shape, like
-        launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
+        launch.plane_facts(self.layout, m, k, orientations)  # raises for an unsupported shape
         made = buffers.new(self.layout, m, k, orientations, x.device)
         read = {one.plane for one in buffers.entries(self.layout, orientations)}
         facts = self.layout.written(m, k, orientations)
@@ -167,15 +167,15 @@ class Kernels(Reading):
         orientations: tuple[str, ...],
         outs: Sequence[Planes],
     ) -> LaunchPlan | None:
-        """What does `quantize_batch` again, while xs and outs stay where they are, with the first amax, if any: others
-        lie as they do from it now. None if tables do not take all matrices. Raises as batches.split."""
+        """A plan that repeats `quantize_batch` while xs and outs keep their addresses, given the first amax, if any;
+        others keep their offsets from it. None if tables do not take all matrices. Raises as batches.split."""
         found, alone = zip(*[self._batch(xs, shared, one, outs) for one in self._together(orientations)], strict=True)
         return None if any(alone) else LaunchPlan.joined(chain(*found))
 
     def _batch(
         self, xs: Sequence[Tensor], shared: Sequence[Tensor] | None, together: tuple[str, ...], outs: Sequence[Planes]
     ) -> tuple[list[LaunchPlan], Sequence[int]]:
-        """What quantizes all matrices that tables take, and which others there are."""
+        """The plans of all matrices that tables take, and the other matrices."""
         x, amax = xs[0], shared[0] if shared else None
         most = max(x.shape[1] for x in xs)
         choice = self._choice(self.quantize_sizes, together, x.dtype, most)
@@ -184,7 +184,7 @@ class Kernels(Reading):
         return [table.plans.of(key, partial(self._plan_of_table, table, amax, choice, x)) for table in tables], alone
 
     def _plan_of_table(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> LaunchPlan:
-        """What quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
+        """The plan for the matrices of a table. amax: the first one, if any. x: one of the matrices."""
         given = *_NONE, amax, choice.input_max, None, *_NONE, *_NONE
         return self._launching(choice, table, given, (*self._masks, DTYPES[x.dtype]), x.device)
 
@@ -199,7 +199,8 @@ class Kernels(Reading):
         cover: tuple[int, int],
         swizzled: bool = False,
     ) -> LaunchPlan:
-        """What quantizes matrices like x, which lies in runs, into planes and buffers; what is missing is not written.
+        """The plan that quantizes matrices like x, from `in_runs`, into planes and buffers; missing ones are not
+        written.
 
         cover: the rows and columns that tiles cover.
         """
@@ -233,14 +234,14 @@ class Kernels(Reading):
     def _shared_amax(
         self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], passing: bool = False
     ) -> Tensor | None:
-        """The caller's amax; if there is none and scales need one, that of x. passing: as of matrix_amax."""
+        """The caller's amax, else that of x if scales need one. passing: as of matrix_amax."""
         if amax is None and self.layout.takes_amax(orientations):
             return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
     def again(self, like: Like, names: Sequence[str], typed: bool) -> LaunchPlan | None:
-        """What returns the buffers `names` as the launch for `like` made them; None if there is none, or it does not
-        write them all. typed: in the dtypes of `Layout.operand_dtypes`."""
+        """The plan that returns buffers `names` as the launch for `like` did; None if there is none, or it does not
+        write all of them. typed: in the dtypes of `Layout.operand_dtypes`."""
         plan: LaunchPlan | None = plans.cache.get((self, like))
         *_, orientations, swizzled = like
         entries = {one.name: one for one in buffers.entries(self.layout, orientations)}
@@ -268,18 +269,18 @@ class Kernels(Reading):
 
     @cached_property
     def _made(self) -> tuple[str, ...]:
-        """The buffers that are made from planes, in order, filled up to the six that kernels take."""
+        """The buffers that are not planes, in order, padded to the six that kernels take."""
         facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
         return launch.pad_to_six(tuple(name for name in facts if name not in self.layout.as_stored))
 
     @cached_property
     def _moved(self) -> tuple[str, ...]:
-        """The planes that lay_out_tile reads, filled up to the six that kernels take."""
+        """The planes that lay_out_tile reads, padded to the six that kernels take."""
         return launch.pad_to_six(self.moved)
 
     @cached_property
     def _masks(self) -> tuple[int, int, int]:
-        """How many planes there are; two bits for the dtype of each; a bit for each that has one value."""
+        """The number of planes; two bits for the dtype of each; a bit for each with a single value."""
         facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
         dtypes = sum(_KINDS.index(facts[name].dtype) << 2 * index for index, name in enumerate(self._written))
         scalars = sum((self.layout.stored[n][:2] == (None, None)) << at for at, n in enumerate(self._written))
@@ -331,7 +332,7 @@ class Kernels(Reading):
             [of[name] for of, names in ((one, self.moved), (to, self._made)) for name in names if name in of]
             for one, to in zip(weights, made, strict=True)
         ]
-        for table in tables:  # which the plan of the first weight says all else of
+        for table in tables:  # all else follows from the first weight's plan
             laying = partial(self._laying_out, weights[0], made[0], *shapes[0], swizzled, table)
             table.plans.of((self, orientations, swizzled), laying)(*tensors[0])
         for at in alone:
@@ -343,9 +344,10 @@ class Kernels(Reading):
     def _laying_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
     ) -> LaunchPlan:
-        """What fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it.
+        """The plan that fills the buffers in `made` from the planes of a weight; with a table, those of all its
+        weights.
 
-        The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
+        The weight is then one of the table's, which determines planes, buffers and dtypes.
         """
         cover_m, cover_k = buffers.cover(self.padding, m, k)
         tile_m, tile_k, warps, *_ = self.lay_out_size
@@ -360,8 +362,8 @@ class Kernels(Reading):
         return LaunchPlan.of(lay_out_kernel, table.programs, args, warps, bound=[table.entries])
 
     def _new(self, planes: Planes, made: Planes, orientations: tuple[str, ...], typed: bool) -> Made:
-        """What a launch makes, in the order of its arguments. typed: in the dtypes of `Layout.operand_dtypes`, if all
-        buffers that are the same tensor have the same one."""
+        """The tensors that a launch makes, in the order of its arguments. typed: in the dtypes of
+        `Layout.operand_dtypes`, if all buffers that share a tensor have the same one."""
         dtypes: dict[tuple[bool, str], set[Any]] = defaultdict(set)
         for one in buffers.entries(self.layout, orientations):
             dtypes[one.source].add(self.layout.operand_dtypes.get(one.name) if typed else None)
@@ -373,7 +375,7 @@ class Kernels(Reading):
         }
 
     def _buffers(self, planes: Planes, made: Made, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Tensor]:
-        """All buffers of the orientations, in the layout's order: planes that serve as they are, and `made` ones."""
+        """All buffers of the orientations, in the layout's order: planes, and `made` ones."""
         result: dict[str, Tensor] = {}
         for name, plane, is_flat, is_swizzled in buffers.entries(self.layout, orientations):
             source = plane is not None, plane or name
@@ -384,7 +386,7 @@ class Kernels(Reading):
         return result
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
-        """A scale, or zero point, that no kernel orders, in the GEMM's order: 1-D."""
+        """A scale or zero point that no kernel reorders, in the GEMM's order: 1-D."""
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, kind)

@@ -1,1 +1,1 @@
-"""The quantized tensor: its planes, what is written to them, how torch sees, saves and compiles it."""
+"""The quantized tensor: its planes, writes to them, and how torch dispatches, saves and compiles it."""

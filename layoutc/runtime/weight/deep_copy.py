@@ -1,4 +1,4 @@
-"""copy.deepcopy of wrapper tensors: what is the same for a quantized weight and for one that is cast on gather."""
+"""copy.deepcopy of wrapper tensors: what quantized and cast-on-gather weights share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def deep_copied(tensor: Tensor, memo: dict[int, Any], make: Callable[[], Any]) -> Any:
-    """What `tensor.__deepcopy__(memo)` returns. make: a copy of the tensor with memory of its own, under no_grad.
+    """What `tensor.__deepcopy__(memo)` returns. make: a copy of the tensor with its own memory, under no_grad.
 
     A parameter's copy is a parameter. Its gradient and the attributes that users have set on it are deep-copied too.
     """

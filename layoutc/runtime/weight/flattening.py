@@ -20,7 +20,7 @@ from layoutc.runtime.torch_private import is_fake, without_torch_function
 from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
-_HANDLE = "plane_handle"  # the inner tensor that stands for planes which each pass replaces
+_HANDLE = "plane_handle"  # the inner tensor that represents planes which each pass replaces
 
 
 class Context(NamedTuple):
@@ -33,18 +33,18 @@ class Context(NamedTuple):
     transposed: bool
     dtype: torch.dtype
     halo: Halo
-    stack: Stack | None  # the matrices that have an amax each
-    whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
+    stack: Stack | None  # the matrices with an amax each
+    whole: tuple[int, int] | None  # (m, k) of the gathered weight, if passes gather different planes
     window: Rect | None  # the part of it that this tensor is
-    own_products: Settings | None  # how it is multiplied by its own choice, which a traced tensor has too
-    products: str  # what its products follow: a graph that is traced under one setting must not run under another
+    own_products: Settings | None  # its per-weight mode, which a traced tensor has too
+    products: str  # the mode of its products: a graph traced under one mode must not run under another
 
 
 class Flat(NamedTuple):
-    """A tensor as it was flattened: a compiled graph asks three times in each call, for each weight."""
+    """A flattened tensor, cached: a compiled graph flattens each weight three times in each call."""
 
     planes: Mapping[str, Tensor]
-    facts: tuple[Any, ...]  # what the context was made of, beside the planes' own window
+    facts: tuple[Any, ...]  # what the context was made of, except the planes' window
     context: Context
 
 
@@ -95,8 +95,7 @@ def unflatten(
 def _planes(cls: type[PlaneTensor], inner: Mapping[str, Tensor], context: Context) -> MutableMapping[str, Tensor]:
     """The planes of a tensor, or of the weight that it was cut from.
 
-    A handle that a graph returns leads back to the gathered weight; while the graph is traced, to planes that it
-    records.
+    A handle that a graph returns refers to the gathered weight; while the graph is traced, to planes that it records.
     """
     if context.whole is None:
         return {name.removeprefix("plane_"): inner[name] for name in context.names}
@@ -106,8 +105,7 @@ def _planes(cls: type[PlaneTensor], inner: Mapping[str, Tensor], context: Contex
 
 
 def add_inner(cls: type[PlaneTensor], planes: Iterable[str]) -> None:
-    """Makes inner tensors attributes, by the names that flatten gives them. Those that a tensor lacks raise
-    AttributeError."""
+    """Makes inner tensors attributes, under flatten's names. Those that a tensor lacks raise AttributeError."""
     for name in planes:
         setattr(cls, f"plane_{name}", property(partial(_plane, name)))
     setattr(cls, _HANDLE, property(partial(_plane, _HANDLE)))
@@ -117,20 +115,20 @@ def _plane(name: str, tensor: PlaneTensor) -> Tensor:
     planes = tensor.store.planes
     found: Tensor | None = getattr(planes, "handle", None) if name == _HANDLE else planes.get(name)
     if found is None:
-        raise AttributeError(name)  # after which Python asks __getattr__, which says more
+        raise AttributeError(name)  # Python then calls __getattr__, which says more
     return found
 
 
-#: The shard and the gather while tracing: a graph finds both when it runs.
+#: Unknown while tracing: a graph finds shard and gather when it runs.
 _UNKNOWN = Home(lambda: None, lambda *_: {})
 
 
 def digest(key: str, tensor: torch.Tensor) -> str:
-    """A hash for compile caches, equal in all processes for tensors that compile to the same code: of `key`, which says
-    what kind of wrapper it is, and of all that a graph can depend on except values.
+    """A hash for compile caches, equal in all processes for tensors that compile to the same code. It covers `key`, the
+    kind of wrapper, and all that a graph can depend on except values.
 
-    That includes what a weight is multiplied with, which its layout id leaves out, and how this runtime traces graphs:
-    torch keeps compiled graphs on disk, and would run those of another spec or of an older layoutc.
+    That includes the recipes of products, which the layout id leaves out, and how this runtime traces graphs: torch
+    keeps compiled graphs on disk, and would run those of another spec or of an older layoutc.
     """
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(tensor, name) for name in names]
@@ -143,7 +141,7 @@ def digest(key: str, tensor: torch.Tensor) -> str:
 def for_cache(tensor: torch.Tensor) -> tuple[type[str], tuple[str]] | None:
     """How a fake tensor is pickled: as its hash. None for a tensor with values.
 
-    Fake tensors are pickled to make the cache keys of compiled graphs; before torch 2.13, keys are made of that alone.
+    Cache keys of compiled graphs are made from pickled fake tensors; before torch 2.13, from these alone.
     """
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     if not any(is_fake(getattr(tensor, name)) for name in names):

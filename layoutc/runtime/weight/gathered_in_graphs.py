@@ -1,9 +1,8 @@
-"""Weights whose planes each pass replaces, as a compiled graph sees them.
+"""Operators by which compiled graphs read weights whose planes each pass replaces.
 
-If forward and backward gather different planes, a graph can't hold planes: what forward saves is replaced by backward.
-So it holds the weight's handle, and these operators read the planes that the weight holds when they run. An orientation
-that it does not hold in that pass is gathered by all ranks, as in eager mode, so recomputed activations have what
-forward had.
+If forward and backward gather different planes, a graph can't hold planes: backward replaces what forward saved. So the
+graph holds the weight's handle, and these operators read the weight's planes when they run. If the weight does not hold
+an orientation in that pass, all ranks gather it, as in eager mode; recomputed activations then read what forward read.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def dequantize(cls: type[RecipeMethods], handle: Tensor, window: Rect, orientati
 def lay_out(
     cls: type[RecipeMethods], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
-    """The buffers of orientations of a window of the weight; none aliases a plane, unless Inductor can tell that all
-    who read it are products.
+    """The buffers of orientations of a window of the weight; none aliases a plane, unless Inductor can prove that
+    only products read it.
 
-    One node for each orientation, so that the graph drops those that it does not read and nothing is gathered for them.
+    One node per orientation, so that the graph drops unread ones and gathers nothing for them.
     """
     cls.LAYOUT.check_swizzled(swizzled)
-    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
+    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or a cached one runs
         lower_in_inductor(_lay_out, _lower_lay_out)
     m, k = window.shape
     buffers: dict[str, Tensor] = {}
@@ -90,7 +89,7 @@ def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation:
 def _run_lay_out(
     handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool, copies: bool = True
 ) -> list[Tensor]:
-    """copies: False if planes that are read as they are stored may be returned as they are."""
+    """copies: False if planes may be returned without a copy."""
     cls, (m, k), gathered = operators.recipe_of(recipe), _sizes(window), owner(handle)
     whole, form = _now(cls, gathered, handle.device, orientation), _form(cls.LAYOUT, m, k, orientation, swizzled)
     if gathered is None or gathered.matrix != (m, k):
@@ -108,7 +107,7 @@ def _run_lay_out(
 
 
 class _Form(NamedTuple):
-    """What buffers of an orientation are: those that are made of planes, and those that are planes as they lie."""
+    """The buffers of an orientation: those that are made from planes, and those that are planes."""
 
     names: tuple[str, ...]
     laid: tuple[str, ...]
@@ -134,7 +133,7 @@ def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor
 def _now(
     cls: type[RecipeMethods], gathered: GatheredPlanes | None, device: torch.device, orientation: str
 ) -> Mapping[str, Tensor]:
-    """The planes of an orientation of the whole weight: those that it holds now, else gathered for this call.
+    """The planes of an orientation of the whole weight: those that it holds, else planes gathered for this call.
 
     Raises MissingOrientation if the weight is gone, LayoutError if FSDP2 has freed its planes.
     """
@@ -172,7 +171,7 @@ def _fake_lay_out(
 
 # ------------------------------------------------------------------------------------------------- in Inductor's graphs
 def _lower_lay_out(lowerings: Any, *args: Any) -> Any:
-    """The operator itself, without copies where what it returns is only read by products, before the graph ends."""
+    """The operator itself, without copies if only products inside the graph read its results."""
     only_read = len(args) == _COPIES and all(map(_is_only_multiplied, lowered_node().users))
     return called_in_inductor(_lay_out, *args, *([False] if only_read else []), reuses=not only_read)
 
@@ -187,12 +186,12 @@ def _is_only_multiplied(node: Any) -> bool:
 _PRODUCTS = (aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._scaled_grouped_mm.default)
 _VIEWS = (
     *(operator.getitem, aten.t.default, aten.transpose.int, aten.permute.default),
-    *(aten.view.default, aten.view.dtype, aten.reshape.default),  # Inductor makes views reshapes
+    *(aten.view.default, aten.view.dtype, aten.reshape.default),  # Inductor turns views into reshapes
     aten.slice.Tensor,
 )
-_COPIES = 5  # the place of `copies` in arguments
+_COPIES = 5  # the position of `copies` in arguments
 
-# A recorded CUDA graph would always read the memory that the weight had when it was recorded.
+# A CUDA graph would always read the memory that the weight had during capture.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _dequantize: Callable[..., Tensor] = library.define(
     "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",

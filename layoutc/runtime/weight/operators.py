@@ -2,12 +2,12 @@
 
 A traced call becomes one node that runs the same code as an eager call, on every device, so the bytes are the same.
 The operators are opaque to Inductor on purpose. If it compiled the reference, bytes would differ: its division on a
-card is not IEEE's. Nor are they `triton_op`s: Inductor compiles a kernel that it sees with its own options, and drops
+card is not IEEE's. They are no `triton_op`s either: Inductor would compile their kernels with its own options, without
 maxnreg and enable_fp_fusion=False, on which bytes depend. Eager calls bypass them, since a torch operator costs several
 microseconds.
 
 The same operators serve all recipes. A recipe is named by a key, the class's full name and its layout id, so that
-packages that were built twice never answer for each other. `gathered_in_graphs` has those for gathered weights.
+packages that were built twice are never confused. `gathered_in_graphs` has those for gathered weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def quantize(
 
 
 def seed_of(cls: type[RecipeMethods], x: Tensor, seed: Seed | None = None) -> Tensor | None:
-    """The seed of the random bits that x is rounded by, (1,) int64 on its device; None for recipes without them.
+    """The seed of the random bits that round x, (1,) int64 on its device; None for recipes without them.
 
     seed: the caller's; default: drawn from torch's default generator of the device, in a traced graph each time that
     the graph runs. Raises as seed_tensor, and ValueError for a seed of a recipe that rounds to nearest.
@@ -128,7 +128,7 @@ def quantize_buffers(
 
 
 def _known(amax: Tensor | None) -> Tensor | None:
-    """The caller's amax if it is in fp32; else the operator that quantizes to buffers gives it in fp32."""
+    """The caller's amax if it is fp32; otherwise the operator that quantizes to buffers returns it in fp32."""
     return amax if amax is not None and amax.dtype == torch.float32 else None
 
 
@@ -138,7 +138,7 @@ def shared_amax(cls: type[RecipeMethods], x: Tensor) -> Tensor:
 
 
 def stored_amax(layout: Layout, amax: Tensor) -> Tensor:
-    """What the `amax` plane holds of an amax, as `LAYOUT.stored_amax`: the level that the rule makes of it divides."""
+    """What the `amax` plane stores, as `LAYOUT.stored_amax`; computing a level divides."""
     traces = layout.level is not None and traced(amax)
     return _stored_amax(amax, layout.layout_id) if traces else layout.stored_amax(amax)
 
@@ -222,7 +222,7 @@ def _run_quantize_buffers(
     cls, (m, k) = recipe_of(recipe), x.shape
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
     found = amax is None and cls.LAYOUT.takes_amax(chosen)
-    amax = cls.shared_amax(x) if found else amax  # in memory of its own
+    amax = cls.shared_amax(x) if found else amax  # in its own memory
     if (fused := cls.quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
         kernels = None if found or (seed is None and cls.LAYOUT.stochastic) else cls.quantizing_kernels(x)
         if kernels is not None:
@@ -252,8 +252,8 @@ def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientatio
 def values_again(
     cls: type[RecipeMethods], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
 ) -> Tensor | None:
-    """As `dequantize`, by the plan for planes like these, which are not traced; None where the ordinary way must do it:
-    no kernel does, or planes are not as kernels read them."""
+    """As `dequantize`, by the launch plan for such planes. None if the ordinary path is needed: there is no kernel, or
+    kernels can't read the planes."""
     if (source := planes.get(cls.LAYOUT.sources[orientation][0])) is None:
         return None
     key = cls, m, k, orientation, dtype, source.device
@@ -288,7 +288,7 @@ def run_lay_out(
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
 def empty_of(facts: Facts, x: Tensor) -> Tensor:
-    """A tensor of some shape and dtype, uninitialized, where x is."""
+    """An uninitialized tensor on x's device."""
     return x.new_empty(facts.shape, dtype=facts.dtype)
 
 

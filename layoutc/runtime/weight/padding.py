@@ -1,8 +1,8 @@
-"""Padding: where a tensor stands in the calls by which FSDP2 and DTensor pad short shards and cut the padding off.
+"""Padding: which step a tensor is in when FSDP2 and DTensor pad short shards and cut the padding off.
 
-Both keep every shard in a tensor of the longest shard's shape, and take for granted that it has bytes for the padding.
-A quantized shard that begins or ends inside a block has none: where in a block its rows begin, and which rows share
-the last scales, is known only once its planes are there. So a tensor remembers which of these calls it comes from.
+Both keep every shard in a tensor of the longest shard's shape, and assume that it has bytes for the padding. A
+quantized shard that begins or ends inside a block has none: where in a block its rows begin, and which rows share the
+last scales, is known only from its planes. So a tensor records which of these calls made it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Padding(NamedTuple):
-    """One step of the patterns below; at most one field is set. NOT_PADDED is any tensor that is in none of them.
+    """One step of the patterns below; at most one field is set. NOT_PADDED: in none of them.
 
     FSDP2, when it makes a shard and when one is loaded or converted::
 
@@ -34,11 +34,11 @@ class Padding(NamedTuple):
 
     is_new: bool = False  # from new_zeros or new_empty, and cut at its first rows at most
     first_rows_of: Callable[[], Any] | None = None  # a weak reference to the new tensor
-    rows: int | None = None  # entries of dim 0 that there are planes for; pieces of such a tensor keep it
+    rows: int | None = None  # entries of dim 0 that planes cover; pieces of such a tensor keep it
     ends_where_cut: bool = False  # what is cut off its end is padding: the rest has no halo
 
     def of_copy(self) -> Padding:
-        """The padding of a tensor of the same shape with planes of its own."""
+        """The padding of a tensor of the same shape with its own planes."""
         return self if self.is_new or self.rows is not None else NOT_PADDED
 
     def of_piece(self) -> Padding:

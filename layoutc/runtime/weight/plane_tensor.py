@@ -1,8 +1,8 @@
-"""PlaneTensor: a torch tensor over a PlaneStore: what it is, which others are like it, and what it refuses.
+"""PlaneTensor: a torch tensor over a PlaneStore.
 
-It is a wrapper without storage of its own. All aliases share one store, whose *planes* are plain tensors, compact and
-m-major. The planes of a view over leading dims are views of the base's planes, so a write through one is seen through
-the other.
+It is a wrapper without its own storage. All aliases share one store, whose *planes* are plain tensors, compact and
+m-major. The planes of a view over leading dims are views of the base's planes, so a write through one changes the
+other.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
 
     HANDLERS: ClassVar[Mapping[Any, Handler]]
 
-    store: PlaneStore  # what it shares with its aliases
+    store: PlaneStore  # shared with its aliases
     transposed: bool
     weight_name: str | None
-    padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
-    sent: Any  # the whole weight, if that was broadcast as values, and this is it or a part of it
-    own_products: Settings | None  # how it is multiplied by its own choice; None: as is set for all weights
-    fused: Group | None  # of a weight that is quantized under one amax with others
+    padding: Padding  # the step of FSDP2 or DTensor that made it, if they pad shards
+    sent: Any  # the whole weight, if it was broadcast as values and this is a part of it
+    own_products: Settings | None  # its per-weight mode; None: the global one
+    fused: Group | None  # the weights that share its amax
     peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
-    readings: dict[tuple[str, Any], Any]  # by orientation: what its last products have left for the next ones
-    flat: Any  # `flattening.Flat`, as it was flattened last
-    stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
+    readings: dict[tuple[str, Any], Any]  # by orientation: what its products reuse
+    flat: Any  # `flattening.Flat`, of the last call
+    stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that differ between ranks
 
     @staticmethod
     def __new__(
@@ -66,7 +66,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         **others: Any,
     ) -> Self:
         """Wraps planes without copying them, or a store. matrix: their (m, k) with the halo; default: that of `shape`.
-        Raises TypeError for one tensor in place of planes, and attributes of another tensor, as accelerate gives them.
+        Raises TypeError for a tensor instead of planes, or another tensor's attributes, as accelerate passes them.
         """
         if others or isinstance(planes, Tensor):
             raise made_of_one_tensor(cls)
@@ -162,7 +162,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     def planes(self) -> dict[str, Tensor]:
         """The stored planes by name, in the recipe's order: plain, compact tensors; the tensors themselves, not copies.
 
-        Their shapes and dtypes are `LAYOUT.planes(m, k)`. While FSDP2 has a weight gathered, some are its shard's.
+        Their shapes and dtypes are `LAYOUT.planes(m, k)`. While FSDP2 holds a gathered weight, some are its shard's.
         """
         planes = self.store.planes
         return {name: planes[name] for name in self.LAYOUT.stored if name in planes}
@@ -179,12 +179,12 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         return self.store.entries(name)
 
     def shard(self) -> PlaneTensor | None:
-        """This rank's shard of a gathered weight, where FSDP2 holds it."""
+        """This rank's shard of a gathered weight, if FSDP2 holds it."""
         shard: PlaneTensor | None = self.store.home() if self.store.home is not None else None
         return shard if shard is not None and registry.find(shard) is not None else None
 
     def label(self) -> str:
-        """What it is, in messages."""
+        """Its name in messages."""
         return f"{self.weight_name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

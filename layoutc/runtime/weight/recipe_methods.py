@@ -1,5 +1,4 @@
-"""What the classes of recipes are generated with, and what follows from it: kernels where a card has them, else the
-reference, on plain planes."""
+"""The arithmetic of generated classes: kernels where a card has them, else the reference, on plain planes."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Planes = Mapping[str, Tensor]
 class RecipeMethods:
     """The arithmetic of a recipe. x: (m, k), fp32, bf16 or fp16; planes and buffers go by their names.
 
-    A generated class says what its layout is, where its reference and its kernels are, and how planes are cut.
+    A generated class states its layout, its reference and kernels, and how planes are cut.
     """
 
     LAYOUT: ClassVar[Layout]
@@ -48,12 +47,12 @@ class RecipeMethods:
 
     @classmethod
     def usable_kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
-        """The kernels, where they can take the place of the reference for x, and write values of a dtype."""
+        """The kernels, if they can replace the reference for x and write values of `dtype`."""
         return _kernels_of(cls.KERNELS) if cls.KERNELS is not None and launch.usable(x, dtype) else None
 
     @classmethod
     def quantizing_kernels(cls, x: Tensor) -> Kernels | None:
-        """The kernels, where they can quantize x."""
+        """The kernels, if they can quantize x."""
         kernels = cls.usable_kernels(x)
         return None if kernels is None or kernels.quantize_tile is None else kernels
 
@@ -66,7 +65,7 @@ class RecipeMethods:
         out: Planes | None = None,
         seed: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones.
+        """The planes of (m, k) values: those of `out` if a kernel can write into them, else new ones.
 
         seed: (1,) int64, for a recipe that rounds by random bits.
         """
@@ -82,7 +81,7 @@ class RecipeMethods:
     def quantize_batch(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> bool:
-        """As quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
+        """As quantize_matrix for each of xs, in few launches. Returns False, and does nothing, without such kernels."""
         kernels = cls.quantizing_kernels(xs[0])
         if kernels is None or not kernels.batched:
             return False
@@ -93,7 +92,7 @@ class RecipeMethods:
     def batch_plan(
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> LaunchPlan | None:
-        """What does quantize_batch again, as `Kernels.plan_of_batch`; None also if there are no such kernels."""
+        """A plan that repeats quantize_batch, as `Kernels.plan_of_batch`; None also without such kernels."""
         kernels = cls.quantizing_kernels(xs[0])
         if kernels is None or not kernels.batched:
             return None
@@ -109,7 +108,7 @@ class RecipeMethods:
         seed: Tensor | None = None,
         typed: bool = False,
     ) -> dict[str, Tensor] | None:
-        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel.
+        """The buffers of an (m, k) matrix in one launch. Returns None, and does nothing, without such a kernel.
 
         typed: in the dtypes of `Layout.operand_dtypes`, as far as one launch writes them."""
         kernels = cls.quantizing_kernels(x)
@@ -141,8 +140,8 @@ class RecipeMethods:
     ) -> LaunchPlan | None:
         """As matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
 
-        parts: of weights whose planes are not whole: these are the planes of the first part. What it returns does the
-        same again, while planes and outs stay where they are; None: nothing does.
+        parts: of weights whose planes are split; `weights` has the planes of the first part. Returns a plan that
+        repeats this while no address changes, or None.
         """
         source = cls.LAYOUT.sources[orientation][0]
         if (kernels := cls.usable_kernels(weights[0][source], outs[0].dtype)) is not None:
@@ -160,9 +159,9 @@ class RecipeMethods:
 
     @classmethod
     def values_plan(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> LaunchPlan | None:
-        """What does `matrix_values` again for planes like these; None where no kernel does."""
+        """A plan that repeats `matrix_values` for such planes; None without a kernel."""
         sources = cls.LAYOUT.sources[orientation]
-        held = bool(m and k) and all(name in planes for name in sources)  # else they are gathered for this one time
+        held = bool(m and k) and all(name in planes for name in sources)  # else they are gathered once
         if not held or (kernels := cls.usable_kernels(planes[sources[0]], dtype)) is None:
             return None
         read = kernels.read_of({name: planes[name] for name in sources})
@@ -172,7 +171,7 @@ class RecipeMethods:
     def lay_out(
         cls, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
-        """The buffers of orientations, from planes; what equals a plane is that plane."""
+        """The buffers of orientations, from planes; a buffer that equals a plane is that plane."""
         kernels = cls.usable_kernels(next(iter(planes.values()))) if orientations else None
         if kernels is not None and kernels.by_reference is None:
             return kernels.lay_out(planes, m, k, orientations, swizzled)
@@ -187,7 +186,7 @@ class RecipeMethods:
     def lay_out_batch(
         cls, weights: Sequence[Planes], shapes: Sequence[tuple[int, int]], orientations: tuple[str, ...], swizzled: bool
     ) -> list[dict[str, Tensor]] | None:
-        """As lay_out for each of weights, in few launches; None: nothing is done, as there is no such kernel."""
+        """As lay_out for each of weights, in few launches. Returns None, and does nothing, without such a kernel."""
         kernels = cls.usable_kernels(next(iter(weights[0].values())))
         if kernels is None or kernels.lay_out_tile is None:
             return None

@@ -1,4 +1,4 @@
-"""The memory that a wrapper reports: to code that asks whether two tensors share some, and to libraries of arrays."""
+"""The memory that a wrapper reports, to code that looks for shared memory and to array libraries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding.registry import Shard
 from layoutc.runtime.storage.planes import ScatteredPlanes
 
-# Tracing identifies tensors by their storage, and sees the planes as well: the wrapper's must not be one of theirs.
+# Tracing identifies tensors by their storage, and also sees the planes, whose storage the wrapper must not report.
 _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
-# Stagers would copy numel() elements from an address; an address of 0 tells them that there is no such memory.
+# Stagers would copy numel() elements from an address; 0 means no memory.
 _STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._state_dict_stager")
 _KERNELS = ("triton.",)  # a kernel would read numel() elements of the outer dtype at the address
-_WRITERS = ("safetensors.",)  # so would a writer of files: codes, and whatever lies behind them
+_WRITERS = ("safetensors.",)  # file writers would too: codes, and the bytes after them
 _CODES = "holds codes, and no values in memory: .dequantize() is a copy of them"
 
 
 class ReportedMemory:
-    """What torch would answer with an address of a wrapper's own, which holds no values of its dtype."""
+    """Methods for which torch would report the wrapper's own address, which holds no values of its dtype."""
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
         """The storage of the first plane of codes, or of the values of a weight that is cast on gather. It is empty on
@@ -42,8 +42,8 @@ class ReportedMemory:
         its own first row. 0 on meta and while FSDP2 has freed it.
 
         Aliases have the same address, and no two weights do. Use it as an identity only: a quantized weight has codes
-        there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, or safetensors,
-        which would read them as such.
+        there, not numel() elements of its dtype. Raises UnsupportedOperator for callers that would read elements:
+        Triton kernels and safetensors.
         """
         caller = callers.calling_module()
         if caller.startswith(_WRITERS) and getattr(self, "_plain", None) is None:
@@ -58,7 +58,7 @@ class ReportedMemory:
         return plain.data_ptr()
 
     def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """As of a plain tensor: itself if it lies in one piece, as whole rows do; else, as for some columns, a copy.
+        """As of a plain tensor: itself if it is contiguous, like whole rows; else a copy, as for some columns.
 
         The wrapper's strides, by which torch decides, are contiguous for some columns too.
         """
@@ -69,7 +69,7 @@ class ReportedMemory:
         return torch.Tensor.contiguous(self, memory_format=memory_format)
 
     def numpy(self: Any, *, force: bool = False) -> Any:
-        """The values as a numpy array, as torch.Tensor.numpy. Of codes a copy, with force=True alone.
+        """The values as a numpy array, as torch.Tensor.numpy. For codes, a copy, and only with force=True.
 
         Raises RuntimeError where autograd would lose track, BufferError for codes without `force`.
         """
@@ -79,7 +79,7 @@ class ReportedMemory:
         return _values(self).numpy(force=force) if values is None else _untracked(self, values).numpy()
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-        """As numpy asks for an array: a copy, except of values that are cast on gather.
+        """The array that numpy asks for: a copy, except of values that are cast on gather.
 
         Raises ValueError for codes with copy=False.
         """
@@ -102,7 +102,7 @@ class ReportedMemory:
 
     @property
     def __cuda_array_interface__(self: Any) -> Any:
-        """Of values that are cast on gather. Raises AttributeError for codes, so that there is none."""
+        """That of values that are cast on gather. Raises AttributeError for codes, so hasattr is False."""
         if (values := self._memory()) is None:
             raise AttributeError(f"{self.label()} {_CODES}")
         return _untracked(self, values).__cuda_array_interface__

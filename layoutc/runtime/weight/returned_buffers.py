@@ -1,5 +1,5 @@
-"""Which buffers there are of orientations, by name; and as operators return them, each plane once: results must not
-share memory."""
+"""The buffers of orientations, by name; and as operators return them, each plane once, since results must not share
+memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Facts, Layout
 def named(
     layout: Layout, planes: Mapping[str, Tensor], made: Mapping[str, Tensor], matrix: tuple[int, int], of: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The buffers of some orientations, in order: those that were made, and planes, or flat views of them."""
+    """The buffers of orientations, in order: laid out ones, and planes or flat views of planes."""
     buffers: dict[str, Tensor] = {}
     for name, (shape, _) in layout.buffers(*matrix).items():
         if name == "amax" or name.split("_")[0] in of:
@@ -25,7 +25,7 @@ def named(
 
 
 def distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
-    """As _known_distinct, where sizes may be symbols, which can't be looked up."""
+    """As _known_distinct, for sizes that may be symbols, which can't be cached."""
     known = type(m) is int and type(k) is int
     return (_known_distinct if known else _known_distinct.__wrapped__)(layout, m, k, orientations, swizzled)
 
@@ -33,8 +33,7 @@ def distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swiz
 def by_reference(
     layout: Layout, reference: ModuleType, planes: Mapping[str, Tensor], matrix: tuple[int, int], of: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """The buffers of some orientations as a recipe's reference makes them; that of a recipe all of whose buffers are
-    planes has nothing to lay out."""
+    """The buffers that a recipe's reference lays out; none if all of them are planes."""
     made = reference.lay_out(planes, *matrix, of) if hasattr(reference, "lay_out") else {}
     return named(layout, planes, made, matrix, of)
 
@@ -52,7 +51,7 @@ def _known_distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...
 
 
 def first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Collection[str]) -> dict[str, str]:
-    """Plane -> the first buffer of orientations that is this plane as it is."""
+    """Plane -> the first buffer of orientations that is this plane."""
     first: dict[str, str] = {}
     for name, plane in layout.as_stored.items():
         if name not in laid_out and name.split("_")[0] in orientations:
@@ -63,14 +62,15 @@ def first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Col
 def quantized_names(
     layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
 ) -> list[str]:
-    """What the operator that quantizes to buffers returns; the amax, if it is a buffer and the operator finds it."""
+    """The results of the operator that quantizes to buffers; with the amax if it is a buffer and the operator computes
+    it."""
     names = list(_known_distinct(layout, m, k, orientations, swizzled))
     return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
 
 
 @lru_cache(maxsize=256)
 def laid_out_names(layout: Layout, orientations: tuple[str, ...], swizzled: bool) -> tuple[list[str], list[str]]:
-    """The buffers that laying out gives, and the planes that it needs."""
+    """The buffers that laying out returns, and the planes that it needs."""
     made = layout.laid_out(layout.multiple_m, layout.multiple_k, orientations, swizzled)
     return list(made), needed_planes(layout, orientations)
 

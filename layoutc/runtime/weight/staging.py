@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint asks of a wrapper: room for copies on the host, and the chunks that a shard is.
+"""What torch.distributed.checkpoint asks of a wrapper: room for copies on the host, and a shard's chunks.
 
-It allocates the former by zeros_like. Optimizers allocate their state by the same operator, and want plain tensors. So
-the answer depends on the caller.
+It allocates room by zeros_like. Optimizers allocate their state by the same operator, and need plain tensors. So the
+result depends on the caller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
 
 def room_for(tensor: PlaneTensor, device: torch.device | str) -> PlaneTensor | None:
-    """A tensor of the same class, shape and cut with zero bytes on `device`, if a stager asks; None for anyone else.
+    """A tensor of the same class, shape and cut with zero bytes on `device`, for a stager; None for other callers.
 
     A plain tensor would be filled with dequantized values, and the checkpoint would silently be dense.
     """
@@ -31,7 +31,7 @@ def chunk_protocol(tensor: PlaneTensor, name: str) -> Any:
     """The chunk protocol of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
 
     Such a shard still holds the planes that all rows share (an amax), but a tensor without elements is not loaded. So
-    it asks for the weight's first row and keeps the shared planes of that. None for any other tensor: DCP reads those
+    it asks for the weight's first row and keeps only its shared planes. None for any other tensor, which DCP reads
     itself.
     """
     if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:

@@ -26,14 +26,14 @@ from layoutc.runtime.torch_private import FakeTensor
 from layoutc.runtime.weight.checksums import crc32
 from layoutc.runtime.weight.plane_tensor import PlaneTensor
 
-FORMAT = 1  # of what `describe` and `state_of` write
-DIMS = 64  # the most that a torch tensor has
+FORMAT = 1  # the version of what `describe` and `state_of` write
+DIMS = 64  # torch's limit
 _left: ContextVar[list[int] | None] = ContextVar("bytes that may still be checked", default=None)
 _classes: dict[str, dict[str, type[PlaneTensor]]] = {}  # by layout id, then by the module of the generated code
 
 
 def state_of(tensor: PlaneTensor) -> dict[str, Any]:
-    """A tensor in plain values: numbers, strings, tuples, dicts, and plain tensors. The inverse of `restore_tensor`."""
+    """A tensor as numbers, strings, tuples, dicts and plain tensors. The inverse of `restore_tensor`."""
     tensor.check_readable()
     store = tensor.store
     planes = {name: own(store.entries(name)) for name in store.planes}
@@ -55,7 +55,7 @@ def state_of(tensor: PlaneTensor) -> dict[str, Any]:
 
 
 def describe(layout: Layout) -> dict[str, Any]:
-    """A layout in plain values: the id decides whether two are the same; the facts let a reader say what differs."""
+    """A layout as plain values: its id identifies it; the facts let a reader say what differs."""
     return {
         "recipe": layout.name,
         "layout_id": layout.layout_id,
@@ -74,8 +74,8 @@ def describe(layout: Layout) -> dict[str, Any]:
 def restore_tensor(state: dict[str, Any]) -> Any:
     """Rebuilds a tensor for pickle and torch.load. state: what `state_of` returned.
 
-    Raises DamagedError if the bytes are not those that were written, LayoutError if no installed recipe has their
-    layout or this version does not read the form.
+    Raises DamagedError if the bytes were changed, LayoutError if no installed recipe has their layout or this version
+    does not read the form.
 
     Example:
 
@@ -89,7 +89,7 @@ def restore_tensor(state: dict[str, Any]) -> Any:
 
 @contextmanager
 def at_most(nbytes: int) -> Iterator[None]:
-    """Limits the bytes that `restore_tensor` checks inside: a hostile file could refer to the same bytes many times."""
+    """Limits the bytes that `restore_tensor` checks: a hostile file could refer to the same bytes many times."""
     token = _left.set([nbytes])
     try:
         yield
@@ -139,7 +139,7 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Any:
     return tensor.requires_grad_(state["requires_grad"])
 
 
-# The name in files; it must not change when this code moves.
+# The name in files, which must not change when this code moves.
 restore_tensor.__module__ = "layoutc"
 torch.serialization.add_safe_globals([restore_tensor])
 
@@ -172,7 +172,7 @@ def _is_plane(value: Any) -> bool:
 
 
 def is_size(value: Any) -> bool:
-    """True for an int that a size can be: a bool is none."""
+    """True for an int that is a valid size, and no bool."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -216,7 +216,8 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 
 
 def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
-    """What is wrong with a state, in words; None if it is as `state_of` writes it. is_plane: checks one plane."""
+    """What is wrong with a state, in words; None for a state that `state_of` could have written. is_plane: checks a
+    plane."""
     for name, fits in _STATE.items():
         if name not in state or not fits(state[name]):
             return f"{name} is not what layoutc writes"
@@ -252,8 +253,8 @@ def register(cls: type[PlaneTensor]) -> None:
 def class_of(stored: Mapping[str, Any]) -> type[Any]:
     """The class of a stored layout, from what `describe` wrote: of an imported recipe, else of an installed one.
 
-    If there are several, it is the one from the module that was stored, else the first. Raises LayoutError if there is
-    none, and says how the installed recipe of that name differs.
+    Of several, returns that of the stored module, else the first. Raises LayoutError if there is none, and says how the
+    installed recipe of that name differs.
     """
     if (cls := _registered(stored)) is not None:
         return cls

@@ -1,4 +1,4 @@
-"""QuantizedTensor: what the generated tensor classes have in common: values, buffers, and what torch asks of wrappers.
+"""QuantizedTensor, the base of generated tensor classes: values, buffers, and what torch asks of wrappers.
 
 Nothing derived is stored: each call of `buffers()` lays the planes out as the spec says.
 """
@@ -28,7 +28,7 @@ _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type:
 class QuantizedTensor(PlaneTensor):
     """A weight of m rows (leading dims flattened) by k columns in a recipe, whose values operators read and write."""
 
-    QUANTIZED: ClassVar[type[QuantizedTensor]]  # the class that it is gathered as: itself
+    QUANTIZED: ClassVar[type[QuantizedTensor]]  # the class of the gathered weight: itself
 
     def buffers(self, *, swizzled: bool = False) -> dict[str, Tensor]:
         """The tensors that a GEMM reads, by name: padded, repeated and transposed as the spec says, in a fixed order.
@@ -83,7 +83,7 @@ class QuantizedTensor(PlaneTensor):
         return matrix.view(shape).transpose(-2, -1)
 
     def held(self, orientation: str) -> Mapping[str, Tensor]:
-        """Planes that give an orientation: its own, or where this pass does not hold it, gathered by all ranks.
+        """Planes that give an orientation: its own, or, if this pass does not hold it, planes that all ranks gather.
 
         Raises MissingOrientation if there is no shard to gather it from.
         """
@@ -100,7 +100,7 @@ class QuantizedTensor(PlaneTensor):
         return planes.cut(whole, *planes.window) if isinstance(planes, CutPlanes) else whole
 
     def initial_values(self, dtype: torch.dtype) -> Tensor | None:
-        """What it was quantized from, as a new plain tensor of its shape, in a dtype; None if that is not stored."""
+        """The values that it was quantized from, as a new plain tensor in `dtype`; None if they are not kept."""
         if (stored := initial_values.own(self.store)) is None:
             return None
         shape = tuple(self.shape)
@@ -110,7 +110,7 @@ class QuantizedTensor(PlaneTensor):
         return result if stored.is_whole else torch.where(result.isnan(), self.dequantize(dtype), result)
 
     def to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
-        """What is gathered of a shard: itself."""
+        """The shard itself."""
         return self
 
     @property
@@ -160,7 +160,7 @@ class QuantizedTensor(PlaneTensor):
         return stored_form.restore_tensor, (stored_form.state_of(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with compact planes of its own. Attributes that users have set on the tensor are deep-copied too."""
+        """A copy with its own, compact planes. Attributes that users have set on the tensor are deep-copied too."""
         return deep_copied(self, memo, self.compact_copy)  # type: ignore[no-any-return]
 
     def share_memory_(self) -> Self:
@@ -177,7 +177,7 @@ class QuantizedTensor(PlaneTensor):
     @classmethod
     @passed_over_by_compilers
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One dict lookup. The handler under None is for all operators without one of their own."""
+        """One dict lookup. The handler under None serves all other operators."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         with without_torch_function():  # a handler reads shapes and dtypes, each of which would be a call otherwise
             if torch.is_inference_mode_enabled():
@@ -195,7 +195,7 @@ def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> An
 
 
 def written(tensors: Sequence[QuantizedTensor]) -> None:
-    """Records that the planes of tensors have been written, for whoever derived something from the old bytes."""
+    """Records that planes were written, for caches of what was computed from the old bytes."""
     for tensor in tensors:
         store = tensor.store
         store.writes.count += 1
