@@ -31,7 +31,7 @@ class Member:
 class Group:
     """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
     FSDP2 does with the root. exchange: how gradients are exchanged, where they are reduced in a wider dtype. replicas:
-    of which the ranks that the weights are cut over hold one."""
+    of which the ranks that the weights are cut over hold one. among: how these send each other their sums."""
 
     members: tuple[Member, ...]
     ranks: int
@@ -39,6 +39,7 @@ class Group:
     dtypes: Dtypes
     exchange: Wire | None = None
     replicas: int = 1
+    among: Wire | None = None
 
     def gather(self, which: str) -> Gathered:
         """Bytes of a gather, in forward or in backward. Without one, as of a root in backward: nothing is sent."""
@@ -113,10 +114,24 @@ class Group:
         return self.exchange.sent.nbytes(self.trained_elements)
 
     @property
+    def sent_among(self) -> tuple[int, int] | None:
+        """Bytes of codes, and of sums, that a rank sends each other replica; None: FSDP2 all-reduces `reduced`."""
+        if self.among is None or self.replicas == 1 or not self.trained:
+            return None
+        return self.among.among(self.trained_elements, self.replicas, self.dtypes.reduced)
+
+    @property
+    def replicated(self) -> int:
+        """Bytes that a rank puts into all-reduces among replicas, or sends each other one."""
+        return 0 if self.replicas == 1 else self.reduced if self.sent_among is None else sum(self.sent_among)
+
+    @property
     def kept_gradients(self) -> int:
-        """Bytes of whole gradients that an exchange keeps from step to step."""
+        """Bytes of whole gradients, and of sums, that an exchange keeps from step to step."""
         kept = self.exchange.kept if self.exchange and self.exchanges else None
-        return sum(kept.nbytes(prod(piece.placed.shape)) for piece in self.trained) if kept else 0
+        whole = sum(kept.nbytes(prod(piece.placed.shape)) for piece in self.trained) if kept else 0
+        kept = self.among.kept if self.among and self.sent_among else None
+        return whole + (kept.nbytes(self.trained_elements) if kept else 0)
 
     @property
     def optimized(self) -> int:
@@ -165,7 +180,7 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
         key = layer.name if by_name else layer.weights
         if key not in made:
             made[key] = tuple(
-                Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange, mesh.replicas)
+                Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange, mesh.replicas, use.among)
                 for members in _split(layer, use, picks, mesh, stays, dtypes)
             )
         return made[key]
@@ -204,8 +219,8 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) ->
     for group in groups:
         ring = mesh.ring(group.ranks, mesh.shards * mesh.tensor // group.ranks, per_host)
         forward, backward = (group.gather(which).sent for which in ("forward", "backward"))
-        rows, reduced, replicated = group.trained_elements, group.sent_gradients, group.reduced * (mesh.replicas > 1)
-        sent.append(Sent(ring, forward, backward, rows, reduced, group.exchanges, replicated, replicas, group.at_once))
+        reduced = group.trained_elements, group.sent_gradients, group.exchanges, group.replicated, replicas
+        sent.append(Sent(ring, forward, backward, *reduced, group.at_once, group.sent_among))
     members = [member for group in groups for member in group.members if member.weight.share > 0]
     return Work(
         sent=tuple(sent),

@@ -132,9 +132,9 @@ def _input(group: Group) -> int:
 
 def _reducing(group: Group) -> int:
     """Bytes beside that input: whole gradients while they are joined in it, then what is left of them; in an exchange
-    what is sent, what arrives and the sum. The variables of FSDP2's loop over gradients keep the last one, and the last
-    one that it has put in another order, as one of experts that are cut on their rows, until all is done; without that
-    loop nothing is kept."""
+    what is sent, what arrives and the sum; the same of codes among replicas. The variables of FSDP2's loop over
+    gradients keep the last one, and the last one that it has put in another order, as one of experts that are cut on
+    their rows, until all is done; without that loop nothing is kept."""
     if not group.trained:
         return 0
     sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]
@@ -144,6 +144,10 @@ def _reducing(group: Group) -> int:
     if group.ranks == 1 or group.reduces_in_few_steps:
         again = last = 0
     converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
+    if group.sent_among is not None:
+        codes, sums = group.sent_among
+        between = group.replicas * (codes + max(codes, sums)) if sums else (1 + group.replicas) * codes
+        converted = max(converted, between)
     if group.exchanges and group.exchange:  # the last one is among those that are kept
         sent = group.sent_gradients * group.ranks
         before = group.trained_elements * group.ranks * group.dtypes.gathered

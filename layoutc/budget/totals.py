@@ -25,8 +25,8 @@ EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that ar
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank sends in a step: into the gathers of each pass, into reduce-scatters (its part of their
-    outputs) or exchanges of gradients (the part of one rank), into all-reduces among replicas, and in the optimizer's
-    step about amaxes and blocks that cuts split."""
+    outputs) or exchanges of gradients (the part of one rank), into all-reduces among replicas (as codes: what each of
+    them is sent), and in the optimizer's step about amaxes and blocks that cuts split."""
 
     forward: int
     backward: int
@@ -149,7 +149,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         resident=held,
         padding=_padding(groups.pieces, mesh, at.dtypes),
         peaks=most,
-        traffic=_traffic(groups, mesh),
+        traffic=_traffic(groups),
         cuts=tuple(_cuts(alike)),
         step=parts,
         weights=tuple(_lines(alike, at.dtypes)),
@@ -185,13 +185,13 @@ def _padding(pieces: list[Piece], mesh: Mesh, dtypes: Dtypes) -> int:
     return sum((one.shard * one.ranks - prod(one.shape)) * dtypes.stored * (mesh.world // one.ranks) for one in plain)
 
 
-def _traffic(groups: Groups, mesh: Mesh) -> Traffic:
+def _traffic(groups: Groups) -> Traffic:
     several = [group for group in groups.every if group.ranks > 1]
     return Traffic(
         forward=sum(group.gather("forward").sent for group in several),
         backward=sum(group.gather("backward").sent for group in several),
         reduced=sum(group.sent_gradients for group in several),
-        replicated=sum(group.reduced for group in groups.every) if mesh.replicas > 1 else 0,
+        replicated=sum(group.replicated for group in groups.every),
         exchanged=sum(_exchanged(piece) for piece in groups.pieces),
     )
 

@@ -25,7 +25,7 @@ GROUPS = {
     "The run": ("shapes", "named", "use", "cards", "tokens", "sequence", "batch", "checkpointing"),
     "What is quantized": ("experts", "only", "leave", "frozen", "lora_rank", "low", "folder"),
     "How ranks share it": ("worlds", "card", "replicas", "tp", "ep", "experts_dim"),
-    "What travels": ("exchange", "gradients", "on_gather"),
+    "What travels": ("exchange", "gradients", "replica_gradients", "on_gather"),
     "Links": ("link", "within", "per_host", "latency", "rule"),
     "What is stored": ("stored", "gathered", "reduced", "moments", "state", "masters"),
     "The host": ("eager", "graph", "host", "plain_step", "together"),
@@ -75,6 +75,9 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 )
 @options
 @count("replicas", "Replicas of the model (HSDP), each sharded over the other ranks.")
+@click.option(
+    "--replica-gradients", metavar="RECIPE", help="Send replicas' sums as codes of a recipe, by exchange_gradients."
+)
 @count("tp", "Ranks of tensor parallelism.")
 @count("ep", "Ranks of expert parallelism.")
 @click.option(
@@ -186,8 +189,9 @@ def _instead(model: Model, asked: dict[str, Any]) -> Iterator[str]:
     from layoutc.models.weights import adapted
 
     base = adapted(model, asked["lora_rank"])
+    alone = {"replicas": 1, "replica_gradients": None}
     if asked["replicas"] > 1:
-        yield from _fitting("--replicas 1", base if asked["frozen"] else model, {**asked, "replicas": 1})
+        yield from _fitting("--replicas 1", base if asked["frozen"] else model, {**asked, **alone})
     if not asked["frozen"]:
         if not any(map(is_given, ("state", "masters", "moments"))):
             yield from _fitting("--state 8bit --masters bf16", model, {**asked, "state": "8bit", "masters": "bf16"})

@@ -128,7 +128,7 @@ _OPTIONS = (
 USUAL: Mapping[str, Any] = {
     **{"use": "quantized", "experts": False, "only": (), "leave": (), "replicas": 1, "tp": 1, "ep": 1},
     **{"experts_dim": 0, "stored": "fp32", "gathered": "bf16", "reduced": "fp32", "moments": 8, "state": "fp32"},
-    **{"masters": "fp32", "checkpointing": "none", "ranked": False, "frozen": False},
+    **{"masters": "fp32", "checkpointing": "none", "ranked": False, "frozen": False, "replica_gradients": None},
 }
 
 
@@ -152,7 +152,7 @@ def planned(model: Model, asked: Mapping[str, Any], quiet: bool) -> dict[str, An
     runs = [(use, mesh) for mesh in meshes for use in uses]
     made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
     data = data_of(model, setting, made, asked["sequence"], asked["batch"])
-    data["setting"]["ranked"] = asked["ranked"]
+    data["setting"].update({name: asked[name] for name in ("ranked", "gradients", "replica_gradients")})
     data["setting"]["host_factor"] = factor or 1.0
     data["notes"] += _notes(model, asked, factor, meshes, made)
     return data
@@ -273,15 +273,23 @@ def _state(asked: Mapping[str, Any]) -> State:
 
 def _wire(asked: Mapping[str, Any]) -> Wire | None:
     """How gradients are exchanged; None: FSDP2 reduces them."""
-    from layoutc.cli.reading import plan_of
-    from layoutc.estimate.state import EXCHANGED, wire_of
+    from layoutc.estimate.state import EXCHANGED
 
-    recipe = asked["gradients"]
-    if recipe is None:
+    if asked["gradients"] is None:
         return EXCHANGED if asked["exchange"] else None
     if asked["exchange"]:
         refuse("--gradients and --exchange each say how gradients travel; leave out one of the two")
-    with refusing(ValueError, words=f"--gradients {recipe}: "):
+    return _wire_in("gradients", asked)
+
+
+def _wire_in(option: str, asked: Mapping[str, Any]) -> Wire | None:
+    """The codes that an option names a recipe of, if it does."""
+    from layoutc.cli.reading import plan_of
+    from layoutc.estimate.state import wire_of
+
+    if (recipe := asked[option]) is None:
+        return None
+    with refusing(ValueError, words=f"--{option.replace('_', '-')} {recipe}: "):
         return wire_of(plan_of(spec_of(recipe, asked["folder"])))
 
 
@@ -298,7 +306,10 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
         stated = tuple(losses())
     recipes = [one for one in dict.fromkeys(split_list(stated)) if one != plain]
     exchange = _wire(asked)
-    uses = [Use(plain, exchange=exchange)]
+    among = _wire_in("replica_gradients", asked)
+    if among is not None and asked["replicas"] == 1:
+        refuse("--replica-gradients says how replicas add up their sums; add --replicas N")
+    uses = [Use(plain, exchange=exchange, among=among)]
     if asked["exchange"] and (BYTES[plain] != 2 or asked["reduced"] != "fp32"):
         refuse(
             f"--exchange has nothing to do: gradients in {plain} are reduced in {asked['reduced']}; it is "
@@ -315,7 +326,7 @@ def _uses(asked: Mapping[str, Any]) -> list[Use]:
         if asked["exchange"] and made.layout.reduce:
             wire = wire_of(plan_of(spec_of(made.layout.reduce, asked["folder"])))
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
-            uses.append(Use(made.layout.name, made, cast, asked["low"], wire, asked["on_gather"]))
+            uses.append(Use(made.layout.name, made, cast, asked["low"], wire, among, asked["on_gather"]))
         if uses[-1].problem:
             refuse(uses[-1].problem)
     return uses

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from layoutc.ints.gathers import codes_travel_whole
 from layoutc.ints.sizes import cdiv, up
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ class Wire:
     sent: Stored
     kept: Stored | None = None
     codes: bool = False
+
+    def among(self, elements: int, replicas: int, summed: int) -> tuple[int, int]:
+        """Bytes that a rank sends each other replica for their sums, of `summed` bytes an element: codes of all that it
+        holds, and 0; or codes of a part, and sums of a part, where that is fewer."""
+        part = up(cdiv(elements, replicas), self.sent.filled)
+        whole, codes, sums = self.sent.nbytes(elements), self.sent.nbytes(part), part * summed
+        return (whole, 0) if codes_travel_whole(whole, codes, sums) else (codes, sums)
 
 
 WIRES: Mapping[str, Wire] = {"bf16": Wire(BF16)}

@@ -33,9 +33,9 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 @dataclass(frozen=True)
 class Use:
     """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
-    exchange: how gradients are exchanged, by `layoutc.exchange_gradients`; None: FSDP2 reduces them. on_gather: gathers
-    leave values, or codes, by `layoutc.set_products_`; None: values where they cost nothing, as
-    `layoutc.dequantize` has it by default.
+    exchange: how gradients are exchanged, by `layoutc.exchange_gradients`; None: FSDP2 reduces them. among: the same of
+    sums among replicas. on_gather: gathers leave values, or codes, by `layoutc.set_products_`; None: values where they
+    cost nothing, as `layoutc.dequantize` has it by default.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Use:
     cast: bool = False
     low: bool = False
     exchange: Wire | None = None
+    among: Wire | None = None
     on_gather: bool | None = None
 
     @property
@@ -78,8 +79,9 @@ class Sent:
     """A collective of a group over a ring: bytes that a rank sends in each pass; rows: elements of shards that train.
 
     reduced: bytes that a rank has left of gradients; if they are exchanged, that it sends to each rank. replicated:
-    that it adds up over the ring of its `replicas`. packed: bytes of a gather from which values are made where they
-    have arrived, so that nothing copies them out.
+    that it adds up over the ring of its `replicas`. among: of these, codes and sums that it sends each other one; None:
+    they are all-reduced. packed: bytes of a gather from which values are made where they have arrived, so that nothing
+    copies them out.
     """
 
     ring: Ring
@@ -91,6 +93,7 @@ class Sent:
     replicated: int = 0
     replicas: Ring = ALONE
     packed: int = 0
+    among: tuple[int, int] | None = None
 
     @property
     def ranks(self) -> int:
@@ -225,7 +228,7 @@ def _times(use: Use, work: Work, load: Load, links: Links, machine: Machine, run
         memory_forward=memory_forward,
         memory_backward=memory_backward,
         reduce=sum(_reduced(one, links, machine) for one in work.sent),
-        all_reduce=sum(links.all_reduce(one.replicated, one.replicas) for one in work.sent),
+        all_reduce=sum(_added_up(one, links, machine) for one in work.sent),
         host_forward=_host(use, work, machine, "forward", runs),
         host_backward=_host(use, work, machine, "backward", runs),
     )
@@ -251,6 +254,16 @@ def _reduced(one: Sent, links: Links, machine: Machine) -> float:
     return links.exchange(one.reduced, one.ring) + moved / machine.memory
 
 
+def _added_up(one: Sent, links: Links, machine: Machine) -> float:
+    """Seconds in which replicas add up their sums. Codes are made of these, and read of all replicas."""
+    if one.among is None:
+        return links.all_reduce(one.replicated, one.replicas)
+    codes, sums = one.among
+    moved = 2 * FP32 * one.rows + (1 + one.replicas.ranks) * codes + (codes + sums) * one.replicas.ranks * bool(sums)
+    sent = links.exchange(codes, one.replicas) + links.gather(sums, one.replicas) if sums else 0.0
+    return (sent or links.gather(codes, one.replicas)) + moved / machine.memory
+
+
 def _in_collectives(work: Work, links: Links, machine: Machine, crosses: bool) -> float:
     """Seconds of a group's collectives in a step among ranks of one host, or of several."""
     found = 0.0
@@ -259,7 +272,7 @@ def _in_collectives(work: Work, links: Links, machine: Machine, crosses: bool) -
             found += sum(links.gather(nbytes, one.ring) for nbytes in (one.forward, one.backward) if nbytes)
             found += _reduced(one, links, machine)
         if one.replicas.crosses == crosses:
-            found += links.all_reduce(one.replicated, one.replicas)
+            found += _added_up(one, links, machine)
     return found
 
 

@@ -58,3 +58,9 @@ def reduces_in_few_steps(replicas: int, params: Iterable[tuple[int, int]]) -> bo
     parameters that are cut on dim 0 and in no other way. params: (the dim that shards cut, the parts that tensor
     parallelism makes of it)."""
     return replicas == 1 and all(dim == 0 and parts == 1 for dim, parts in params)
+
+
+def codes_travel_whole(whole: int, part: int, sums: int) -> bool:
+    """Whether replicas send each other codes of all gradients, and not a part's codes and then that part's sums: where
+    it is no more bytes."""
+    return whole <= part + sums

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from layoutc.estimate.work import Load, Use
 from layoutc.models import config, shapes
 from layoutc.models.weights import Model, Weight, full_name
 from layoutc.plan.plan import Plan
+from layoutc.runtime.fsdp2.replicas import Replicas, Sender
 from layoutc.runtime.kernels.rank_sums import Codes
 
 CONFIGS = ROOT / "tests" / "models" / "configs"
@@ -403,6 +405,51 @@ def test_codes_of_gradients_travel_in_any_dtype_and_error_feedback_stays() -> No
         added = dtypes.reduced * rows + max(sent + 2 * padded, 2 * sent)
         assert after.peaks.backward == 2 * 6 * 512 + added
         assert kept.resident.total - after.resident.total == 4 * 6 * 512
+
+
+@pytest.mark.parametrize("name", ["grad_fp8", "grad_int4"])
+@pytest.mark.parametrize("size", [4, 2])
+def test_sums_of_replicas_take_the_bytes_of_the_runtimes_codes(name: str, size: int) -> None:
+    """As codes of all, or of a part that is then sent as it is: never more than a ring sends to all-reduce them."""
+    wire = wire_of(plan(name))
+    for replicas in (2, 3, 4, 8, 64):
+        group = SimpleNamespace(size=lambda replicas=replicas: replicas)
+        runtime = Replicas(group, Sender(Codes(name), 0, False), "")
+        for elements in (1, 129, 5000, 218_112_001):
+            codes, sums = wire.among(elements, replicas, size)
+            assert codes + sums == runtime.sends(elements, size)
+            assert bool(sums) == bool(runtime.part(elements, size))
+            if elements > 1000 * replicas:
+                assert (codes + sums) * replicas < 0.9 * 2 * size * elements
+
+
+def test_replicas_that_send_codes_by_hand() -> None:
+    """One matrix of 6 x 512 over 2 shards: of 3 rows, so that replicas send each other 12 blocks of 128 and scales. Of
+    eight replicas in 16 bits, each adds up 2 blocks."""
+    one, wire = shapes.read(["up=6x512"]), wire_of(plan("grad_fp8"), error_feedback=True)
+    for replicas, dtypes, codes, sums in ((2, Dtypes(), 12 * 128 + 12 * 4, 0), (8, Dtypes(2, 2, 2), 2 * 128 + 16, 512)):
+        mesh, at = Mesh(2 * replicas, replicas=replicas), replace(AT, dtypes=dtypes)
+        before, after = (budget(one, Use("bf16", among=among), mesh, at) for among in (None, wire))
+        assert after.traffic == replace(before.traffic, replicated=codes + sums)
+        assert after.resident.total - before.resident.total == 4 * 3 * 512  # what codes have missed of sums
+        shard = 3 * 512 * dtypes.reduced
+        between = replicas * (codes + sums) if sums else 3 * codes
+        assert after.peaks.backward == max(before.peaks.backward, 2 * shard + shard + between + 2 * 6 * 512)
+    assert budget(one, Use("bf16", among=wire), Mesh(4), AT) == budget(one, Use("bf16"), Mesh(4), AT)
+
+
+def test_codes_among_replicas_take_less_of_a_slow_link() -> None:
+    slow = replace(AT, links=Links(NVLINK, replace(NVLINK, bandwidth=5e9)))
+    mesh = Mesh(64, replicas=8)
+    before, after = (
+        budget(model("llama-3.1-8b"), use("nvfp4", among=among), mesh, slow).step
+        for among in (None, wire_of(plan("grad_int4")))
+    )
+    assert after.all_reduce < 0.55 * before.all_reduce
+    assert after.total < before.total
+    assert replace(after, all_reduce=0, across=0, total=0, exposed=0, overlapped=0, undisturbed=0) == replace(
+        before, all_reduce=0, across=0, total=0, exposed=0, overlapped=0, undisturbed=0
+    )
 
 
 def test_one_rank_and_gradients_that_are_not_widened_are_not_exchanged() -> None:

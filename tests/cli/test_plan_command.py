@@ -160,6 +160,20 @@ def test_gradients_that_are_exchanged_are_in_all_outputs(tmp_path: Path) -> None
     assert run(tmp_path / "run.json").stdout == table
 
 
+def test_replicas_send_codes_in_all_outputs(tmp_path: Path) -> None:
+    args = (LLAMA, "--recipe", "nvfp4", "--world", "16", "--replicas", "2")
+    before, after = data_of(*args), data_of(*args, "--replica-gradients", "grad_fp8")
+    assert after["setting"]["replica_gradients"] == "grad_fp8"
+    for without, with_ in zip(before["budgets"], after["budgets"], strict=True):
+        codes = with_["traffic"]["replicated"]
+        assert with_["traffic"] == {**without["traffic"], "replicated": codes}
+        assert 0.257 < codes / without["traffic"]["replicated"] < 0.258  # 1 1/32 bytes in place of 4
+        assert with_["step"]["all_reduce"] < without["step"]["all_reduce"]
+    assert "grad_fp8 among replicas" in run(*args, "--replica-gradients", "grad_fp8").stdout
+    (tmp_path / "run.json").write_text(json.dumps(after), encoding="utf-8")
+    assert run(tmp_path / "run.json").stdout == run(*args, "--replica-gradients", "grad_fp8").stdout
+
+
 def test_an_exchange_is_by_the_recipe_that_a_spec_names(tmp_path: Path) -> None:
     text = (SPECS / "nvfp4.yaml").read_text(encoding="utf-8").replace("name: nvfp4\n", "name: mine\n")
     (tmp_path / "mine.yaml").write_text(f"{text}reduce: grad_fp8\n", encoding="utf-8")
@@ -290,6 +304,11 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
             (LLAMA, "--exchange", "--reduced", "bf16"),
             "--exchange has nothing to do: gradients in bf16 are reduced in bf16",
         ),
+        ((LLAMA, "--replica-gradients", "grad_fp8"), "--replica-gradients says how replicas add up their sums; add"),
+        (
+            (LLAMA, "--world", "8", "--replicas", "2", "--replica-gradients", "mxfp8"),
+            "--replica-gradients mxfp8: mxfp8 is not a recipe for gradients on the wire",
+        ),
         ((LLAMA, "--on-gather"), "--on-gather says how weights of recipes are used; name a recipe"),
         (
             (LLAMA, "--recipe", "fp8_block", "--low", "--on-gather"),
@@ -359,6 +378,14 @@ def test_what_is_fastest_is_said_in_code() -> None:
     }
     for args, said in calls.items():
         assert answer_of(*fits, *args)[2].startswith(f"  in code: {said}"), args
+    codes = "--gradients", "grad_fp8", "--replicas", "2", "--replica-gradients", "grad_int4", "--link", "5"
+    for args, said in (
+        (("--exchange",), "model"),
+        (codes[:2], 'model, "grad_fp8"'),
+        (codes[2:], 'model, replicas="grad_int4"'),
+        (codes, 'model, "grad_fp8", replicas="grad_int4"'),
+    ):
+        assert f"layoutc.exchange_gradients({said})" in answer_of(*fits, "nvfp4", *args)[2]
 
 
 def test_what_does_not_fit_is_said_first() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from layoutc.conformance.model.weights import Model
 from layoutc.layout import layout
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import exchange
+from layoutc.runtime.fsdp2.replicas import Sender
 from layoutc.runtime.kernels.rank_sums import Codes, sum_in_order
 from layoutc.runtime.torch_private import local_tensor
 
@@ -44,11 +45,11 @@ def model_of(recipe: str) -> layout.Layout:
     return layout.resolve(spec)
 
 
-def seed_of(group: int, rank: int) -> int:
-    """SplitMix64 of the three numbers, by numpy."""
+def seed_of(*numbers: int) -> int:
+    """SplitMix64 of the seed and other numbers, by numpy."""
     state = np.uint64(0)
     with np.errstate(over="ignore"):
-        for number in (SEED, group, rank):
+        for number in (SEED, *numbers):
             state += np.uint64(number) + np.uint64(0x9E3779B97F4A7C15)
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -56,11 +57,16 @@ def seed_of(group: int, rank: int) -> int:
     return int(state.astype(np.int64))
 
 
-def in_rows(grads: Iterable[Tensor], ranks: int) -> np.ndarray:
-    """Each rank's rows of each gradient, filled up with zeros, one after the other: (ranks, n) fp32."""
+def in_rows(grads: Iterable[Tensor], ranks: int, columns: bool = False) -> np.ndarray:
+    """Each rank's rows of each gradient, filled up with zeros, one after the other: (ranks, n) fp32. columns: its
+    entries of the last dim instead."""
     rows: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for grad in grads:
         values = grad.float().numpy()
+        if columns:
+            for row, chunk in zip(rows, np.split(values, ranks, axis=-1), strict=True):
+                row.append(chunk.reshape(-1))
+            continue
         each = -(-len(values) // ranks)
         for rank in range(ranks):
             chunk = np.zeros((each, *values.shape[1:]), np.float32)
@@ -78,64 +84,98 @@ def travelled(recipe: str, values: np.ndarray, seed: int) -> np.ndarray:
     return model.values(model.quantize(filled), "rowwise", *filled.shape)[:, :n]
 
 
-def added(recipe: str, sent: list[np.ndarray], step: int, group: int = 0) -> np.ndarray:
-    """(ranks, n): what each rank keeps of what all have sent, in fp32, before it is divided."""
-    arrived = [travelled(recipe, rows, seed_of(group, rank) + step) for rank, rows in enumerate(sent)]
+def added(recipe: str, sent: Mapping[int, np.ndarray], step: int, *more: int) -> np.ndarray:
+    """(rows, n): what of each row is kept of what ranks have sent, in fp32, before it is divided. more: of the seed."""
+    arrived = [travelled(recipe, rows, seed_of(0, rank, *more) + step) for rank, rows in sent.items()]
     found: np.ndarray = reduce(np.add, arrived)
     return found
 
 
-def uneven() -> nn.Sequential:
+def uneven(width: int = 37) -> nn.Sequential:
     """37 rows, whose last rank has fewer; 2 rows, of which some ranks have none; no multiples of blocks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(37, 74), nn.GELU(), nn.Linear(74, 37, bias=False), nn.Linear(37, 2))
+    return nn.Sequential(nn.Linear(width, 74), nn.GELU(), nn.Linear(74, width, bias=False), nn.Linear(width, 2))
 
 
-def summed(recipe: str, ranks: int) -> None:
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    """Of data that each rank has others of in each step, in magnitudes that show the order of additions."""
+    (width,) = {layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)} - {74}
+    x = torch.randn(16, width, generator=torch.Generator().manual_seed(rank + 10 * step)).to(torch.bfloat16)
+    (model(x).float().square().mean() * 1000.0**rank).backward()
+
+
+def gradients_alone(step: int, ranks: int, over: int, width: int = 37, columns: bool = False) -> dict[int, np.ndarray]:
+    """Of each rank, by a model that is not sharded: as in_rows, for `over` ranks."""
+    found = {}
+    for rank in range(ranks):
+        alone = uneven(width).to(torch.bfloat16)
+        backward(alone, rank, step)
+        found[rank] = in_rows((param.grad for param in alone.parameters() if param.grad is not None), over, columns)
+    return found
+
+
+def are_shards_of(model: nn.Module, expected: np.ndarray, step: int = 0) -> None:
+    """A rank's gradients lie in `expected`, one after the other, each padded to the rows of the first rank."""
+    at = 0
+    for param, whole in zip(model.parameters(), uneven().parameters(), strict=True):
+        grad: Any = param.grad
+        own, over = grad.to_local(), grad.device_mesh.size(-1)
+        assert own.numpy().tobytes() == expected[at : at + own.numel()].tobytes(), (step, own.shape)
+        rows = whole.shape[0] if grad.placements[-1].dim == 0 else None
+        at += own.numel() if rows is None else -(-rows // over) * (whole.numel() // rows)
+    assert at == len(expected)
+
+
+WAYS_TO_SHARD: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "columns": {"shard_placement_fn": by_columns},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def summed(recipe: str, ranks: int, way: str) -> None:
     """Two steps: random bits are others in each."""
-    rank, mesh = dist.get_rank(), mesh_of(ranks)
+    rank, mesh, columns = dist.get_rank(), mesh_of(ranks), way == "columns"
     if rank >= ranks:
         return
-    model = uneven()
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    width = 36 if columns else 37
+    model = uneven(width)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, **WAYS_TO_SHARD[way])
     layoutc.exchange_gradients(model, recipe, seed=SEED)
     for step in range(2):
-        x = torch.randn(16, 37, generator=torch.Generator().manual_seed(rank + 10 * step)).to(torch.bfloat16)
-        alone = uneven().to(torch.bfloat16)
-        scale = 1000.0**rank  # so that the order of additions is seen
-        (alone(x).float().square().mean() * scale).backward()
-        sent = []
-        own = torch.from_numpy(in_rows([param.grad for param in alone.parameters() if param.grad is not None], ranks))
-        for _ in range(ranks):
-            sent.append(torch.empty_like(own))
-        dist.all_gather(sent, own, group=mesh.get_group())
-        expected = added(recipe, [one.numpy() for one in sent], step)[rank] / np.float32(ranks)
+        sent = gradients_alone(step, ranks, ranks, width, columns)
+        expected = added(recipe, sent, step)[rank] / np.float32(ranks)
         model.zero_grad()
         with counted() as bytes_sent:
-            (model(x).float().square().mean() * scale).backward()
-        at = 0
-        for param, whole in zip(model.parameters(), alone.parameters(), strict=True):
-            own_grad: Any = local_tensor(param.grad)
-            assert own_grad.numpy().tobytes() == expected[at : at + own_grad.numel()].tobytes()
-            at += -(-whole.shape[0] // ranks) * (whole.numel() // whole.shape[0])
-        assert at == len(expected)
+            backward(model, rank, step)
+        are_shards_of(model, expected)
         assert not bytes_sent["reduce-scatters"]
         ((dtype, nbytes),) = bytes_sent["exchanges"]
         assert dtype is torch.uint8
-        blocks = -(-own.shape[1] // 128)
+        blocks = -(-len(expected) // 128)
         assert nbytes == ranks * (blocks * {"grad_fp8": 128, "grad_int4": 64}[recipe] + -(-4 * blocks // 16) * 16)
 
 
-@pytest.mark.parametrize(("recipe", "ranks"), [("grad_fp8", 2), ("grad_int4", 3), ("grad_fp8", 4)])
-def test_sums_are_those_of_a_model_in_numpy(four: Ranks, recipe: str, ranks: int) -> None:
-    four.run(summed, recipe, ranks)
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "way"),
+    [
+        *(("grad_fp8", 2, "rows"), ("grad_int4", 3, "rows"), ("grad_fp8", 4, "rows")),
+        *(("grad_fp8", 2, "columns"), ("grad_int4", 2, "columns")),
+        *(("grad_fp8", 3, "offloaded"), ("grad_int4", 4, "offloaded")),
+    ],
+)
+def test_sums_are_those_of_a_model_in_numpy(four: Ranks, recipe: str, ranks: int, way: str) -> None:
+    four.run(summed, recipe, ranks, way)
 
 
 class Lossless:
     """In place of a recipe: gradients travel in fp32, so that sums of two ranks are those of FSDP2."""
 
     def __init__(self, recipe: str) -> None:
-        self.layout = SimpleNamespace(name=recipe)
+        self.layout = SimpleNamespace(name=recipe, multiple_k=128)
+
+    def row(self, n: int) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=4 * n)
 
     def quantize(self, values: Tensor, seed: Tensor, rest: Tensor | None) -> Tensor:
         assert rest is None
@@ -146,7 +186,7 @@ class Lossless:
         out.copy_(total / number if divides else total * number)
 
 
-def is_that_of_fsdp2(use: str, loop: Callable[[Any], Any], **options: Any) -> None:
+def is_that_of_fsdp2(use: str, loop: Callable[[Any], Any], replicas: str | None = None, **options: Any) -> None:
     """Values and gradients, with codes that lose nothing; all travel as these."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +194,7 @@ def is_that_of_fsdp2(use: str, loop: Callable[[Any], Any], **options: Any) -> No
         for exchanges in (False, True):
             model = sharded(built("fp8_block", use), **{"mp_policy": POLICY, **options})
             if exchanges:
-                layoutc.exchange_gradients(model, "grad_fp8")
+                layoutc.exchange_gradients(model, "grad_fp8", replicas=replicas)
             with counted() as sent:
                 values = loop(model)
             found.append((values, gradients(model)))
@@ -273,14 +313,14 @@ def divided() -> None:
     values = torch.randn(2, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
     kept = []
     for op in (premultiplied, dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        made = exchange.ExchangeOfCodes(2, Codes("grad_fp8"), 7, False, "layer")
+        made = exchange.ExchangeOfCodes(2, Sender(Codes("grad_fp8"), 7, False), "layer")
         out = torch.empty(256)
         for _ in range(2):
             buffer = made.joined([values], 2, 512, torch.float32)
             if op is dist.ReduceOp.MAX:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(exchange, "_reduce_scatter", lambda output, *_, **__: output.fill_(1))
-                    if made.left:
+                    if made.sender.left:
                         made(out, buffer, dist.group.WORLD, op)
                     else:
                         with pytest.warns(UserWarning, match="gradients of layer are reduced by FSDP2's own"):
@@ -326,7 +366,7 @@ def fed_back() -> None:
     for grad in grads:
         grad[:, ::128] = 1.0
     for feeds_back in (False, True):
-        made = exchange.ExchangeOfCodes(2, Codes("fp8_block_1d"), 0, feeds_back, "")
+        made = exchange.ExchangeOfCodes(2, Sender(Codes("fp8_block_1d"), 0, feeds_back), "")
         total = torch.zeros(256)
         for grad in grads:
             out = torch.empty(256)
@@ -334,7 +374,7 @@ def fed_back() -> None:
             total += out
         small = total.view(2, 128)[:, 1:]
         if feeds_back:
-            rest: Any = made._rest
+            rest: Any = made.sender.rest
             missed = [torch.empty_like(rest) for _ in range(2)]
             dist.all_gather(missed, rest)
             assert torch.equal(
@@ -362,7 +402,7 @@ def explained() -> None:
     assert [one.way for one in (before[0], as_they_are[0], coded[0])] == ["reduce-scatter", "exchange", "grad_int4"]
     assert [one.sends * 2 for one in coded] == [nbytes for _, nbytes in sent["exchanges"]][::-1]
     assert all(2 * new.sends == old.sends for new, old in zip(as_they_are, before, strict=True))
-    kept = [4 * one._rest.numel() for one in exchanges_of(model)]
+    kept = [4 * one.sender.rest.numel() for one in exchanges_of(model)]
     assert [one.keeps for one in coded] == kept
     assert "0: grad_int4 into torch.float32 over 2 ranks, " in str(coded[0])
 

@@ -46,12 +46,13 @@ from layoutc.budget.totals import Setting, budget
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.links import Links
 from layoutc.estimate.machine import H200, NVLINK
-from layoutc.estimate.state import EXCHANGED
+from layoutc.estimate.state import EXCHANGED, wire_of
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2 import exchange as exchanges
 from layoutc.runtime.fsdp2 import on_gather as arriving
 from layoutc.runtime.fsdp2.exchange import GradientBuffer
+from layoutc.runtime.fsdp2.replicas import Replicas, Sender
 from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
@@ -80,6 +81,7 @@ SINGLE = Dtypes(2, 2, 2)
 
 
 EXCHANGING: list[bool] = []
+AMONG: list[bool] = []  # while replicas add up their sums
 
 
 def _mark_exchanges() -> None:
@@ -109,7 +111,11 @@ class Counted(TorchDispatchMode):
         self.look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and AMONG:  # codes, and sums, that replicas send each other
+            kind, tensors = "replicated", [args[1][0] if func is torch.ops.c10d.alltoall_base_.default else args[1]]
+            self.look(leaving=args[:2])
+            self.nbytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        elif func.namespace == "c10d":
             if func is torch.ops.c10d._allgather_base_.default:
                 kind, tensors = ("exchanged" if EXCHANGING else "gathered"), [args[1]]
                 if not EXCHANGING:
@@ -278,13 +284,15 @@ def counts_as_planned(case: Case, replicas: int, experts_dim: int, tensor: int, 
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
     kind, how, recipe, head, mixed, _, travels = case
-    exchange, on_gather = travels == "exchange", True if travels.startswith("values") else None
+    exchange, on_gather = travels.startswith("exchange"), True if travels.startswith("values") else None
+    recipe_of = "grad_fp8" if travels == "exchange in codes" else None
     only = ("*proj*", "*embed_tokens*", "*lm_head*") if travels == "values of the root" else ()
     dtypes = MIXED if mixed else SINGLE
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
     described, use, at = planned(kind, how, recipe, head, mesh, dtypes, only)
-    use = replace(use, exchange=EXCHANGED if exchange else None, on_gather=on_gather)
+    wire = wire_of(plan_of(ROOT / "specs" / f"{recipe_of}.yaml")) if recipe_of else EXCHANGED if exchange else None
+    use = replace(use, exchange=wire, among=wire if recipe_of else None, on_gather=on_gather)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
     takes = {
@@ -302,7 +310,7 @@ def counts_as_planned(case: Case, replicas: int, experts_dim: int, tensor: int, 
     before = live_bytes()
     model = built(kind, how, recipe, takes, mesh, dtypes)
     if exchange:
-        layoutc.exchange_gradients(model)
+        layoutc.exchange_gradients(model, recipe_of, replicas=recipe_of)
     if on_gather:
         assert len(layoutc.set_products_(model, "dequantize", dequantize="gather")) == len(takes)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
@@ -333,7 +341,8 @@ def counts_as_planned(case: Case, replicas: int, experts_dim: int, tensor: int, 
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:
         here += resident(piece, rank if piece.placed.ranks == mesh.shards else rank // experts, dtypes)
-    others = before + storages(model.buffers())
+    seeds = 2 * sum(group.exchanges for group in groups.every) if recipe_of else 0  # a number of 8 bytes each
+    others = before + storages(model.buffers()) + 8 * seeds
     held = live_bytes(others + here.total) - others
     assert held == here.total, (held, here)
     return held, found.resident.total
@@ -355,6 +364,8 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
     looked_at = [(FSDPParamGroup, "_to_unsharded"), (FSDPParamGroup, "post_backward"), (SteadyGroup, "post_backward")]
     originals = {(cls, name): getattr(cls, name) for cls, name in looked_at}
     cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
+    quantize, add_codes, add_among = Sender.quantized, Sender.add, Replicas.add_up
+    exchanged = exchanges.ExchangeOfCodes.exchanged
     dequantize = arriving.dequantize_all
 
     def looking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -373,6 +384,27 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         watched.look(out, leaving=[parts])
         add_up(parts, out, divisor)
 
+    def quantizing(self: Any, values: Tensor) -> Tensor:
+        found = quantize(self, values)
+        watched.look(leaving=[values, found])
+        return found
+
+    def adding_codes(self: Any, rows: Tensor, out: Tensor, by: Any) -> None:
+        watched.look(out, leaving=[rows])
+        add_codes(self, rows, out, by)
+
+    def adding_among(self: Any, values: Tensor, by: Any) -> None:
+        watched.look(values)
+        AMONG.append(True)
+        try:
+            add_among(self, values, by)
+        finally:
+            AMONG.pop()
+
+    def exchanging(self: Any, out: Tensor, *args: Any) -> bool:
+        watched.look(out)
+        return exchanged(self, out, *args)
+
     def dequantizing(arrivals: Any) -> Any:
         watched.look()
         return dequantize(arrivals)
@@ -381,11 +413,15 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         setattr(cls, name, looking(original))
     FSDPParam._get_grad_inner_tensor = cutting
     exchanges.rank_sum = adding_up
+    Sender.quantized, Sender.add, Replicas.add_up = quantizing, adding_codes, adding_among
+    exchanges.ExchangeOfCodes.exchanged = exchanging
     arriving.dequantize_all = dequantizing
     try:
         yield
     finally:
         FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
+        Sender.quantized, Sender.add, Replicas.add_up = quantize, add_codes, add_among
+        exchanges.ExchangeOfCodes.exchanged = exchanged
         arriving.dequantize_all = dequantize
         for (cls, name), original in originals.items():
             setattr(cls, name, original)
@@ -393,7 +429,7 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
 
 class Case(NamedTuple):
     """travels: what does, beside gradients that are reduced: codes; values on gather, or those of the root too, which
-    stay; gradients that are exchanged."""
+    stay; gradients that are exchanged; those that are exchanged as codes, and their sums among replicas too."""
 
     kind: str
     how: str
@@ -430,6 +466,8 @@ CASES = [
     Case("mixtral", "cast", "nvfp4", True, True, "rows of experts", "codes"),
     Case("mixtral", "plain", "", False, True, "copies, rows of experts", "exchange"),
     Case("llama", "quantized", "fp8_delayed", False, False, "copies", "codes"),
+    Case("llama", "plain", "", False, True, "copies", "exchange in codes"),
+    Case("mixtral", "quantized", "mxfp8", True, False, "copies", "exchange in codes"),
     Case("llama", "cast", "fp8_current", True, True, "parts", "exchange"),
     Case("llama", "quantized", "nvfp4", False, True, "parts", "values"),
     Case("mixtral", "cast", "nvfp4", False, False, "four", "values"),  # a rank has none of the experts
@@ -444,9 +482,10 @@ def test_cases_have_every_pair_of_choices() -> None:
     have neither codes nor a head to choose."""
     tied = {("plain", "values"), ("plain", True), ("exchange", "single")}
     choices = [
-        (one.kind, one.how, one.travels.removesuffix(" of the root"), "mixed" if one.mixed else "single", one.head)
+        (one.kind, one.how, travels, "mixed" if one.mixed else "single", one.head)
         for one in CASES
         if one.kind != "qwen3_moe"
+        for travels in [one.travels.removesuffix(" of the root").removesuffix(" in codes")]
     ]
     for first, second in itertools.combinations(range(5), 2):
         values = ({one[at] for one in choices} for at in (first, second))

@@ -1,23 +1,27 @@
 """Exchanged gradients on cards: those of FSDP2's reduce-scatter to the bit, and the kernel's sums those of torch.
 
     torchrun --nproc-per-node 2 tests/gpu/exchange_nccl.py
+    torchrun --nproc-per-node 4 tests/gpu/exchange_nccl.py replicas
 
 On two ranks a sum has one order, so gradients, losses and weights after steps are compared byte for byte: plain
 weights, quantized ones and ones that are cast on gather, eager, compiled, and captured in a CUDA graph.
 
 Gradients that travel as codes: kernels write the bytes of the recipes' references, and eager and captured
-steps give the same losses, gradients and weights, as random bits follow from counters.
+steps give the same losses, gradients and weights, as random bits follow from counters. The same of sums among replicas,
+which are alike on all of them: over two ranks, and over four, in both ways that codes travel.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -52,9 +56,12 @@ def trained(
     device: torch.device,
     own: Where | None = None,
     modes: Sequence[Where] = ("gather",) * 6,
+    among: str | None = None,
+    **options: Any,
 ) -> tuple[list[float], list[Tensor]]:
     """Losses of six steps, the last gradients, and the bytes of weights. exchanges: also the recipe of codes. own: mode
-    of each weight. modes: that of all weights, in each step."""
+    of each weight. modes: that of all weights, in each step. among: the recipe of replicas. options: of fully_shard."""
+    options = {"mp_policy": POLICY, **options}
     torch._dynamo.reset()
     torch.manual_seed(0)
     kind, _, recipe = use.partition(":")
@@ -67,10 +74,10 @@ def trained(
     for block in model:
         if way == "compiled":
             block.compile()
-        fully_shard(block, mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     if exchanges:
-        layoutc.exchange_gradients(model, None if exchanges is True else exchanges)
+        layoutc.exchange_gradients(model, None if exchanges is True else exchanges, replicas=among)
     settings: dict[str, Any] = {"lr": 1e-3, "fused": True, "capturable": way == "captured"}
     optimizer: Any = (
         layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **settings)
@@ -148,11 +155,39 @@ def codes(device: torch.device) -> None:
                 assert all(map(torch.equal, *found)), (recipe, ranks, n, dtype)
 
 
+def replicas(device: torch.device) -> None:
+    """Replicas of one rank, and of two where there are four; in fp32, and in bf16, of which four add up parts."""
+    world = dist.get_world_size()
+    shapes = [(world, 1), *([(2, 2)] if world == 4 else [])]
+    for shape in shapes:
+        mesh: DeviceMesh = init_device_mesh("cuda", shape, mesh_dim_names=("copies", "slices"))
+        for reduced in (torch.float32, torch.bfloat16):
+            for use, among in (("plain", "grad_int4"), ("layoutc:nvfp4", "grad_fp8")):
+                given = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduced), "among": among}
+                eager = trained(use, "eager", "grad_fp8", device, **given)
+                again = trained(use, "captured", "grad_fp8", device, **given)
+                assert eager[0] == again[0], (shape, use, eager[0], again[0])
+                assert all(map(torch.equal, eager[1], again[1])), (shape, use)
+                for held in eager[1]:
+                    codes = held.contiguous().view(-1).view(torch.uint8)
+                    theirs = torch.empty(shape[0] * codes.numel(), dtype=torch.uint8, device=device)
+                    dist.all_gather_into_tensor(theirs, codes, group=mesh.get_group("copies"))
+                    assert theirs.view(shape[0], -1).eq(codes).all(), (shape, use)
+                if dist.get_rank() == 0:
+                    print(
+                        f"{shape}, {reduced}, {use}, {among} among replicas: equal, to {eager[0][-1]:.6f}", flush=True
+                    )
+
+
 def main() -> None:
     """All forms; the first rank prints."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
+    replicas(device)
+    if sys.argv[1:] == ["replicas"]:
+        dist.destroy_process_group()
+        return
     sums(device)
     codes(device)
     for use, way in FORMS:

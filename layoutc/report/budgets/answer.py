@@ -86,10 +86,17 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
     parts = [
         converted if convert else "fully_shard of a plain model",
         'steps within layoutc.products("low_precision")' if best["low"] else "",
-        "layoutc.exchange_gradients(model)" if best["exchange"] else "",
+        _exchanging(data["setting"]) if best["exchange"] or data["setting"].get("replica_gradients") else "",
         again.get(best["policy"], ""),
     ]
     return f"in code: {', '.join(filter(None, parts))}"
+
+
+def _exchanging(setting: Mapping[str, Any]) -> str:
+    """The call that has gradients travel so."""
+    recipe, among = (setting.get(name) for name in ("gradients", "replica_gradients"))
+    given = ["model", *([f'"{recipe}"'] if recipe else []), *([f'replicas="{among}"'] if among else [])]
+    return f"layoutc.exchange_gradients({', '.join(given)})"
 
 
 def bound(step: Mapping[str, float]) -> str:

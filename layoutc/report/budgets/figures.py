@@ -163,7 +163,8 @@ def links_of(setting: Mapping[str, Any]) -> str:
 def described(setting: Mapping[str, Any]) -> list[str]:
     """How weights and gradients travel, where it is not FSDP2's way."""
     said = {"exchange": "gradients exchanged", "on_gather": "weights dequantized on gather"}
-    return [words for key, words in said.items() if setting[key]]
+    among = setting.get("replica_gradients")
+    return [words for key, words in said.items() if setting[key]] + ([f"{among} among replicas"] if among else [])
 
 
 def _rows(budgets: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,6 @@ recipe, for a quarter or an eighth. It goes in by FSDP2's `set_custom_reduce_sca
 from __future__ import annotations
 
 import socket
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.gradient_rows import Turns, in_rows
+from layoutc.runtime.fsdp2.replicas import By, Replicas, Sender, scaling_of
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.kernels.launch import FLOATS
-from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling
+from layoutc.runtime.kernels.rank_sums import Codes, rank_sum
 from layoutc.runtime.random_bits import seed_of
 from layoutc.runtime.torch_private import local_tensor, no_torch_function
-from layoutc.runtime.torch_private.fsdp2 import Reduced, reductions
+from layoutc.runtime.torch_private.fsdp2 import Reduced, reduce_among, reductions
 
 NARROW = (torch.bfloat16, torch.float16)
+AMONG = 1  # after the rank, in seeds of codes among replicas
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
 
 
@@ -134,7 +136,7 @@ class Exchange:
         """The rank's part of the sum or the mean, on the current stream. Other operations, and what `exchanged` leaves,
         are reduce-scattered as FSDP2 would.
         """
-        by = None if async_op or not isinstance(input_tensor, GradientBuffer) else _scaling(op, self._ranks)
+        by = None if async_op or not isinstance(input_tensor, GradientBuffer) else scaling_of(op, self._ranks)
         if by is not None and self.exchanged(output_tensor, cast(GradientBuffer, input_tensor), group, by):
             return None
         self.leaves(input_tensor, op)
@@ -145,7 +147,7 @@ class Exchange:
     def leaves(self, given: Tensor, op: Any) -> None:
         """Is told of what is reduced as FSDP2 would."""
 
-    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: _By) -> bool:
+    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: By) -> bool:
         """Exchanges gradients as they are, and adds up what is received; False if they are in fp32."""
         kept = buffer.kept
         if kept.dtype not in NARROW or by.divisor is None:
@@ -160,78 +162,41 @@ class Exchange:
 class ExchangeOfCodes(Exchange):
     """As `Exchange`, of gradients that are quantized for the rank that keeps their sum."""
 
-    def __init__(self, ranks: int, codes: Codes, seed: int, error_feedback: bool, name: str) -> None:
-        """seed: of random bits of this rank and group. name: of the module, for a warning."""
+    def __init__(self, ranks: int, sender: Sender, name: str) -> None:
+        """name: of the module, for a warning."""
         super().__init__(ranks)
-        self.codes, self.feeds_back, self.left = codes, error_feedback, ""
-        self._name, self._seed = name, seed
-        self._seed_there: Tensor | None = None  # on the group's device
-        self._rest: Tensor | None = None
+        self.sender, self._name = sender, name
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Gradients in any dtype that kernels read."""
         return dtype in FLOATS
 
-    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: _By) -> bool:
+    def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: By) -> bool:
         """Exchanges codes of gradients, and adds up what these stand for."""
         kept = buffer.kept
         if kept.dtype not in FLOATS:
             return False
         values = kept.values if kept.values is not None else kept.copied(self._ranks, kept.dtype, buffer)
-        values = values.view(self._ranks, -1)
-        if self._seed_there is None:
-            self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=out.device)
-        seed = self._seed_there
-        sent = self.codes.quantize(values, seed, self._rest_like(values) if self.feeds_back else None)
+        sent = self.sender.quantized(values.view(self._ranks, -1))
         del values  # its memory is that of what is received
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        self.codes.add(received, out, by.number, by.divides, seed)
+        self.sender.add(received, out, by)
         return True
 
     def leaves(self, given: Tensor, op: Any) -> None:
-        """Says once why gradients of this group are not exchanged: `left`, for `explain_gradients`."""
+        """Says once why gradients of this group are not exchanged."""
         dtype = given.kept.dtype if isinstance(given, GradientBuffer) else given.dtype
-        kind = "PREMUL_SUM by a tensor" if _scaling(op, self._ranks) is None else "an asynchronous call"
+        kind = "PREMUL_SUM by a tensor" if scaling_of(op, self._ranks) is None else "an asynchronous call"
         reason = kind if dtype in FLOATS else f"gradients in {dtype}"
-        if not self.left:
-            name = f"of {self._name}" if self._name else "of the root"
-            warnings.warn(
-                f"exchange_gradients: gradients {name} are reduced by FSDP2's own reduce-scatter, not sent as "
-                f"{self.codes.layout.name}: {reason}",
-                stacklevel=2,
-            )
-        self.left = reason
-
-    def _rest_like(self, values: Tensor) -> Tensor:
-        """What codes have missed so far; zeros where other parameters had gradients in the step before."""
-        if self._rest is None or self._rest.shape != values.shape:
-            self._rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
-        return self._rest
-
-
-class _By(NamedTuple):
-    """What a sum over ranks is divided or multiplied by. divisor: a whole number that it is divided by, if one is."""
-
-    number: float
-    divides: bool
-    divisor: int | None
-
-
-def _scaling(op: Any, ranks: int) -> _By | None:
-    """Of one of torch's operations; None if it is no sum, or of numbers that a tensor holds."""
-    kind = getattr(op, "op", op)
-    if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        divisor = 1 if kind == dist.ReduceOp.SUM else ranks
-        return _By(*scaling(divisor), divisor)
-    factor = op.__getstate__()[1] if kind == dist.ReduceOp.PREMUL_SUM else None
-    return _By(factor, False, None) if isinstance(factor, float) else None
+        self.sender.leaves(self._name, "reduce-scatter", reason)
 
 
 def exchange_gradients(
     model: nn.Module,
     recipe: Recipe | None = None,
     *,
+    replicas: Recipe | None = None,
     across_hosts: bool = False,
     seed: int = 0,
     error_feedback: bool = False,
@@ -247,15 +212,20 @@ def exchange_gradients(
     policy's param_dtype is one of these and its reduce_dtype is fp32. With two ranks the sums equal FSDP2's to the bit.
     Gradients accumulated in fp32, without synchronization, travel in fp32.
 
+    replicas: the recipe in which replicas of a shard (HSDP) send each other those sums, in place of FSDP2's all-reduce
+    in reduce_dtype. Each adds up the codes of all in fp32, in rank order, so all replicas have the same bytes. Where it
+    is fewer bytes, each adds up a part, and sends the others its sums in reduce_dtype. None: FSDP2's all-reduce.
+
     seed: seeds stochastic rounding, together with the rank, the group, the number of earlier reductions and the
-    gradient's position. error_feedback: adds what codes miss to the next gradients. It takes 4 bytes on each rank for
-    every parameter of the whole model, not of the shard.
+    gradient's position; codes among replicas have random bits of their own. error_feedback: adds what codes miss to the
+    next gradients. It takes 4 bytes on each rank for every parameter of the whole model, and with `replicas` 4 more for
+    each of the shard.
     across_hosts: allow groups that span hosts. Every rank sends to every other one. Without a recipe, a host of n ranks
     then sends other hosts up to n / 2 times as much as an fp32 ring would.
 
     Raises LayoutError on all ranks: for a group that spans hosts, without across_hosts; for a model that FSDP2 does not
-    shard; without a recipe, where no gradients are narrower than their sums; and for a recipe whose scales do not
-    depend on blocks of rows alone. Raises ValueError for an unknown recipe.
+    shard; without a recipe, where no gradients are narrower than their sums; with `replicas`, where there are none; and
+    for a recipe whose scales do not depend on blocks of rows alone. Raises ValueError for an unknown recipe.
 
     Example:
 
@@ -268,6 +238,7 @@ def exchange_gradients(
         raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
     found = {module: reductions(module) for module in modules}
     codes = {module: _codes_of(names[module], reduced, recipe) for module, reduced in found.items()}
+    between = None if replicas is None else Codes(replicas)
     if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
             f"exchange_gradients: parameters of {names[several[0]] or 'the root'} are sharded over several meshes, but "
@@ -279,7 +250,18 @@ def exchange_gradients(
         for one in reductions
         if codes[module] is not None or (one.into is torch.float32 and one.dtypes & {*NARROW})
     }
-    if not acts:
+    held = {
+        module: one
+        for module, reductions in found.items()
+        for one in reductions
+        if one.replicas is not None and one.replicas.size() > 1
+    }
+    if between is not None and not held:
+        raise LayoutError(
+            f"exchange_gradients: replicas={between.layout.name!r}, but no shard of this model has replicas. Call "
+            "fully_shard with a mesh of two dims, init_device_mesh(device, (replicas, shards)), or leave out replicas="
+        )
+    if not acts and between is None:
         raise LayoutError(
             "exchange_gradients has nothing to do: FSDP2 sends this model's gradients in the dtype they have. Call "
             "fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), "
@@ -295,11 +277,16 @@ def exchange_gradients(
     for number, (module, group) in enumerate(acts.items()):
         ranks = group.size()
         if ranks > 1 and (by := codes[module]) is not None:
-            own = seed_of(seed, number, dist.get_rank())
-            made = ExchangeOfCodes(ranks, by, own, error_feedback, names[module])
-            module.set_custom_reduce_scatter(cast(Any, made))
+            sender = Sender(by, seed_of(seed, number, dist.get_rank()), error_feedback)
+            module.set_custom_reduce_scatter(cast(Any, ExchangeOfCodes(ranks, sender, names[module])))
         elif ranks > 1:
             module.set_custom_reduce_scatter(cast(Any, Exchange(ranks)))
+    for number, (module, one) in enumerate(held.items()):
+        if between is not None:
+            sender = Sender(between, seed_of(seed, number, dist.get_rank(), AMONG), error_feedback)
+            reduce_among(module, Replicas(one.replicas, sender, names[module]))
+        elif one.among is not one.replicas:
+            reduce_among(module, one.replicas)
 
 
 def _codes_of(name: str, reduced: Sequence[Reduced], recipe: Recipe | None) -> Codes | None:
@@ -322,7 +309,9 @@ class ExplainedReduction(NamedTuple):
 
     name: its module's name; "" is the root. into: the dtype of sums. way: "reduce-scatter", FSDP2's own, with a
     `reason` if an exchange was asked for and is impossible; "exchange", unquantized; or the recipe's name.
-    sends: the bytes that a rank sends in a step. keeps: the bytes of error feedback on each rank.
+    sends: the bytes that a rank sends in a step. keeps: the bytes of error feedback on each rank. replicas: how many
+    hold the same shard. among: how these add up their sums: "all-reduce", FSDP2's own, or the recipe's name; "" of one.
+    sends_among: the bytes that a rank sends for that; of an all-reduce, those of a ring.
     """
 
     name: str
@@ -332,13 +321,18 @@ class ExplainedReduction(NamedTuple):
     sends: int
     keeps: int = 0
     reason: str = ""
+    replicas: int = 1
+    among: str = ""
+    sends_among: int = 0
 
     def __str__(self) -> str:
         """A line for a reader."""
         because = f": {self.reason}" if self.reason else ""
         keeps = f", {self.keeps} bytes of error feedback" if self.keeps else ""
         into = "" if self.into is None else f" into {self.into}"
-        return f"{self.name or 'root'}: {self.way}{into} over {self.ranks} ranks, {self.sends} bytes{keeps}{because}"
+        among = f", {self.among} among {self.replicas} replicas, {self.sends_among} bytes" if self.among else ""
+        sends = f"over {self.ranks} ranks, {self.sends} bytes{among}"
+        return f"{self.name or 'root'}: {self.way}{into} {sends}{keeps}{because}"
 
 
 def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
@@ -355,18 +349,27 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
     found = []
     for name, module in model.named_modules():
         for one in reductions(module):
-            ranks = one.over.size()
-            if ranks == 1 or not one.numel:
+            ranks, replicas = one.over.size(), 1 if one.replicas is None else one.replicas.size()
+            if ranks * replicas == 1 or not one.numel:
                 continue
             way, keeps, reason, own = "reduce-scatter", 0, "", max(dtype.itemsize for dtype in one.dtypes)
-            nbytes = one.numel * (own if one.into is None else one.into.itemsize)
+            size = own if one.into is None else one.into.itemsize
+            nbytes = one.numel * size
             if isinstance(one.by, ExchangeOfCodes):
-                reason, keeps = one.by.left, 4 * ranks * one.numel if one.by.feeds_back else 0
+                sender = one.by.sender
+                reason, keeps = sender.left, 4 * ranks * one.numel if sender.feeds_back else 0
                 if not reason:
-                    way, nbytes = one.by.codes.layout.name, one.by.codes.row(one.numel).nbytes
+                    way, nbytes = sender.codes.layout.name, sender.codes.row(one.numel).nbytes
             elif isinstance(one.by, Exchange):
                 way, nbytes = "exchange", one.numel * own
-            found.append(ExplainedReduction(name, ranks, one.into, way, (ranks - 1) * nbytes, keeps, reason))
+            among, part = "all-reduce" if replicas > 1 else "", 2 * size * cdiv(one.numel, replicas)
+            if isinstance(one.among, Replicas):
+                reason, keeps = reason or one.among.sender.left, keeps + one.among.keeps(one.numel, size)
+                if not one.among.sender.left:
+                    among, part = one.among.sender.codes.layout.name, one.among.sends(one.numel, size)
+            sends, sends_among = (ranks - 1) * nbytes, (replicas - 1) * part
+            line = ExplainedReduction(name, ranks, one.into, way, sends, keeps, reason, replicas, among, sends_among)
+            found.append(line)
     return found
 
 

@@ -10,6 +10,7 @@ does not hold. The checks depend on torch's code alone, so either all ranks rais
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -328,7 +329,8 @@ class Reduced:
 
     over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
     same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter. params:
-    those that are reduced, as they are sharded.
+    those that are reduced, as they are sharded. replicas: the ranks that hold the same shard; None: this one alone.
+    among: what stands in for their process group; that group where nothing does.
     """
 
     over: dist.ProcessGroup
@@ -337,6 +339,8 @@ class Reduced:
     numel: int
     by: Any
     params: tuple[nn.Parameter, ...]
+    replicas: dist.ProcessGroup | None
+    among: Any
 
 
 def reductions(module: nn.Module) -> list[Reduced]:
@@ -345,7 +349,7 @@ def reductions(module: nn.Module) -> list[Reduced]:
     state = states[module]() if module in states else None
     found = []
     for group in _groups(state) if isinstance(state, state_class) else []:
-        _check(group, ("fsdp_params", "mp_policy", "_reduce_scatter_comm"))
+        _check(group, ("fsdp_params", "mp_policy", "_reduce_scatter_comm", "mesh_info"))
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
         numel = sum(param.padded_sharded_param_size.numel() for param in trained)
         given = {param.sharded_param.dtype for param in group.fsdp_params}
@@ -353,5 +357,20 @@ def reductions(module: nn.Module) -> list[Reduced]:
         if group.fsdp_params and isinstance(mesh := group.fsdp_params[0].mesh_info, mesh_class):
             kept = tuple(param.sharded_param for param in trained)
             sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm, kept
-            found.append(Reduced(mesh.shard_process_group, dtypes, *sums))  # type: ignore[attr-defined]
+            replicas, among = (getattr(one, "replicate_process_group", None) for one in (mesh, group.mesh_info))
+            found.append(Reduced(mesh.shard_process_group, dtypes, *sums, replicas, among))  # type: ignore[attr-defined]
     return found
+
+
+def reduce_among(module: nn.Module, among: Any) -> None:
+    """Has FSDP2 ask something else than the replicas' process group to all-reduce a module's gradients.
+
+    Parameters keep their mesh. Raises as `parameters`, also where FSDP2 finds that process group elsewhere.
+    """
+    states, _, _ = _registry()
+    for group in _groups(states[module]()):
+        _check(group, ("_all_reduce_process_group",))
+        group.mesh_info = copy.copy(group.mesh_info)  # equal to the one before, with which FSDP2 compares it
+        group.mesh_info.replicate_process_group = among
+        if group._all_reduce_process_group is not among:
+            refuse("FSDPParamGroup takes the process group of replicas from elsewhere than its mesh_info")

@@ -1,0 +1,137 @@
+"""Sums of gradients as codes, over the ranks of a shard group or over replicas of a shard (HSDP).
+
+FSDP2 all-reduces a rank's sums over replicas. Here each replica sends codes of them, and all replicas add up the same
+codes in fp32 and in the order of ranks, so all have the same bytes. Where that is fewer bytes, each replica adds up a
+part, and sends the others its sums. It goes in by the process group that FSDP2 hands to its all-reduce.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from layoutc.ints.gathers import codes_travel_whole
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.kernels.launch import FLOATS
+from layoutc.runtime.kernels.rank_sums import Codes, scaling
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until 2.12
+
+
+class By(NamedTuple):
+    """What a sum over ranks is divided or multiplied by. divisor: a whole number that it is divided by, if one is."""
+
+    number: float
+    divides: bool
+    divisor: int | None
+
+
+def scaling_of(op: Any, ranks: int) -> By | None:
+    """Of one of torch's operations; None if it is no sum, or of numbers that a tensor holds."""
+    kind = getattr(op, "op", op)
+    if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        divisor = 1 if kind == dist.ReduceOp.SUM else ranks
+        return By(*scaling(divisor), divisor)
+    factor = op.__getstate__()[1] if kind == dist.ReduceOp.PREMUL_SUM else None
+    return By(factor, False, None) if isinstance(factor, float) else None
+
+
+class Sender:
+    """What a rank sends of a group from one reduction to the next: codes, whose random bits and misses go on."""
+
+    def __init__(self, codes: Codes, seed: int, error_feedback: bool) -> None:
+        """seed: of random bits of this rank and group."""
+        self.codes, self.feeds_back, self.left = codes, error_feedback, ""
+        self.rest: Tensor | None = None  # what codes have missed so far, if that is sent later
+        self._seed = seed
+        self._seed_there: Tensor | None = None  # on the group's device
+
+    def quantized(self, values: Tensor) -> Tensor:
+        """(rows, n) contiguous -> codes of each row, (rows, nbytes) uint8."""
+        if self._seed_there is None:
+            self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=values.device)
+        if self.feeds_back and (self.rest is None or self.rest.shape != values.shape):
+            self.rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)  # of other parameters
+        return self.codes.quantize(values, self._seed_there, self.rest)
+
+    def add(self, rows: Tensor, out: Tensor, by: By) -> None:
+        """Codes of each rank -> their sum into `out`. From then on random bits are others."""
+        self.codes.add(rows, out, by.number, by.divides, self._seed_there)
+
+    def leaves(self, name: str, instead: str, reason: str) -> None:
+        """Says once why gradients of a module's group travel otherwise: `left`, for `explain_gradients`."""
+        if not self.left:
+            of = f"of {name}" if name else "of the root"
+            warnings.warn(
+                f"exchange_gradients: gradients {of} are reduced by FSDP2's own {instead}, not sent as "
+                f"{self.codes.layout.name}: {reason}",
+                stacklevel=2,
+            )
+        self.left = reason
+
+
+class Replicas:
+    """Stands in for the process group of a group's replicas, of which FSDP2 asks an all-reduce."""
+
+    def __init__(self, group: Any, sender: Sender, name: str) -> None:
+        """group: the process group itself. name: of the module, for a warning."""
+        self.group, self.sender, self._name = group, sender, name
+
+    def size(self) -> int:
+        """How many replicas there are."""
+        return int(self.group.size())
+
+    def rank(self) -> int:
+        """Which of them this rank has."""
+        return int(self.group.rank())
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """The sum or the mean of one tensor, (n,), in its place, on the current stream. What is no sum, and what
+        kernels don't read, is reduced as FSDP2 would."""
+        (values,) = tensors
+        by = scaling_of(opts.reduceOp, self.size())
+        if by is None or values.dtype not in FLOATS or opts.asyncOp:
+            kind = "an operation other than a sum" if by is None else f"gradients in {values.dtype}"
+            self.sender.leaves(self._name, "all-reduce", "an asynchronous call" if opts.asyncOp else kind)
+            return self.group.allreduce(tensors, opts)
+        self.add_up(values, by)
+        return None
+
+    def part(self, n: int, itemsize: int) -> int:
+        """How many of n sums each replica makes for all; 0 if all replicas make all of them."""
+        row, part = self.sender.codes.row, up(cdiv(n, self.size()), self.sender.codes.layout.multiple_k)
+        return 0 if codes_travel_whole(row(n).nbytes, row(part).nbytes, part * itemsize) else part
+
+    def sends(self, n: int, itemsize: int) -> int:
+        """Bytes that a rank sends to each other one for sums of n values."""
+        part = self.part(n, itemsize)
+        return self.sender.codes.row(part or n).nbytes + part * itemsize
+
+    def keeps(self, n: int, itemsize: int) -> int:
+        """Bytes of error feedback."""
+        return 4 * (self.size() * self.part(n, itemsize) or n) if self.sender.feeds_back else 0
+
+    def add_up(self, values: Tensor, by: By) -> None:
+        """(n,) contiguous: to their sums over replicas."""
+        n, ranks = values.numel(), self.size()
+        part = self.part(n, values.element_size())
+        if not part:
+            sent = self.sender.quantized(values.view(1, n))
+            received = torch.empty(ranks, sent.shape[1], dtype=sent.dtype, device=sent.device)
+            _all_gather(received.view(-1), sent.view(-1), group=self.group)
+            self.sender.add(received, values, by)
+            return
+        sent = self.sender.quantized(F.pad(values, (0, ranks * part - n)).view(ranks, part))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        del sent  # its memory is that of sums
+        sums = values.new_empty(ranks, part)
+        own = sums[self.rank()]
+        self.sender.add(received, own, by)
+        _all_gather(sums.view(-1), own, group=self.group)
+        values.copy_(sums.view(-1)[:n])
