@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
         else:
             found[name] = resolve(other)
     return found, findings
+
+
+def base_of(layout: Layout, others: Mapping[str, Layout], path: str) -> str | None:
+    """The recipe of a spec's activations, if it lies beside the spec and has the same layout, and so the same code."""
+    name = layout.others.activation if layout.others is not None else layout.name
+    if name == layout.name or files_of(path)[name].parent != Path(path).parent:
+        return None
+    said = ("name", "summary", "others", "files", "containers", "reduce")  # which no code follows from
+    return name if replace(others[name], **{key: getattr(layout, key) for key in said}) == layout else None
 
 
 def files_of(path: str) -> dict[str, Path]:

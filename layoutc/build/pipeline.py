@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,12 @@ def plan_for(spec: schema.Spec, others: Mapping[str, layout.Layout] | None = Non
     return plan.derive(layout.resolve(spec), others)
 
 
-def compile_spec(spec: schema.Spec, sha256: str, others: Mapping[str, layout.Layout] | None = None) -> dict[str, str]:
-    """A checked spec -> {file name: unformatted text}. others: as for plan_for."""
-    return emit.emit(plan_for(spec, others), sha256)
+def compile_spec(
+    spec: schema.Spec, sha256: str, others: Mapping[str, layout.Layout] | None = None, path: str | None = None
+) -> dict[str, str]:
+    """A checked spec -> {file name: unformatted text}. others: as for plan_for. path: that of the spec."""
+    made = plan_for(spec, others)
+    return emit.emit(made, sha256, operands.base_of(made.layout, others, path) if others and path else None)
 
 
 def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str], list[Diagnostic]]:
@@ -48,7 +52,7 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
     if has_errors(findings):
         return None, {}, diagnostics
     try:
-        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest(), others), diagnostics
+        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest(), others, path), diagnostics
     except Exception as error:
         return None, {}, [*diagnostics, _unprintable(error, path)]
 
@@ -108,6 +112,7 @@ def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) 
         return BuildResult([], diagnostics)
     others, broken = ({}, []) if whole else files.recipes_in(out, besides=made)
     recipes = {**others, **made}
+    diagnostics += _lacking(rendered, recipes, out)
     formatted = emit.format_files({**rendered, files.INDEX: emit.emit_index(list(recipes.items()))})
     states = files.compare(out, formatted, stale=whole)
     diagnostics += [_unreadable(state) for state in broken]
@@ -126,6 +131,15 @@ def _unprintable(error: Exception, path: str) -> Diagnostic:
     message = f"layoutc can't write the code of this spec: {type(error).__name__}{at}"
     why = f"{error}; layoutc finds no error in the spec, so this is a bug in layoutc"
     return Diagnostic("LC907", message, path, why=why, help="report it with this spec")
+
+
+def _lacking(rendered: Mapping[str, str], recipes: Container[str], out: Path) -> Iterator[Diagnostic]:
+    """Findings about files whose code is another recipe's, which is not there."""
+    for name, text in rendered.items():
+        base = re.search(r"^from \.\.(\w+)\.", text, re.MULTILINE)
+        if base is not None and base[1] not in recipes:
+            message = f"{name} has the code of `{base[1]}`, whose layout is the same and which is not in {out}"
+            yield Diagnostic("LC908", message, str(out), help=f"build the spec of `{base[1]}` too")
 
 
 def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:

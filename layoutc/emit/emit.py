@@ -25,6 +25,7 @@ from layoutc.plan.plan import Plan
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # and of gradients: nothing gathers them
 KERNELS = "kernels.py"  # of recipes that have kernels
+SHARED = ("reference.py", "dispatch.py", KERNELS)  # what follows from the layout alone
 BINDINGS = "files.py"  # of recipes whose specs state files of other programs
 LINE_LENGTH = 120
 
@@ -57,8 +58,9 @@ def _wrap(text: str, indent: int = 0) -> str:
     return ("\n" + " " * indent).join(lines)
 
 
-def emit(plan: Plan, sha256: str) -> dict[str, str]:
-    """A plan -> {file name: text}, not yet formatted. `sha256`: that of the spec file."""
+def emit(plan: Plan, sha256: str, base: str | None = None) -> dict[str, str]:
+    """A plan -> {file name: text}, not yet formatted. `sha256`: that of the spec file. base: a recipe beside this one,
+    with the same layout: its arithmetic, kernels and cuts are taken from there."""
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
     state = plan.layout.use != "weight"
@@ -67,6 +69,10 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
+    for name in files if base else ():
+        if name in SHARED:
+            of_base = {"base": base, "module": name.removesuffix(".py")}
+            files[name] = _render("shared.py.j2", shown | of_base)
     lines, containers = files_lines(plan.layout), container_lines(plan.layout)
     if lines or containers:
         names = ("EXPERTS", "FUSED", "MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")

@@ -97,3 +97,21 @@ def test_gradients_travel_by_a_recipe_of_the_wire(tmp_path: Path) -> None:
         assert "reduce: grad_fp8" in found.help or "name one of" in found.help
     path = spec(tmp_path, "mine", "adam_v8", "reduce: grad_fp8")
     assert [one.code for one in pipeline.check(path.read_bytes(), str(path))] == ["LC338"]
+
+
+def test_code_that_follows_from_a_layout_is_taken_from_the_recipe_beside_that_has_it(tmp_path: Path) -> None:
+    """That of activations, where all that code follows from is the same; and no package is built without it."""
+    base = spec(tmp_path, "acts", "fp8_rowwise", "gemm: {activation: acts}")
+    weight = spec(tmp_path, "mine", "fp8_rowwise", "gemm: {activation: acts}")
+    other = spec(tmp_path, "even", "fp8_rowwise", "shape: {m: 2}\ngemm: {activation: acts}")
+    out = tmp_path / "out"
+    (found,) = pipeline.build([weight], out, check=False, whole=False).diagnostics[:1]
+    assert (found.code, found.help) == ("LC908", "build the spec of `acts` too")
+    assert not out.exists()
+    assert pipeline.build([base, weight, other], out, check=False).diagnostics == []
+    for name in ("reference", "dispatch", "kernels"):
+        assert f"from ..acts.{name} import *" in (out / "mine" / f"{name}.py").read_text(encoding="utf-8")
+        assert "from .." not in (out / "even" / f"{name}.py").read_text(encoding="utf-8")
+    assert pipeline.build([weight], out, check=True, whole=False).diagnostics == []
+    shipped = spec(tmp_path, "alone", "fp8_rowwise", "gemm: {activation: fp8_rowwise}")
+    assert "from .." not in pipeline.read(shipped.read_bytes(), str(shipped))[1]["kernels.py"]
