@@ -340,7 +340,7 @@ def test_what_runs_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recipes, "choose", choose)
     assert recipes.products(mxfp8, card) == "low precision: forward; others dequantized: too old"
-    assert asked == [(mxfp8, name, 4096, 4096, 4096, card, "low_precision") for name in ways]
+    assert asked == [(mxfp8, name, recipes.Sizes(0, 4096, 4096, 4096), card, "low_precision") for name in ways]
     ways |= dict.fromkeys(ways, ("kernel", ""))
     assert recipes.products(mxfp8, card) == "low precision"
     ways |= dict.fromkeys(ways, ("dequantize", "no kernel"))
