@@ -474,6 +474,19 @@ def test_the_peak_of_an_exchange_by_hand() -> None:
     assert after.backward == 2 * whole + 4 * shard + 2 * 2 * padded  # gradients, the sum, what is sent and what arrives
 
 
+def test_groups_of_experts_follow_those_of_dense_weights() -> None:
+    """In whichever order a layer has them."""
+    first = model("gpt-oss-20b")
+    layers = tuple(
+        replace(layer, weights=tuple(sorted(layer.weights, key=lambda weight: weight.kind != "experts")))
+        for layer in first.layers
+    )
+    for one in (first, replace(first, layers=layers)):
+        for groups in groups_of(one, use("mxfp8"), AT.picks, Mesh(8, experts=4), AT.dtypes).layers:
+            kinds = [{member.weight.kind == "experts" for member in group.members} for group in groups]
+            assert kinds == [{False}, {True}]
+
+
 @pytest.mark.parametrize(
     ("mesh", "per_host", "crosses"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -54,6 +55,15 @@ def test_a_fault_outside_of_generated_code_is_caught(name: str, monkeypatch: pyt
     assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
 
 
+def test_writes_that_write_nothing_are_caught() -> None:
+    recipe, file, pattern, replacement, _ = MUTANTS["bytes are not copied"]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", edit=edit(file, pattern, replacement))
+    try:
+        assert run_check(subject, CHECKS["writes"]).status == "fail"
+    finally:
+        subject.close()
+
+
 def test_dequantize_has_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the right values and shape, in another one."""
     dequantize = QuantizedTensor.dequantize
@@ -75,7 +85,9 @@ def test_what_a_check_raises_is_told_with_the_end_of_its_traceback() -> None:
 
     subject = compile_subject(ROOT / "specs" / "mxfp8.yaml", seed=7)
     try:
+        filters = warnings.filters[:]
         outcome = run_check(subject, replace(CHECKS["decode"], run=raises))
+        assert warnings.filters == filters
     finally:
         subject.close()
     assert (outcome.status, outcome.message, outcome.details["seed"]) == ("fail", "KeyError: 'on purpose'", 7)

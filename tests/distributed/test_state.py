@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import layoutc
+from layoutc.conformance.checks import processes
 from layoutc.runtime.errors import LayoutError
 
 
@@ -299,3 +301,14 @@ def is_zeroed(recipe: str) -> None:
 def test_shards_are_zeroed_by_each_rank_for_itself(two: Ranks, recipe: str) -> None:
     """Zeros share an amax already, so a rank that zeroes its shards waits for none."""
     two.run(is_zeroed, recipe)
+
+
+def is_compared(folder: str) -> None:
+    """The conformance suite's own job on ranks, which silences warnings."""
+    with warnings.catch_warnings():
+        processes.saves_and_loads(("", "layoutc.recipes.mxfp8", 64, 0), folder)
+
+
+def test_what_the_suite_compares_of_a_checkpoint_is_equal(two: Ranks, tmp_path: Path) -> None:
+    """Parameters, and the steps that follow."""
+    two.run(is_compared, str(tmp_path / "saved"))

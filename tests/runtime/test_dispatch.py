@@ -152,7 +152,8 @@ def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatc
     for name in ("new_zeros", "new_empty"):
         called(q, name, q.shape, pin_memory=True)
     torch.empty_like(q, pin_memory=True)
-    assert asked == [True] * (3 * len(q.planes()))
+    torch.empty_like(q, pin_memory=True, dtype=torch.float64)  # plain
+    assert asked == [True] * (3 * len(q.planes()) + 1)
 
 
 def test_empty_like_has_the_class_the_orientations_and_the_device(recipe: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layoutc.runtime import torch_private as private
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.torch_private.fsdp2 import Sharding
 
 
 @pytest.fixture(scope="module")
@@ -595,3 +598,23 @@ def test_traced() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
     assert (private.is_fake(fake), private.traced(fake), private.is_fake(x)) == (True, True, False)
+
+
+def test_a_torch_that_gathers_rows_of_dim_0_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, before anything is gathered; with the function, placements are told once."""
+    param = SimpleNamespace(fsdp_placement=Shard(1))
+    sharding: Any = SimpleNamespace(name="0.weight", dim=1, param=lambda: param)
+    with monkeypatch.context() as lacking:
+        lacking.delattr(_fsdp_collectives, "foreach_all_gather_copy_out")
+        with pytest.raises(
+            LayoutError, match=r"^0\.weight: torch .* has no foreach_all_gather_copy_out, .* shard dim 0$"
+        ):
+            Sharding.gather_as_rows(sharding)
+    assert param.fsdp_placement == Shard(1)
+    Sharding.gather_as_rows(sharding)
+    told = param.fsdp_placement
+    as_seen: Any = {}
+    exec("def foreach_all_gather_copy_out(told):\n    return told.dim", as_seen)
+    assert (told.dim, as_seen["foreach_all_gather_copy_out"](told)) == (1, 0)
+    Sharding.gather_as_rows(sharding)
+    assert param.fsdp_placement is told
