@@ -33,7 +33,11 @@ SHAPE, COUNT, UNIT = (4096, 14336), 5, 2**28
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
     **{state: {"state": state} for state in ("8bit", "fp8", "4bit")},
-    **{f"bf16 masters, {state}": {"state": state, "masters": "bf16"} for state in ("8bit", "fp8")},
+    **{
+        f"{form} masters, {state}": {"state": state, "masters": form}
+        for form in ("bf16", "f24")
+        for state in ("8bit", "fp8")
+    },
 }
 
 

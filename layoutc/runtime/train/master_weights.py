@@ -215,7 +215,7 @@ class MasterWeights(FollowsParameters):
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
-        """Maps each parameter, in group order, to its fp32 master, sharded alike. For averages and exports.
+        """Maps each parameter, in group order, to its master, sharded alike. For averages and exports.
 
         A parameter that is its own master (it is fp32, or does not train) maps to itself. Steps use these tensors:
         call `write_back` after you write into them. Weights written since the last step become masters first.
