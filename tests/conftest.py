@@ -127,9 +127,10 @@ def runs_on_ranks(item: pytest.Item) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Puts aside what lives as long as the session, modules and tests: each collection would look at them again.
 
+    What is garbage by now stays: to find it takes more than a second.
+
     The process that all ranks are copied from starts with what most of them need, whichever test asks first for ranks.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(*ranks.COLLECTED_AFTER)
     if any(map(runs_on_ranks, session.items)) and not session.config.option.collectonly:
