@@ -1,11 +1,11 @@
-"""Full state dicts that rank 0 broadcasts to ranks that have plain buffers, as torch and accelerate do it.
+"""Full state dicts that rank 0 broadcasts to plain buffers of other ranks, as torch and accelerate do.
 
-Those buffers come from `torch.empty`, of a weight's shape and dtype: one tensor, where a quantized weight is several
-planes. What such a buffer gets are the weight's values. To quantize values again would not give the weight's bytes; so
-where they arrive in quantized shards, the ranks that hold these ask one another who sent the values, and get the bytes.
+These buffers come from `torch.empty`, with a weight's shape and dtype: one tensor, where a quantized weight has several
+planes. They receive the weight's values. Quantizing these again would not give the weight's bytes, so ranks that copy
+them into quantized shards ask one another who sent the values, and get the bytes.
 
-What runs on the other ranks is torch's code alone, until values are copied or assigned. Where that happens, and that
-all ranks are there, is read off the call stack (`callers`): torch has no other sign of it.
+Until values are copied or assigned, the other ranks run only torch's code. Where that happens, with all ranks, is read
+from the call stack (`callers`): torch gives no other sign.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Slices = tuple[slice, ...]
-_sent: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()  # of the weights that live, by id
+_sent: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()  # of live weights, by id
 
 
 # ------------------------------------------------------------------------------------------------------------- the send
@@ -44,10 +44,9 @@ def among_quantized() -> bool:
 def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
     """c10d's broadcast_ of a quantized tensor to plain ones: its values, in its shape and dtype. Returns the work.
 
-    Raises LayoutError on ranks that receive into a quantized tensor, once they have taken part; and on the rank that
-    sends to them, where the call is none of torch's or accelerate's. Plain ranks can't be asked, so those that are not
-    leave a word in the ranks' store before they take part; gloo has sent only when its next ranks receive. On a card
-    that word may come too late.
+    Raises LayoutError on ranks that receive into a quantized tensor, after they have taken part; and on the rank that
+    sends to them, unless torch or accelerate makes the call. Plain ranks can't be asked, so quantized ones write to the
+    ranks' store before they take part; gloo has sent only when its next ranks receive. On a card the note may be late.
     """
     group, root = dist.ProcessGroup.unbox(rest[0]), rest[1]
     refused = f"layoutc/quantized/{group.group_name}/{torch_private.collectives_so_far(group)}"
@@ -87,9 +86,9 @@ def _remember(tensor: QuantizedTensor) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the arrival
 def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
-    """What is copied into a tensor: `source`, or the bytes of which it is values, where rank 0 has broadcast it.
+    """What is copied into a tensor: `source`, or, if rank 0 has broadcast it, the bytes that it was dequantized from.
 
-    Collective where torch copies parts of what rank 0 has broadcast into shards: all ranks do.
+    Collective if torch copies parts of a broadcast weight into shards: all ranks do.
     """
     frame = callers.caller()
     if frame is None or frame.f_globals.get("__name__") != "torch.distributed._state_dict_utils":
@@ -101,9 +100,9 @@ def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
 
 
 def received(param: DTensor, like: QuantizedTensor, found: Tensor) -> Tensor:
-    """What a shard of `param` gets: its part of the quantized weight that a rank has sent; where none has, `found`.
+    """What a shard of `param` gets: its part of the quantized weight that a rank has sent, else `found`.
 
-    like: the shard, which says the recipe and planes. found: its part as it came. Collective over the ranks of `param`.
+    like: the shard, with its recipe and planes. found: its part as received. Collective over the ranks of `param`.
     """
     mesh = param.device_mesh
     groups = [mesh.get_group(mesh_dim) for mesh_dim in range(mesh.ndim)]
@@ -118,7 +117,7 @@ def _exchanged(
     like: QuantizedTensor,
     found: Tensor,
 ) -> Tensor:
-    """As `received`: along each of the groups in turn, so that all ranks of their mesh have the planes in the end."""
+    """As `received`, along each group in turn, until all ranks of the mesh have the planes."""
     whole = _whole(like, found, slices, shape)
     for group in groups:
         described: list[Any] = [None] * group.size()
@@ -151,7 +150,7 @@ def _exchanged(
 
 
 def _cut(whole: Tensor, slices: Slices) -> Tensor:
-    """The part of a weight that slices say, as a view."""
+    """The slices of a weight, as a view."""
     for dim, (part, size) in enumerate(zip(slices, tuple(whole.shape), strict=True)):
         if (part.start, part.stop) != (0, size):
             whole = whole.narrow(dim, part.start, part.stop - part.start)
@@ -159,10 +158,10 @@ def _cut(whole: Tensor, slices: Slices) -> Tensor:
 
 
 def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[int, ...]) -> QuantizedTensor | None:
-    """The weight of that shape that this rank has broadcast, of which `found` is a part, quantized or as values.
+    """The broadcast weight of that shape of which `found`, quantized or values, is a part.
 
-    Values alone say which: a weight may have another name where it is loaded, as below a wrapper, or none, as what a
-    recipe's quantize() returns. Of an empty part only the name can.
+    It is found by values: a weight may be loaded under another name, as below a wrapper, or have none, like the result
+    of a recipe's quantize(). An empty part is found by name.
     """
     if isinstance(found, QuantizedTensor):
         return found.sent  # type: ignore[no-any-return]
@@ -182,15 +181,14 @@ def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[in
 
 # -------------------------------------------------------------------------------------------------------------- modules
 def keep_quantized(module: nn.Module) -> None:
-    """From now on plain values that a state dict assigns to a weight of `module` are quantized as the weight is."""
+    """Makes plain values that a state dict assigns to weights of `module` be quantized like these weights."""
     module.register_load_state_dict_pre_hook(take_sent)  # type: ignore[no-untyped-call]
 
 
 def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    """What load_state_dict calls: quantizes values that are assigned, and gets the bytes of those that are broadcast.
+    """A load_state_dict hook: quantizes assigned values, and gets the bytes of broadcast ones.
 
-    What is assigned is multiplied as the weight in whose place it comes. Collective over the ranks of weights that are
-    sharded.
+    Assigned weights take over the mode of those that they replace. Collective over the ranks of sharded weights.
     """
     assigns = bool(metadata.get("assign_to_params_buffers", False))
     for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -230,16 +228,16 @@ def _take(state: dict[str, Any], key: str, weight: Tensor, like: QuantizedTensor
 
 
 def _as_shard(like: QuantizedTensor, found: Tensor) -> Tensor:
-    """Bytes of a part that has its planes for itself; of plain values as well, by quantizing them."""
+    """A part with its own planes; plain values are quantized."""
     return found.clone() if isinstance(found, QuantizedTensor) else weights.replacement(like, found)
 
 
 def _is_broadcast() -> bool:
-    """Whether torch loads what rank 0 has broadcast, into all ranks of the default group."""
+    """Whether torch is loading what rank 0 broadcast to all ranks of the default group."""
     frame = callers.find("torch.distributed.checkpoint.state_dict", "_load_model_state_dict")
     info = frame.f_locals.get("info") if frame is not None else None
     return bool(getattr(info, "broadcast_from_rank0", False))
 
 
-# Hooks are pickled with their module, by name.
+# Modules are pickled with their hooks, by name.
 take_sent.__module__ = "layoutc.pickled"

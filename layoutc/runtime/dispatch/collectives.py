@@ -64,9 +64,9 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """wait_tensor: waits for every plane. As in torch, the argument itself may be used from then on, too."""
+    """wait_tensor: waits for every plane. As in torch, the argument itself may then be used, too."""
     tensor: QuantizedTensor = args[0]
-    if isinstance(tensor.store.planes, rejoining.StackedPlanes):  # these have been waited for
+    if isinstance(tensor.store.planes, rejoining.StackedPlanes):  # already waited for
         return tensor
     if tensor.padding.ends_where_cut:
         tensor.padding = NOT_PADDED
@@ -175,8 +175,8 @@ def _initial_values(
 ) -> Tensor | None:
     """Sends the initial values that belong to the bytes; returns the received ones, None if the source has none.
 
-    They have as many rows as `target`'s shape says, equal on all ranks. every: what this rank has to send. A first
-    message says whether values follow, and in which dtype.
+    They have the rows of `target`'s shape, equal on all ranks. every: what this rank sends. A first message says
+    whether values follow, and in which dtype.
     """
     kinds = [None if value is None else value.dtype for value in every]
     code = _KINDS.index(kinds[0]) if kinds and len(set(kinds)) == 1 else 0
@@ -199,7 +199,7 @@ def _initial_values(
 def _done(
     tensor: QuantizedTensor, works: Sequence[Any], waits: bool, values: Tensor | None
 ) -> tuple[list[QuantizedTensor], Any]:
-    """What a collective in place returns. It waits for all works but the last, so waiting for that is enough."""
+    """The result of an in-place collective. Waits for all works but the last, which the caller waits for."""
     for work in works[:-1] if waits else ():
         work.wait()
     written([tensor])
@@ -213,8 +213,8 @@ def _done(
 def pad(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """constant_pad_nd: of whole blocks to whole blocks, with zeros after the last row or column; else through fallback.
 
-    DTensor pads short shards, which need not be whole blocks. Raises LayoutError where it pads otherwise, or columns
-    that don't end with a block.
+    DTensor pads short shards, which need not be whole blocks. Raises LayoutError for other padding, or for
+    columns that don't end with a block.
     """
     tensor, amounts = args[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
@@ -246,7 +246,7 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """index_select: of whole blocks, by which DTensor puts strided shards in order; else through fallback."""
+    """index_select: of whole blocks, with which DTensor reorders strided shards; else through fallback."""
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     runs: list[list[int]] = []
@@ -282,7 +282,7 @@ def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
 
 
 def _travels(layout: Layout, name: str) -> bool:
-    """Whether ranks may hold different values in a plane: one that covers all rows of some columns belongs to those."""
+    """Whether ranks may hold different values in a plane: a plane over all rows still differs by columns."""
     return name not in layout.shared or name in layout.shared_by_columns
 
 

@@ -39,7 +39,7 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 
 
 def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor:
-    """All that a tensor holds, which is less than its shape says where that is padded."""
+    """All rows that a tensor holds: fewer than its shape if that is padded."""
     padding = tensor.padding
     piece = tensor.alias(None if padding.rows is None else (*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
     if not padding.ends_where_cut:
@@ -48,7 +48,7 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
 
 
 def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
-    """A piece as a view: `chosen` of the tensor, which may have halos of its own."""
+    """The piece `chosen` as a view, which may have its own halo."""
     rect, halo = chosen.rect, chosen.halo
     is_first = tensor.padding.ends_where_cut and rect.r0 == 0
     if is_first and halo.after:
@@ -68,7 +68,7 @@ def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
         planes = type(tensor)._cut(own.planes, *rect)
     piece = tensor.with_planes(planes, chosen.shape, matrix=rect.shape, halo=halo)
     part = None if is_first else own.part_at(rect.r0, rect.c0)
-    # FSDP2 cuts only the first rows of a new tensor (see Padding); whoever cuts others as well gets parts.
+    # FSDP2 cuts only the first rows of a new tensor (see Padding); other cuts give parts.
     if tensor.padding.is_new and rect.r0 + halo.before != own.halo.before:
         tensor.padding = NOT_PADDED
     piece.padding = tensor.padding.of_piece()
@@ -81,12 +81,12 @@ def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
         common |= tensor.LAYOUT.shared_along_rows
     piece.store.cut_from(own, part, common)
     if is_first:
-        piece.stacked = tensor.stacked  # still on their way: what waits for the piece waits for them
+        piece.stacked = tensor.stacked  # still in flight: waiting for the piece waits for them
     return piece
 
 
 def _fill(args: Args, defaults: Args) -> Args:
-    """Positional arguments, with the schema's defaults for those that were left out."""
+    """Positional arguments, completed with the schema's defaults."""
     return (*args, *defaults[len(args) :])
 
 
@@ -132,7 +132,7 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     """split (also chunk): pieces of equal size, as views. FSDP2 shards by chunk on dim 0."""
     tensor, size, dim = _fill(args, (None, None, 0))
     if tensor.sent is not None and callers.is_called_from("torch.distributed.tensor"):
-        return list(func(tensor.dequantize(), size, dim))  # the other ranks receive values from DTensor's scatter
+        return list(func(tensor.dequantize(), size, dim))  # DTensor's scatter sends values to the other ranks
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
     if isinstance(tensor.store.planes, StackedPlanes) and dim == 0 and size * tensor.store.planes.world == total:
@@ -270,8 +270,7 @@ def _join_inside(pieces: list[QuantizedTensor], dim: int, shape: tuple[int, ...]
 def new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """new_empty, new_zeros: a plain tensor; for torch.distributed one of the class, if the recipe can hold the size.
 
-    Zeros dequantize to exact zeros: all bytes of its rows are those of codes of 0. Planes that all rows share are
-    copies of the tensor's.
+    Zeros dequantize to exact zeros: all rows hold codes of 0. Planes that all rows share are copies of the tensor's.
     """
     if not callers.makes_shards():
         return like_plain(func, args, kwargs)
@@ -292,7 +291,7 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if name in tensor.LAYOUT.zeros:
             tensor.LAYOUT.fill_with_zeros(name, plane)
     for name, plane in planes.items():
-        # FSDP2 makes a rank's empty shard like this and copies nothing into it: it must get what all shards share.
+        # FSDP2 makes a rank's empty shard like this and copies nothing into it, so it must get what all shards share.
         if name in tensor.LAYOUT.shared and plane.shape == tensor.store.planes[name].shape:
             plane.copy_(tensor.store.planes[name])
     halo = Halo(0, matrix[0] - prod(size) // matrix[1])
@@ -307,8 +306,8 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """empty_like: of the class, on the device asked for; a plain tensor for another dtype, and for torch.nn.init.
 
-    Where strides are to be preserved it is plain too: so torch asks in the midst of an operator (hinge_embedding_loss)
-    for room to compute in, where each step would be rounded to codes.
+    It is also plain if strides must be preserved: torch then needs room for intermediate results of an operator
+    (hinge_embedding_loss), which codes would round.
     """
     if callers.initializes() or kwargs.get("memory_format") is torch.preserve_format:
         return like_plain(func, args, kwargs)

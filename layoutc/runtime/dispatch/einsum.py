@@ -1,7 +1,7 @@
 """torch.einsum of quantized weights, as autograd and torch.compile see it: a product of their values.
 
-torch makes it of permuted views of its operands, which codes can't follow. What backward needs of the values is
-dequantized again there: kept, it would be a copy of the weight in high precision.
+torch permutes its operands, which codes can't follow. Backward dequantizes the values again: keeping them would keep a
+copy of the weight in high precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HANDLERS = {_values: lambda func, args, kwargs: args[0].dequantize()}
 
 
 def values_of(weight: Any) -> Tensor:
-    """The values that a model multiplies with, of a weight or a view of one. Nothing for autograd."""
+    """The values of a weight or a view that a model multiplies with; autograd does not follow them."""
     found: Tensor
     if traced(weight):
         found = _values(weight)
@@ -34,7 +34,7 @@ def values_of(weight: Any) -> Tensor:
 
 
 class Values(torch.autograd.Function):
-    """The values of a weight, in its shape and dtype. Its gradient is theirs."""
+    """The values of a weight, in its shape and dtype. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:
@@ -56,14 +56,14 @@ class Saved(NamedTuple):
     stride: tuple[int, ...]
 
     def values(self) -> Tensor:
-        """As they were in forward. Raises RuntimeError for a weight that was written since."""
+        """The values of forward. Raises RuntimeError if the weight was written since."""
         if version_of(self.weight) != self.version:
             raise RuntimeError(f"{self.weight.label()} was written between forward and backward of torch.einsum")
         return self.weight.dequantize().as_strided(self.size, self.stride)
 
 
 def _contracted(*args: Any) -> Tensor | None:
-    """torch.einsum with the values of weights; None where there is no weight."""
+    """torch.einsum with the values of weights; None without weights."""
     weights = [one for one in tree_leaves(args) if hasattr(one, "LAYOUT")]
     if not weights:
         return None
@@ -74,7 +74,7 @@ def _contracted(*args: Any) -> Tensor | None:
 
 
 def _followed(weight: Any) -> Tensor:
-    """The values as autograd and the transforms of torch.func follow them."""
+    """The values, followed by autograd and by torch.func's transforms."""
     if not torch.is_grad_enabled():
         return values_of(weight)
     followed: Tensor = Values.apply(weight) if transform() is None else weight * 1  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ def _followed(weight: Any) -> Tensor:
 
 
 def _dequantized_again(weights: dict[int, Any], found: dict[int, Tensor]) -> AbstractContextManager[Any]:
-    """Inside, autograd saves the weights in place of their values. Traces keep what their compiler decides to."""
+    """Inside, autograd saves the weights instead of their values. In traces, the compiler decides what to save."""
     quantized = {key: one for key, one in weights.items() if isinstance(one, QuantizedTensor)}
     is_followed = torch.is_grad_enabled() and transform() is None
     if not is_followed or any(traced(one) for one in weights.values()):

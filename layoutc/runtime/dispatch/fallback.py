@@ -22,8 +22,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     Composite operators, which inference mode dispatches as a whole (matmul, reshape, chunk), are decomposed and their
     parts dispatched. Views, also in place (t_, unsqueeze_), are refused with UnsupportedOperator. The rest runs on
-    dequantized copies, and tensors that it writes are requantized, but for those written at no places (put_ and
-    index_copy_ of an empty index); under strict(), it raises ImplicitDequantize.
+    dequantized copies, and tensors that it writes are requantized, except by put_ and index_copy_ with an
+    empty index; under strict(), it raises ImplicitDequantize.
     """
     if func._can_decompose():
         decomposed = func.decompose(*args, **kwargs)
@@ -51,8 +51,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def plain(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        # A tensor that is written starts from the values that it was quantized from: initializers have several steps,
-        # some of which only read.
+        # A written tensor starts from its initial values: initializers have several steps, some of which only read.
         is_written = any(value is target for target in targets)
         values = value.initial_values(value.dtype) if is_written or initializes else None
         return value.dequantize() if values is None else values
@@ -61,7 +60,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not schema.is_mutable:
         return result
-    # Requantizes the copies that the operator wrote, and returns the quantized tensors in their place.
+    # Requantizes the copies that the operator wrote, and returns the quantized tensors instead.
     back: dict[int, QuantizedTensor] = {}
     written = outputs_of(func, plain_args, plain_kwargs)
     places = [value for argument, value in given(func, args, kwargs) if argument.name in ("index", "indices")]
@@ -69,20 +68,20 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for target, values in zip(outputs_of(func, args, kwargs), written, strict=True):
         if isinstance(target, QuantizedTensor):
             back[id(values)] = target
-            if nowhere:  # many recipes' codes of dequantized values are others
+            if nowhere:  # in many recipes, requantizing dequantized values changes codes
                 continue
             copy_(aten.copy_.default, (target, truncated.redrawn(func, target, values)), {})
     return tree_map(lambda value: back.get(id(value), value), result)
 
 
 def given(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[Any, Any]]:
-    """An operator's arguments, as its schema has them, with their values; None where a call leaves one out."""
+    """The arguments of an operator's schema with their values; None for omitted ones."""
     for position, argument in enumerate(schema_of(func).arguments):
         yield argument, args[position] if position < len(args) else kwargs.get(argument.name)
 
 
 def outputs_of(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-    """The arguments that an operator writes; the elements of those that are lists."""
+    """The arguments that an operator writes, with lists flattened."""
     outputs: list[Any] = []
     for argument, value in given(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:

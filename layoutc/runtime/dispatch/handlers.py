@@ -1,8 +1,8 @@
-"""Dispatch handlers that are the same for every recipe: views, copies and products.
+"""Dispatch handlers of all recipes: views, copies and products.
 
-A table (HANDLERS) says which operator has which handler. A handler takes (func, args, kwargs). Views are exact or
-refused (see inexact_views): writes to a dequantized copy in place of a view would be lost. Other operators without a
-handler fall back to a dequantized copy, which strict() refuses.
+The table HANDLERS maps operators to handlers, which take (func, args, kwargs). Views are exact or refused (see
+inexact_views): writes to a dequantized copy of a view would be lost. Other operators without a handler fall back to a
+dequantized copy, which strict() refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kwargs = dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------------------- aliases
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """view, _unsafe_view: any shape with the same number of elements, since their order stays; of a transposed tensor,
+    """view, _unsafe_view: any shape with as many elements, since their order does not change; for a transposed tensor,
     any leading dims. [] is one element."""
     tensor, size = args[0], list(args[1])
     if tensor.transposed and tuple(size[-2:]) != tuple(tensor.shape[-2:]):
@@ -58,7 +58,7 @@ def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def squeeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """squeeze: drops dims of size 1, all of them or the ones named."""
+    """squeeze: drops dims of size 1, all of them or the given ones."""
     tensor = args[0]
     named = args[1:] and ([args[1]] if isinstance(args[1], int) else args[1])
     dims = {dim_of(dim, tensor.dim()) for dim in named} if named else set(range(tensor.dim()))
@@ -70,7 +70,7 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor: QuantizedTensor = args[0]
     rank = tensor.dim()
     if rank == 2 and len(args) == 1 and tensor.shape[not tensor.transposed] == tensor.store.matrix[1]:
-        return tensor.alias(reversed(tensor.shape), transposed=not tensor.transposed)  # as every linear layer asks
+        return tensor.alias(reversed(tensor.shape), transposed=not tensor.transposed)  # the case of every linear layer
     dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is that vector
     first, second = sorted(dim_of(dim, rank) for dim in dims)
     if first == second:
@@ -96,7 +96,7 @@ def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """as_strided: only to the tensor's own size and strides with offset 0, as FSDP2 asks for once."""
+    """as_strided: only to the tensor's own size and strides with offset 0, which FSDP2 calls once."""
     tensor, size, stride = args[0], args[1], args[2]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if (tuple(size), tuple(stride), offset or 0) != (tuple(tensor.shape), tuple(tensor.stride()), 0):
@@ -127,7 +127,7 @@ def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """_to_copy: to another device moves every plane and keeps the class; to another dtype dequantizes.
 
-    While a module is converted (`module.to(dtype)`), another dtype keeps the bytes: they dequantize to it from then on.
+    While a module is converted (`module.to(dtype)`), another dtype keeps the bytes, which then dequantize to it.
     """
     tensor: QuantizedTensor = args[0]
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
@@ -235,7 +235,7 @@ LIKE = (
 
 
 def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
+    """copy_ in all directions. Checks everything before it writes the first byte; returns the destination.
 
     Same recipe: copies planes, byte for byte. A piece whose scales also cover other rows, and would change them, waits
     for those rows (`pending_writes`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Into another
@@ -284,7 +284,7 @@ def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs
 
 
 def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
-    """Raises LayoutError for a target shard that cuts blocks, given a source with other cuts, before any rank waits.
+    """Raises LayoutError for a target shard that cuts blocks and a source with other cuts, before any rank waits.
 
     The source's bytes don't fit. Requantizing would be collective, and ranks whose shards end with blocks would not
     join.
@@ -355,8 +355,8 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """linear, mm, bmm, addmm, baddbmm, mv, matmul, grouped_mm: dequantizes to the activation's dtype and multiplies.
 
-    The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
-    and addmm are products in low precision where those are wanted. Only inference mode dispatches linear as a whole.
+    The contracted axis decides the orientation: k reads rowwise values, m columnwise ones. mm and addmm are in low
+    precision if the mode says so. Only inference mode dispatches linear as a whole.
     """
     if not kwargs and (made := linear_products.matrix_product(func, args)) is not None:
         return made

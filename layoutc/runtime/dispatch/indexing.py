@@ -1,5 +1,4 @@
-"""Indexing: which rows and columns of the (m, k) matrix an operator's outer dims, starts and stops mean. Integers
-only."""
+"""Indexing: the rows and columns of the (m, k) matrix for an operator's outer dims, starts and stops. Integers only."""
 
 from __future__ import annotations
 
@@ -83,9 +82,8 @@ def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
 def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] | None:
     """(m, k) of the planes of a new tensor of `size` in the same recipe; None if the recipe can't hold that size.
 
-    With the tensor's own number of columns, any number of rows will do, as for shards: the planes are rounded up. A
-    size of one dim is taken for a flattened weight with the tensor's columns, if the tensor is flat itself or the size
-    is 0.
+    With the tensor's number of columns, any number of rows is possible, as for shards: planes are rounded up. A 1-D
+    size means a flattened weight with the tensor's columns, if the tensor is flat or the size is 0.
     """
     layout, k = tensor.LAYOUT, tensor.store.matrix[1]
     if len(size) == 0 or (len(size) == 1 and size[0] and (tensor.dim() != 1 or k == 0 or size[0] % k)):

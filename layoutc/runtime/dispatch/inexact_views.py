@@ -1,7 +1,7 @@
-"""Views that codes can't follow, as of dims in another order: they are refused, but for uses in a model that trains.
+"""Views that codes can't follow, such as permuted dims: refused, except when a model uses them in training.
 
-Writes to a copy in place of a view would be lost. To a view of a weight that trains, torch itself refuses them where
-autograd records.
+Writes to a copy instead of a view would be lost. While autograd records, torch itself refuses writes to views of a
+weight that trains.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InexactView(UnsupportedOperator):
-    """A view that is none of codes, and why."""
+    """A view that codes can't follow, and why."""
 
     def __init__(self, func: Any, tensor: QuantizedTensor, why: str) -> None:
         super().__init__(f"{func}: {tensor.label()} {why}; for a copy of the values, call .dequantize() first")
 
 
 def or_values(handler: Handler) -> Handler:
-    """A handler of views that gives, where autograd records, the view of the values in place of an InexactView."""
+    """A handler of views that returns a view of the values, instead of raising InexactView, while autograd records."""
 
     def handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -1,9 +1,9 @@
-"""Merges that are undone: the bytes that a weight had before something was added to it come back as they were.
+"""Undoing merges: restores the bytes that a weight had before something was added to it.
 
-Codes of a sum, less what was added, are other codes. So a weight's bytes of before a merge are kept beside it, for as
-long as something is merged. An adapter's layer says when that is: writes that come from its method `merge` keep them,
-and those that come from its method `unmerge` are none, since the kept bytes take their place, whatever the layer
-computes. All of PEFT's layers have these methods. Other writes into a merged weight drop what is kept.
+Subtracting from a quantized sum gives other codes. So a weight's bytes before a merge are kept while something is
+merged. An adapter's layer says when: writes from its method `merge` keep them, and writes from its method `unmerge`
+restore them, whatever the layer computes. All of PEFT's layers have these methods. Other writes into a merged weight
+drop the kept bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 
 class Base(NamedTuple):
-    """What a weight was before merges. weight: a copy of it; None once it has come back, so that nothing is left to
-    undo. owner: the layer that merges; none for `merge_`."""
+    """A weight before merges. weight: a copy of it; None once it was restored. owner: the layer that merges; None for
+    `merge_`."""
 
     weight: QuantizedTensor | None
     owner: weakref.ref[Any] | None = None
 
 
 def keep(target: QuantizedTensor, owner: Any = None) -> Base:
-    """What the weight was before the merges of an owner, if any is in it; else a copy of what it is now."""
+    """The weight before the owner's merges, if there are any; else a copy of the weight."""
     kept = initial_values.base(target.store)
     if kept is not None and kept.weight is not None and (kept.owner() if kept.owner else None) is owner:
         return kept  # type: ignore[no-any-return]
@@ -42,27 +42,25 @@ def keep(target: QuantizedTensor, owner: Any = None) -> Base:
 
 
 def hold(target: QuantizedTensor, base: Base, owner: Any = None) -> None:
-    """Keeps what a weight, which has just been written, was before; no longer than its owner lives."""
+    """Keeps `base` of a weight that was just written, while the owner lives."""
     if owner is not None:
         base = base._replace(owner=weakref.ref(owner, partial(_drop, weakref.ref(target.store.writes))))
     initial_values.set_base(target.store, base)
 
 
 def _drop(writes: weakref.ref[Writes], owner: weakref.ref[Any]) -> None:
-    """Drops what a layer kept that is gone: its base has been taken as it is."""
+    """Drops what a deleted layer kept: its merge is permanent."""
     if (there := writes()) is not None and there.base is not None and there.base[0].owner is owner:
         there.base = None
 
 
 def give_back(target: QuantizedTensor) -> bool:
-    """Writes what a weight was before merges; False if that is not kept."""
+    """Restores a weight from before merges; False if it is not kept."""
     if (base := initial_values.base(target.store)) is None:
         return False
     if base.weight is not None:
         for name, plane in target.store.planes.items():
-            plane.copy_(
-                base.weight.store.planes[name]
-            )  # all of it: of a shard that is cut in a block, also rows of others
+            plane.copy_(base.weight.store.planes[name])  # with the halo of a shard that is cut in a block
         written([target])
         initial_values.carry(target.store, base.weight.store)
         initial_values.set_base(target.store, Base(None))
@@ -81,7 +79,7 @@ def write(target: QuantizedTensor, values: Tensor) -> None:
 
 
 def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
-    """What plain values that are assigned to a weight's data are replaced by: as `write`."""
+    """Quantizes plain values that are assigned to a weight's data, as `write`."""
     method, owner = callers.merging()
     base = initial_values.base(target.store)
     if method == "unmerge" and base is not None:
@@ -97,7 +95,7 @@ def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
 
 
 def note_read(values: Sequence[Any]) -> None:
-    """Warns, once, of an adapter's layer whose `merge` computes new values of a shard in place of writing into it."""
+    """Warns, once, of an adapter's layer whose `merge` computes new values of a shard instead of writing into it."""
     of_layer = callers.merging()
     if of_layer[0] != "merge":
         return
@@ -114,7 +112,7 @@ def note_read(values: Sequence[Any]) -> None:
 
 
 def _before(target: QuantizedTensor, owner: Any) -> Base | None:
-    """What a layer keeps of a weight before it merges; None of a part of a weight, which has no bytes of its own."""
+    """What a layer keeps of a weight before it merges; None for a part of a weight, which has no bytes of its own."""
     if target.store.part is not None or target.is_meta:
         return None
     update_warnings.warn_once(

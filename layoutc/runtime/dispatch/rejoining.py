@@ -1,7 +1,7 @@
-"""DTensor's collectives on shards whose cuts fall inside blocks, so that ranks on both sides of a cut hold its scales.
+"""DTensor's collectives on shards that are cut inside blocks, where ranks on both sides of a cut hold its scales.
 
 DTensor pads short shards, gathers or scatters, and cuts the padding off again. Such a shard has no bytes for padding:
-when padded, it is an alias under the larger shape, and `Padding.rows` says how much of that is there. First the ranks
+when padded, it is an alias with the larger shape, and `Padding.rows` says how many rows it has. First the ranks
 exchange how many rows each has and where in a block they begin, so that all agree before any plane is sent.
 """
 
@@ -47,11 +47,11 @@ class StackedPlanes(MadePlanes):
         return [self.common | {n: pieces[i] for n, pieces in chunks.items()} for i in range(self.world)]
 
     def values(self) -> ValuesView[Tensor]:
-        """All tensors, for whoever asks where they are and how large."""
+        """All tensors, for callers that ask for their devices and sizes."""
         return (self.stacks | self.common).values()
 
     def refused(self) -> LayoutError:
-        """What any other use raises."""
+        """The error of any other use."""
         return ShardAlignmentError(self.message)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -136,7 +136,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
 
 
 def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
-    """Of each rank of a group: its own rows, and the rows of its halo before and after them. Collective."""
+    """For each rank of a group: its own rows, and its halo's rows before and after them. Collective."""
     gathered = gather_bytes(_extent(tensor, tensor.device), group).view(torch.int64).view(-1, 3).tolist()
     return [(n, before, after) for n, before, after in gathered]
 
@@ -227,8 +227,7 @@ def _padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
 
 
 def as_bytes(plane: Tensor, *, into: bool = False) -> Tensor:
-    """A plane as it is sent: contiguous uint8, which every backend knows. into: it is received into, so never a
-    copy."""
+    """A plane to send: contiguous uint8, which every backend supports. into: to receive into, so never a copy."""
     if into and not plane.is_contiguous():
         raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
     plane = plane.contiguous()

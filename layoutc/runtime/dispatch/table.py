@@ -1,4 +1,4 @@
-"""Which operator goes where: one table for the weights of every recipe.
+"""The table of operators and handlers, for the weights of all recipes.
 
 Exact on stored bytes, for every recipe: detach, alias, clone, to(device), pin_memory, record_stream, equal; view, where
 leading dims are split, merged or flattened; t and transpose of a matrix; DTensors' collectives, of shards cut at any
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 HANDLERS: dict[Any, Callable[..., Any]] = {
     # the same planes under the same or another outer shape
     **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, args, kwargs: args[0].alias()),
-    aten.detach_.default: lambda func, args, kwargs: args[0],  # of inference mode alone, which records nothing
+    aten.detach_.default: lambda func, args, kwargs: args[0],  # only in inference mode, which records nothing
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default), handlers.view),
     aten.unsqueeze.default: or_values(handlers.unsqueeze),
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), or_values(handlers.squeeze)),

@@ -1,8 +1,8 @@
-"""Initializers of several steps. trunc_normal_ of shards: each rank draws again until its own values fit, and only then
-is the weight written. sparse_ and dirac_ fill a weight and then write single elements, which weights refuse.
+"""Initializers of several steps. trunc_normal_ of shards: each rank draws again until its values fit, and only then
+writes the weight. sparse_ and dirac_ fill a weight and then write single elements, which weights refuse.
 
-torch draws again what is out of bounds, as often as a rank's own shard needs, and copies the result into the shard if
-there was any. So some ranks would write a shard whose scales all ranks agree on, and others would not.
+torch redraws values out of bounds as often as a rank's shard needs, and copies the result into the shard only if there
+were any. So only some ranks would write a shard whose scales all ranks must agree on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 def redrawn(func: Any, target: QuantizedTensor, values: Tensor) -> Tensor:
-    """The values that an operator has drawn for a tensor; within trunc_normal_, all of them within its bounds.
+    """The values that an operator has drawn for a tensor; in trunc_normal_, redrawn until all are within its bounds.
 
-    On a CPU they are drawn in torch's order, and so are those of a plain weight. Raises LayoutError on all ranks for
-    bounds that torch draws uniformly between, if ranks share scales.
+    On a CPU they are drawn in torch's order, as for a plain weight. Raises LayoutError on all ranks for bounds between
+    which torch draws uniformly, if ranks share scales.
     """
     if func not in (aten.normal_.default, aten.uniform_.default) or not callers.initializes():
         return values
@@ -39,7 +39,7 @@ def redrawn(func: Any, target: QuantizedTensor, values: Tensor) -> Tensor:
     if "lo" not in asked:
         return values
     mean, std, generator = asked["mean"], asked["std"], asked["generator"]
-    if generator is None and values.device.type != "cpu":  # the numbers that follow are those of the next rank's shard
+    if generator is None and values.device.type != "cpu":  # the next numbers belong to the next rank's shard
         seed = torch.randint(2**62, (1,), device=values.device)
         generator = torch.Generator(values.device).manual_seed(int(seed))
     while (outside := (values < asked["lo"]) | (values > asked["hi"])).any():

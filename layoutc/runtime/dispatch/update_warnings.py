@@ -1,4 +1,4 @@
-"""Warnings about quantized weights that are updated in place: by name each time, and once of what steps or averages.
+"""Warnings about in-place updates of quantized weights: each time by name, and once for optimizers and averages.
 
 An update smaller than half a step between codes is lost, so such a model hardly trains, or gets worse.
 """
@@ -23,18 +23,18 @@ from layoutc.runtime.torch_private import left_by_compilers, local_tensor, schem
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
-_seen: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been looked at
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that were checked
 
 
 def warn_once(what: str, message: str) -> None:
-    """Warns, unless this process has given a warning of that kind."""
+    """Warns unless this process has already given that warning."""
     if what not in _warned:
         _warned.add(what)
         warnings.warn(message, stacklevel=3)
 
 
 def warn_of_coarse(name: str, recipe: str, count: int) -> None:
-    """Warns, once, of masters that are stepped and were made from codes. name: of the first of `count` weights."""
+    """Warns, once, of stepped masters that were made from codes. name: of the first of `count` weights."""
     warn_once(
         "coarse",
         f"masters of quantized weights ({name} in {recipe} first, {count} in all) start as the dequantized weights, "
@@ -48,7 +48,7 @@ def warn_of_coarse(name: str, recipe: str, count: int) -> None:
 def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
     """Warns of an operator that updates quantized weights in place from other tensors of their shape.
 
-    Initializers have no such operands, and a weight with initial values loses nothing.
+    Initializers have no such operands, and weights with initial values lose nothing.
     """
     name = schema_of(func).name
     if not name.endswith("_") or name.endswith("copy_"):
@@ -80,7 +80,7 @@ def note_average(target: QuantizedTensor) -> bool:
 
 @cache
 def watch() -> None:
-    """From now on, warns of optimizers that step quantized weights themselves."""
+    """Starts warning of optimizers that step quantized weights themselves."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -111,7 +111,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def mark_replaced(param: Tensor, name: str, caller: str) -> None:
-    """A conversion put another parameter in this one's place: an optimizer that still has it would train nothing."""
+    """Records that a conversion replaced a parameter: an optimizer that still has it would train nothing."""
     setattr(param, _REPLACED, (name, caller))
 
 

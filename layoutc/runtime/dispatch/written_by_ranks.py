@@ -1,9 +1,8 @@
-"""Collectives that write into quantized tensors, where others than DTensor call them: the schemas don't say so.
+"""Collectives that write into quantized tensors, called by code other than DTensor; their schemas don't say so.
 
-All-reduce is arithmetic in place, as averages of models are: it adds values, and all ranks quantize the same result.
-The others receive what one rank has sent. To quantize its values again would not give its bytes, so these collectives
-are refused, once the rank has taken part: others that did not ask for more than plain values go on. Sending values from
-a quantized tensor is left to the fallback.
+All-reduce is in-place arithmetic, such as model averaging: it adds values, and all ranks quantize the same result. The
+others receive what one rank sends. Quantizing these values again would not give the sender's bytes, so they are refused
+after the rank has taken part; ranks with plain tensors continue. The fallback sends values from quantized tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def may_wait(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
 
 
 def refuse_flat_parameters(pieces: Any) -> None:
-    """Raises LayoutError where FSDP1 joins weights into one flat parameter, which would train without a recipe."""
+    """Raises LayoutError if FSDP1 joins weights into one flat parameter, which would train without a recipe."""
     if callers.is_called_from(_FSDP1):
         label = next(one.label() for one in pieces if hasattr(one, "LAYOUT"))
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""The amax that a weight's scales follow from: the maximum over its shards, or one from a history."""
+"""The amax of a weight's scales: the maximum over its shards, or one from a history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: st
     """The maximum of each entry over the ranks of a group, or of several groups; NaN counts as the largest. Collective.
 
     values: fp32 magnitudes of any shape. They are reduced as int32, because a floating-point MAX may drop NaN: the bits
-    of magnitudes are in the same order as the magnitudes, with NaN above inf. tag: says what is reduced. Raises
+    of magnitudes have the magnitudes' order, with NaN above inf. tag: says what is reduced. Raises
     LayoutError, on all ranks, if ranks pass different ones.
     """
     groups = [group] if isinstance(group, dist.ProcessGroup) else group or ()
@@ -56,8 +56,8 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: st
 
 
 def join(amaxes: Sequence[Tensor], groups: Sequence[Group | None]) -> None:
-    """Gives amaxes, fp32, of weights that are quantized under one the largest of their group, in place. NaN counts as
-    the largest. groups: of each weight; None for one by itself."""
+    """Raises the fp32 amaxes of weights that share one to the largest of their group, in place. NaN counts as the
+    largest. groups: of each weight; None for a single one."""
     together = defaultdict[Group, list[Tensor]](list)
     for amax, group in zip(amaxes, groups, strict=True):
         if group is not None:
@@ -66,7 +66,7 @@ def join(amaxes: Sequence[Tensor], groups: Sequence[Group | None]) -> None:
         return
     most = [members[0] for members in several]
     for at in range(1, max(map(len, several))):
-        # A group that has no more members meets its last one again.
+        # A group without further members repeats its last one.
         most = foreach_maximum(most, [members[min(at, len(members) - 1)] for members in several])
     foreach_copy_(
         [one for members in several for one in members],
@@ -75,7 +75,7 @@ def join(amaxes: Sequence[Tensor], groups: Sequence[Group | None]) -> None:
 
 
 def check_same(tag: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises LayoutError, on all ranks of a group, if they do not write the same weight. Collective."""
+    """Raises LayoutError, on all ranks of a group, if they write different weights. Collective."""
     reduce_max(torch.zeros(1, device=device), [group], tag)
 
 
@@ -174,14 +174,14 @@ def with_histories(
 def _pick(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
     """The amax that the scale follows from: of earlier ones (..., history), latest first, or the current one (..., 1).
 
-    A zero stands for an amax that is not known yet.
+    A zero means that an amax is not known yet.
     """
     earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
     return torch.where(earlier == 0, current, earlier)
 
 
 def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
-    """The shared amax that a tensor's scales follow from, (1,) fp32; None if the tensor does not store it."""
+    """The shared amax of a tensor's scales, (1,) fp32; None if the tensor does not store it."""
     stored = None if tensor.LAYOUT.level is not None else tensor.store.planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
@@ -193,9 +193,9 @@ def shared_amaxes(
 ) -> tuple[Tensor, list[tuple[int, ...]]]:
     """The `_shared_amax` of each of many weights, fp32, flattened and concatenated; and the shape of each.
 
-    weights: classes of recipes that share an amax, with (m, k) matrices. Only the number of columns that an amax covers
-    matters, so one launch serves several recipes. The result is on the device of the first matrix; those on others are
-    measured there, one by one.
+    weights: classes of recipes that share an amax, with (m, k) matrices. Only the columns that an amax covers matter,
+    so one launch serves several recipes. The result is on the device of the first matrix; those on others are measured
+    there, one by one.
     """
     shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
     offsets = list(accumulate(map(prod, shapes), initial=0))

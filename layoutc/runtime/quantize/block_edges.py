@@ -1,4 +1,4 @@
-"""Quantizing shards whose cuts split blocks: what the ranks on both sides of a cut send each other.
+"""Quantizing shards whose cuts split blocks: what ranks on both sides of a cut exchange.
 
 The scale of a block depends on all of its rows, so a shard is quantized together with the other rows of its first and
 last block (its halo). Of those rows it only needs what decides the scales: for most recipes, the minimum and maximum of
@@ -23,7 +23,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None) -> None:
     """Raises if plain values can't be written into a tensor, because its blocks can't be completed.
 
-    UnsupportedOperator for a tensor that is cut inside a block and is not a shard: nobody has the rest of the block.
+    UnsupportedOperator for a tensor that is cut inside a block and is not a shard: no rank has the rest of the block.
     LayoutError for a shard whose halo is not the one that `row_sharding` implies.
     """
     halo, layout = target.store.halo, target.LAYOUT
@@ -80,10 +80,10 @@ def gather_bytes(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _edges(layout: Layout, values: Tensor, row_sharding: RowSharding | None) -> Tensor:
-    """What a rank sends of the first and the last block that it has rows of: (2, rows sent, k), fp32.
+    """What a rank sends of its first and its last block: (2, rows sent, k), fp32.
 
-    The minimum and maximum of each column, if they decide the scales. Otherwise all rows of the block, with zeros in
-    place of rows that the rank does not have. A rank without rows sends zeros.
+    The minimum and maximum of each column, if they decide the scales. Otherwise all rows of the block, with zeros for
+    other ranks' rows. A rank without rows sends zeros.
     """
     assert row_sharding is not None
     block, (n, k) = layout.block_rows, values.shape
@@ -102,7 +102,7 @@ def _edges(layout: Layout, values: Tensor, row_sharding: RowSharding | None) -> 
 
 
 def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None, received: Tensor) -> Tensor:
-    """Values, (rows, k) -> the same with the rows of the halo around them. received: (ranks, 2, rows sent, k)."""
+    """Values, (rows, k) -> the same with the halo's rows. received: (ranks, 2, rows sent, k)."""
     assert row_sharding is not None
     block, cuts = layout.block_rows, row_sharding.cuts
     halo = cuts.halo(row_sharding.rank, block)

@@ -1,4 +1,4 @@
-"""Quantizes the planes that a source of codes does not have from those that it has."""
+"""Quantizes the planes that a checkpoint lacks from those that it has."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def complete_(
     tag: str | None = None,
     row_sharding: RowSharding | None = None,
 ) -> None:
-    """Quantizes each orientation that `planes` don't give, of fp32 values that one that they do dequantizes to.
+    """Quantizes each orientation that `planes` don't give, from the dequantized fp32 values of one that they do.
 
-    `planes`, which have just been written, stay as they are; so does an amax among them, which the others then share.
+    `planes`, which were just written, are not changed; nor is an amax among them, which the others then share.
     groups, tag, row_sharding: as for `weights.quantize`; the call is collective if that would be.
     """
     rest = lacking(target, planes)

@@ -37,7 +37,7 @@ def receive(target: QuantizedTensor) -> bool:
     packed = torch.cat([_bytes(tensor) for tensor in sent])
     before = packed.clone()
     dist.broadcast(packed, group=group, group_src=src)
-    # If all ranks had the same bytes already, masters that were made from them stay valid.
+    # If all ranks already had the same bytes, masters that were made from them stay valid.
     differs = torch.tensor([int(not torch.equal(packed, before))], device=target.device)
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
     if not differs.item():
@@ -71,7 +71,7 @@ def _check_equal_kinds(target: QuantizedTensor, values: Tensor | None, group: di
 
 
 def dense(tensors: Any) -> Any:
-    """A tree of tensors for torch to broadcast, with quantized weights dequantized. Nobody reads the result."""
+    """A tree of tensors for torch to broadcast, with quantized weights dequantized. Nothing reads the result."""
     return tree_map(lambda one: one.dequantize() if isinstance(one, QuantizedTensor) else one, tensors)
 
 

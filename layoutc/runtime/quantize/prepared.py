@@ -1,4 +1,4 @@
-"""Requantizing the same weights again and again, as an optimizer does: what stays the same is worked out once."""
+"""Requantizing the same weights repeatedly, as an optimizer does: what does not change is prepared once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
 
 
 class Requantization:
-    """`requantize_batch_` for the same targets and values, for as long as they stay where they are: launch plans, with
-    the reduction of amaxes between them."""
+    """`requantize_batch_` for the same targets and values while they keep their addresses: launch plans, with the
+    reduction of amaxes between them."""
 
     def __init__(self, pairs: Pairs, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Use `prepared`, which says whether that is possible."""
+        """Use `prepared`, which checks whether this is possible."""
         self._groups, self._device, self._place = groups, pairs[0][1].device, _place(pairs)
         self._targets = [weakref.ref(target) for target, _ in pairs]
         self._amaxes: list[LaunchPlan] = []
@@ -44,7 +44,7 @@ class Requantization:
         self._stored: list[tuple[int, int]] = []  # positions of targets with planes that are amaxes, and of these
 
     def holds(self, pairs: Pairs) -> bool:
-        """True if these are the targets and values that were prepared, and are where they were."""
+        """True if these are the prepared targets and values, at the same addresses."""
         targets = [one() for one in self._targets]
         same = len(pairs) == len(targets) and all(map(is_, [target for target, _ in pairs], targets))
         return same and self._place == _place(pairs)
@@ -69,7 +69,7 @@ class Requantization:
         written([target for target, _ in pairs])
 
     def prepare(self, pairs: Pairs) -> bool:
-        """Works out all launches; false if some weight needs more than launches of batches."""
+        """Prepares all launches; False if a weight needs more than batched launches."""
         sharing = [at for at, (target, _) in enumerate(pairs) if target.LAYOUT.shares_amax]
         matrices = [as_matrix(values, (target.store.rows, target.store.matrix[1])) for target, values in pairs]
         shapes = [pairs[at][0].LAYOUT.amax_shape(matrices[at].shape[1]) for at in sharing]
@@ -125,6 +125,6 @@ def prepared(
 
 
 def _place(pairs: Pairs) -> Place | None:
-    """Where all values and planes lie."""
+    """The addresses of all values and planes."""
     planes = chain.from_iterable([target.store.planes.values() for target, _ in pairs])
     return place_of([*[values for _, values in pairs], *planes], pairs[0][1].device)

@@ -1,8 +1,8 @@
 """check_ranks: whether all ranks hold the same model, before a gather hangs or trains on a difference.
 
 FSDP2 exchanges nothing when it shards, so ranks that differ end up in collectives of unequal sizes, or wait forever.
-Here each rank makes *claims*: what it holds, and how many ranks must hold the same. All ranks see all claims as hashes
-and so reach the same verdict; words are exchanged only if that is bad.
+Here each rank makes *claims*: what it holds, and how many ranks must hold the same. All ranks see the hashes of all
+claims, and so reach the same verdict; texts are exchanged only if claims differ.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _stored(local: Tensor) -> dict[str, Tensor]:
 
 
 def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) -> Iterator[tuple[str, Claim]]:
-    """Claims of what all shards have in common; shards of columns differ in what belongs to columns."""
+    """Claims of what all shards share; shards of columns differ in planes of columns."""
     layout, last = local.LAYOUT, param.dim() - 1
     of_columns = {mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == last > 0}
     by_columns = set(layout.shared_by_columns)
@@ -199,7 +199,7 @@ def _compare(claims: dict[int, Claim]) -> None:
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:
-    """What each rank has. Collective."""
+    """`mine` of all ranks. Collective."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found

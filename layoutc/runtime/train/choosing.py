@@ -14,7 +14,7 @@ DIMS = (2, 3)  # of a matrix, and of one for each expert
 
 
 class Use(NamedTuple):
-    """A parameter where a module has it: the module, the parameter's name there, and its fully qualified name."""
+    """A parameter in a module: the module, the parameter's name there, and its fully qualified name."""
 
     module: nn.Module
     key: str
@@ -22,7 +22,7 @@ class Use(NamedTuple):
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter that the module has under that name now."""
+        """The module's current parameter of that name."""
         param: nn.Parameter = getattr(self.module, self.key)
         return param
 
@@ -45,7 +45,7 @@ def choose(
     param_filter: ParamFilter | None,
     among: set[nn.Module] | None = None,
 ) -> list[Use]:
-    """What both filters choose; the defaults are those of `quantize_`. among: the only modules to look at.
+    """The parameters that both filters choose; defaults as in `quantize_`. among: the only modules to look at.
 
     Raises ValueError for a pattern that no parameter of two or three dims has a name for, TypeError for one string.
     """
@@ -86,8 +86,8 @@ def _check_patterns(param_filter: ParamFilter | None, every: Sequence[Use]) -> N
 def check_ties(
     roots: Sequence[nn.Module], chosen: Sequence[Use], recipe: str, filters: str, without: Callable[[str], str]
 ) -> None:
-    """Raises ValueError for a chosen parameter that a module has as well for which it is not chosen: there, it must
-    stay plain. filters: the names of those that chose. without: an example that leaves a parameter out."""
+    """Raises ValueError for a chosen parameter that is shared with a module for which it is not chosen, where it must
+    stay plain. filters: their names. without: an example that leaves a parameter out."""
     names = {use.param: use.name for use in chosen}
     places = {(id(use.module), use.key) for use in chosen}
     for use in uses(roots):

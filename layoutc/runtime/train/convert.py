@@ -37,14 +37,14 @@ _conversions = count()
 
 
 class Filters(NamedTuple):
-    """What chooses parameters: of modules, and of parameters."""
+    """The filter of modules, and that of parameters."""
 
     filter_fn: Filter | None
     param_filter: ParamFilter | None
 
     @property
     def names(self) -> str:
-        """For messages."""
+        """Their names, for messages."""
         return "filter_fn" if self.param_filter is None else "param_filter"
 
     def without(self, name: str, dims: int = 2) -> str:
@@ -153,7 +153,7 @@ def _replace(
     caller: str = "quantize_",
     among: set[nn.Module] | None = None,
 ) -> list[Use]:
-    """Replaces the chosen parameters of all roots by what `make` gives. among: the only modules to look at."""
+    """Replaces the chosen parameters of all roots by the results of `make`. among: the only modules to look at."""
     every = choose(roots, filters.filter_fn, filters.param_filter, among)
     chosen = [use for use in every if not _is_ours(use.param)]
     for use in chosen:
@@ -302,7 +302,7 @@ def quantized_init(
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
-    """The tensor class of a recipe. Raises ValueError for what names none."""
+    """The tensor class of a recipe. Raises ValueError for an unknown recipe."""
     return installed.find(recipe).Tensor  # type: ignore[no-any-return]
 
 

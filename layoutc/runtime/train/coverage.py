@@ -20,7 +20,7 @@ from layoutc.runtime.train.choosing import DIMS, Use, uses
 from layoutc.runtime.train.convert import recipe_class
 
 Kind = Literal["quantized", "cast on gather", "plain"]
-# Modules whose matrices are no weights of products: rows that are looked up, and filters.
+# Modules whose matrices are not weights of products: lookup tables and filters.
 _NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
@@ -28,7 +28,7 @@ _NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 class CoveredParameter:
     """One parameter. recipe: "" if it is plain. is_weight: of a linear layer or of experts, and so in the share.
 
-    reason: why it was left plain; of one that is quantized, what that costs in this model.
+    reason: why it was left plain; for a quantized one, what that costs in this model.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Coverage:
         return len(self.rows)
 
     def __str__(self) -> str:
-        """A table: first what is quantized of all linear layers and experts, then a line for each parameter."""
+        """A table: the quantized share of all linear layers and experts, then a line for each parameter."""
         table = [_cells(row) for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
@@ -136,7 +136,7 @@ def _row(same: list[Use], param: Tensor, layouts: list[Layout]) -> CoveredParame
 
 
 def _no_weight(same: list[Use]) -> str:
-    """Why a parameter is no weight of a linear layer or of experts; "" if it is one."""
+    """Why a parameter is not a weight of a linear layer or of experts; "" if it is."""
     dims = same[0].param.dim()
     if dims not in DIMS:
         return f"{dims} dim{'s' if dims != 1 else ''}"

@@ -1,9 +1,9 @@
 """The optimizer inside MasterWeights: what it steps, its options, its state, and its step.
 
 Users, schedulers and checkpoints see the groups and the state of MasterWeights, which are keyed by the model's
-parameters. The inner optimizer has groups and state of its own, keyed by what it steps: masters or, where they are
-DTensors and it works element by element, their shards. DTensor's dispatch takes the host four times as long as fused
-AdamW does by itself, and refuses parameters of several meshes in one call.
+parameters. The inner optimizer has its own groups and state, keyed by what it steps: masters, or their shards if they
+are DTensors and the optimizer is elementwise. DTensor's dispatch takes four times the host time of fused AdamW, and
+refuses parameters of several meshes in one call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from layoutc.runtime.torch_private import local_tensor, spec_of, version_of
 
-# Optimizers that step each element by itself, so that a shard is stepped as the whole is. Not their subclasses, which
-# may add a norm or a rank.
+# Elementwise optimizers, which step a shard like the whole. Not their subclasses, which may add a norm or a rank.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
 
 def groups_of(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[dict[str, Any]]:
     """The parameter groups that `owner` is given, with the class of the inner optimizer. Raises TypeError, with what to
-    write, for an optimizer in place of its class, and for a model, or nothing, in place of parameters."""
+    write, for an optimizer instead of its class, and for a model, or nothing, instead of parameters."""
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(f"{owner} makes the optimizer itself: pass the class, {owner}({name}, model.parameters(), ...)")
@@ -50,18 +49,18 @@ def groups_of(owner: str, optimizer_class: object, params: Iterable[Any]) -> lis
 
 
 def steps_shard(inner: torch.optim.Optimizer, master: Tensor) -> bool:
-    """Whether an optimizer steps a master's shard, as a tensor of its own, and not the master."""
+    """Whether an optimizer steps a master's shard as a plain tensor, not the master."""
     return isinstance(master, DTensor) and (type(inner) in ELEMENTWISE or getattr(inner, "STEPS_SHARDS", False))
 
 
 def step_instead(inner: torch.optim.Optimizer, old: Tensor, new: Tensor) -> None:
-    """Hands the state of what was stepped over to what is stepped in its place."""
+    """Moves the state of the old stepped tensor to the new one."""
     if (state := inner.state.pop(old, None)) is not None:
         inner.state[new] = {name: value_for(old, new, name, value) for name, value in state.items()}
 
 
 def value_for(master: Tensor, one: Tensor, name: str, value: Any) -> Any:
-    """A value of a master's state, for what is stepped of it (`one`): its shard for a shard, on the same device.
+    """A value of a master's state, for the stepped tensor `one`: its shard for a shard, on the same device.
 
     Step counters stay where they are, as in torch.optim.
     """
@@ -76,19 +75,19 @@ def value_for(master: Tensor, one: Tensor, name: str, value: Any) -> Any:
 
 
 def shown_state(master: Tensor, one: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of what is stepped of a master (`one`), as it would be of the master: DTensors where that is one."""
+    """The state of the stepped tensor `one`, as state of the master: DTensors if the master is one."""
     if one is master:
         return dict(state)
     return {name: as_of(master, value) if _is_like(one, value) else value for name, value in state.items()}
 
 
 def _is_like(one: Tensor, value: Any) -> bool:
-    """True for a value for each element of what is stepped, false for step counters and the like."""
+    """True for elementwise state, False for step counters and the like."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == one.shape
 
 
 def as_of(master: Tensor, local: Tensor) -> Tensor:
-    """A tensor for each element of a master's shard: a DTensor that is cut as the master, if that is one."""
+    """An elementwise tensor of a master's shard, as a DTensor sharded like the master, if that is one."""
     if not isinstance(master, DTensor):
         return local
     spec = spec_of(master)
@@ -104,7 +103,7 @@ def push_options(outer_groups: list[dict[str, Any]], inner_groups: list[dict[str
 
 
 def marks(inner_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `pull_options` compares options with."""
+    """The options that `pull_options` compares with."""
     return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in inner_groups]
 
 
@@ -113,8 +112,8 @@ def pull_options(
 ) -> None:
     """Copies options that the inner optimizer has set since `marks` to the outer groups.
 
-    Some optimizers keep what they have found so far in their groups: Prodigy its step size, ScheduleFree the weight of
-    its average. It would be overwritten by `push_options`, and missing in checkpoints.
+    Some optimizers keep results in their groups: Prodigy its step size, ScheduleFree the weight of its average.
+    `push_options` would overwrite them, and checkpoints would lack them.
     """
     for outer, inner, marked in zip(outer_groups, inner_groups, before, strict=True):
         changed = {key: value for key, value in inner.items() if key != "params" and _differs(marked.get(key), value)}
@@ -162,7 +161,7 @@ def step(inner: torch.optim.Optimizer) -> None:
     """
     try:
         inner.step()
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:  # what they raise without one
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:  # raised without a closure
         if "closure" not in str(error):
             raise
         raise TypeError(

@@ -56,17 +56,17 @@ class MasterWeights(FollowsParameters):
         >>> optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     """
 
-    STEPS_MASTERS = True  # so `update_warnings` does not warn
-    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting")  # attributes that are worked out anew in copies
+    STEPS_MASTERS = True  # `update_warnings` does not warn of it
+    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting")  # caches, which copies compute again
 
-    _kept: Sequence[Entry] = ()  # from step to step; in no copy and no pickle
+    _kept: Sequence[Entry] = ()  # from step to step; never copied or pickled
     _gradients = Gradients()
     _rewriting: WriteBack | None = None
 
-    BY_RULE: type[MasterWeights]  # what `state` or `masters` make; optim/by_rule.py, which is above, sets it
+    BY_RULE: type[MasterWeights]  # the class for `state` or `masters`; optim/by_rule.py sets it
 
     def __new__(cls, *args: Any, state: Any = None, masters: Any = None, **options: Any) -> MasterWeights:
-        """With `state` or `masters`, what steps by its own rule."""
+        """With `state` or `masters`, an instance of BY_RULE."""
         return super().__new__(cls.BY_RULE if cls is MasterWeights and (state, masters) != (None, None) else cls)
 
     def __init__(
@@ -98,7 +98,7 @@ class MasterWeights(FollowsParameters):
             inner_optimizer.own_options(self.inner.param_groups[-1:])
             self._step_masters()
 
-    @left_by_compilers  # what a step looks at is of Python: stamps, kept entries, batches of launches
+    @left_by_compilers  # a step works on Python objects: stamps, entries, batches of launches
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the inner optimizer on the masters, then rewrites every parameter that has a gradient from its master.
@@ -208,7 +208,7 @@ class MasterWeights(FollowsParameters):
         for param, state in states:
             self._load_one(param, state)
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        # Without a state there is nothing to collect: torch's checkpoints initialize what is empty, and only that.
+        # Without state there is nothing to collect: torch's checkpoints initialize only empty state.
         self._loaded = any(state for _, state in states)
         if self._loaded:
             self._collect_state()
@@ -225,15 +225,15 @@ class MasterWeights(FollowsParameters):
         return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, unlike Optimizer's own method. A copy, or a restored optimizer, starts from its masters: its
-        weights have new marks, but are made of these."""
+        """All attributes, unlike Optimizer's method. A copy, or a restored optimizer, starts from its masters: its
+        weights have new stamps, but were made from these."""
         self._forget_entries()
         state = {name: value for name, value in self.__dict__.items() if name not in self._KEPT}
         return state | {"_loaded": True, "_places": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._step_masters()  # shards of these were copied apart from them
+        self._step_masters()  # masters and their shards were copied separately
         self._forget_entries()
         for name in self._KEPT:
             del self.__dict__[name]
@@ -271,7 +271,7 @@ class MasterWeights(FollowsParameters):
         return nn.Parameter(master)
 
     def _new_master(self, param: Tensor, zeros: Tensor) -> Tensor:
-        """What a parameter's master is held in: zeros of its dtype."""
+        """Zeros for a parameter's master."""
         return zeros
 
     def _master_dtype(self, param: Tensor) -> torch.dtype:
@@ -279,8 +279,7 @@ class MasterWeights(FollowsParameters):
         return torch.float32
 
     def _take_values(self, param: Tensor, master: Tensor) -> None:
-        """Copies a parameter's values into its master: those that it was quantized from, which are then freed, if
-        any."""
+        """Copies a parameter's values into its master: its initial values, which are then freed, if there are any."""
         local = local_of(param)
         self._coarse.pop(param, None)
         if not isinstance(local, QuantizedTensor):
@@ -323,7 +322,7 @@ class MasterWeights(FollowsParameters):
         self._kept, self._gradients, self._rewriting = (), Gradients(), None
 
     def _refresh_masters(self) -> None:
-        """Makes masters for parameters that now train, and renews those of weights that something else has written."""
+        """Makes masters for parameters that now train, and updates those of weights that other code has written."""
         for entry in self._entries():
             param = entry.param
             if not entry.trains:
@@ -337,12 +336,12 @@ class MasterWeights(FollowsParameters):
                 if not self._loaded:
                     self._take_values(param, entry.master)
                 elif isinstance(local := local_of(param), QuantizedTensor):
-                    initial_values.free(local.store)  # the masters that were loaded win
+                    initial_values.free(local.store)  # loaded masters win
             entry.stamp = stamp(param)
         self._step_masters()
 
     def _step_masters(self) -> None:
-        """Makes the inner optimizer step the masters that the parameters have now."""
+        """Makes the inner optimizer step the parameters' current masters."""
         entries = iter(self._entries())
         for inner in self.inner.param_groups:
             for position, old in enumerate(inner["params"]):
@@ -361,8 +360,7 @@ class MasterWeights(FollowsParameters):
         return bool(group.get("lr", 1))
 
     def _write_back(self, done: Collection[Entry] = ()) -> None:
-        """Rewrites the parameters that have a gradient, of groups that move, from their masters. done: those that are
-        written already."""
+        """Rewrites parameters with a gradient, of groups that move, from their masters. done: already written ones."""
         entries, moved = iter(self._entries()), []
         for group in self.param_groups:
             moves = self._moves(group)

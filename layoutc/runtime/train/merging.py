@@ -1,4 +1,4 @@
-"""Merging: adding an adapter's update to a quantized weight, how far the result is from the sum, and taking it back."""
+"""Merging: adds an adapter's update to a quantized weight, measures the rounding error, and undoes it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def unmerge_(weight: Tensor) -> None:
 
 
 def _local(weight: Tensor, does: str, instead: str) -> QuantizedTensor:
-    """This rank's part of a quantized weight. Raises TypeError; LayoutError for one that is gathered as values."""
+    """This rank's part of a quantized weight. Raises TypeError, and LayoutError if it is gathered as values."""
     if (shard := gathered.weights_of_values().get(id(weight))) is not None:
         name = getattr(local_tensor(shard), "weight_name", None) or "the weight"
         raise LayoutError(f"{name} of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")

@@ -1,7 +1,7 @@
-"""Replaced parameters: ones that took the place of others in an optimizer's groups, or in the modules that have them.
+"""Parameters that replaced others in an optimizer's groups, or in modules.
 
 accelerate does the first when it shards a model after the optimizer was made, fully_shard the second. The new parameter
-takes over the old one's master, cut as it is itself, since a master is finer than what the parameter dequantizes to.
+takes over its part of the old one's master, which is finer than what the parameter dequantizes to.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Places = dict[Tensor, tuple[dict[str, Any], str]]
-_converted: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id: a module's own == may be anything
+_converted: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id: a module may define ==
 
 
 def record_replacements(roots: Iterable[nn.Module]) -> None:
-    """Keeps in mind, while they live, modules whose parameters are likely to be given to an optimizer."""
+    """Records modules, weakly, whose parameters an optimizer is likely to get."""
     for root in roots:
         _converted.update((id(module), module) for module in root.modules())
 
 
 def places(params: Iterable[Tensor]) -> Places:
-    """Where modules have parameters that are not sharded yet: the module's own dict of parameters, and the name there.
+    """Where modules have parameters that are not sharded yet: the module's dict of parameters, and the name there.
 
-    An optimizer is given parameters alone. Most are in modules that were converted; of others Python's collector knows
-    what refers to them, which takes a tenth of a second for a million objects.
+    An optimizer only gets parameters. Most are in converted modules; for others, Python's garbage collector finds the
+    referrers, which takes 0.1 s for a million objects.
     """
     wanted = {id(param): param for param in params if not isinstance(param, DTensor)}
     found = _among([module._parameters for module in _converted.values()], wanted)
@@ -48,12 +48,12 @@ def places(params: Iterable[Tensor]) -> Places:
 
 
 def _among(dicts: Iterable[dict[str, Any]], wanted: dict[int, Tensor]) -> Places:
-    """Those of the wanted parameters, by id, that these modules' dicts have."""
+    """The wanted parameters, by id, in these modules' dicts."""
     return {wanted[id(value)]: (one, name) for one in dicts for name, value in one.items() if id(value) in wanted}
 
 
 def _sharded_since(found: Places, param: Tensor) -> Tensor | None:
-    """What fully_shard has put into the module in place of a parameter, if it has."""
+    """The parameter by which fully_shard has replaced `param`, if any."""
     parameters, name = found.get(param, ({}, ""))
     now = parameters.get(name)
     is_shard = isinstance(now, DTensor) and not isinstance(param, DTensor) and now.shape == param.shape
@@ -61,8 +61,8 @@ def _sharded_since(found: Places, param: Tensor) -> Tensor | None:
 
 
 def _hand_gradient_over(old: Tensor, new: Tensor) -> None:
-    """Gives the new parameter the old one's gradient: to initialize a state, torch's checkpoints set gradients of what
-    is in the groups, and step once."""
+    """Moves the old parameter's gradient to the new one: to initialize state, torch's checkpoints set gradients of the
+    groups' parameters and step once."""
     if old.grad is not None and new.grad is None and isinstance(new, DTensor):
         new.grad = distribute_tensor(old.grad, new.device_mesh, new.placements, src_data_rank=None)
     old.grad = None
@@ -71,9 +71,9 @@ def _hand_gradient_over(old: Tensor, new: Tensor) -> None:
 def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool:
     """Copies a master's values to the one that replaces it, if both parameters have the same values; else false.
 
-    They differ on a rank whose model had other weights, and has been sent those of the first rank since.
+    They differ on a rank whose weights were replaced by the first rank's since.
     """
-    if old.is_meta:  # there were no values yet
+    if old.is_meta:  # no values yet
         return False
     values = [
         _cut(one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one, param) for one in (old, master)
@@ -99,7 +99,7 @@ class FollowsParameters(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     _masters: dict[Tensor, Tensor]
-    _recipes: dict[Tensor, tuple[str, str]]  # of quantized parameters: their names, and those of recipes
+    _recipes: dict[Tensor, tuple[str, str]]  # quantized parameters -> names of parameter and recipe
     _written: dict[Tensor, Any]
     _coarse: dict[Tensor, None]  # parameters whose masters were made from codes
     _places: Places
@@ -109,7 +109,7 @@ class FollowsParameters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Makes it train the parameters that its groups hold now, and those that fully_shard made of its own.
+        """Switches to the parameters that its groups hold now, and to those by which fully_shard replaced them.
 
         Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
         belongs to the old shards.
@@ -139,8 +139,7 @@ class FollowsParameters(torch.optim.Optimizer):
                     self._coarse.pop(param, None)
 
     def _check_kinds(self) -> None:
-        """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
-        made."""
+        """Raises LayoutError, on all ranks, for parameters whose kind has changed since their masters were made."""
         for param, (name, recipe) in self._recipes.items():
             if not isinstance(local_of(param), QuantizedTensor):
                 raise LayoutError(

@@ -1,7 +1,7 @@
-"""What MasterWeights keeps from step to step: for each parameter, and for all that are requantized together.
+"""What MasterWeights caches between steps: for each parameter, and for all that are requantized together.
 
-Looking a parameter up, asking how it is sharded, and converting gradients one by one takes the host more time than the
-optimizer's own step.
+Looking up parameters and their shardings, and converting gradients one by one, takes the host longer than the
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _CHUNK = 1 << 24  # elements of gradients that are allocated together
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A parameter's shard, or all of it, below autograd."""
+    """A parameter's shard, or the whole parameter, below autograd."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def rounded(master: Any) -> Tensor:
-    """What a weight is written from: its master's shard; of a master in planes, the first, which rounds it."""
+    """What a weight is written from: its master's shard; for a master in planes, the first plane, which rounds it."""
     local = local_of(master)
     if not isinstance(local, QuantizedTensor):
         return local
@@ -52,9 +52,9 @@ class Entry:
         self.param, self.master, self.stamp = param, master, stamp
         self.steps_shard = inner_optimizer.steps_shard(inner, master)
         self._local: Tensor | None = None  # of a parameter that is not a DTensor
-        self.spec: Any = None  # of gradients that are cut as the master
+        self.spec: Any = None  # of gradients that are sharded like the master
         self._shown: dict[str, Any] | None = None  # the inner optimizer's state as users see it, with the master
-        self._seen: tuple[Any, ...] = ()  # what both held when it was last shown
+        self._seen: tuple[Any, ...] = ()  # the contents of both when it was last shown
 
     @property
     def trains(self) -> bool:
@@ -85,7 +85,7 @@ class Entry:
         return alias  # type: ignore[no-any-return]
 
     def show(self, state: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
-        """Shows the inner optimizer's state, if there is any, and the master in `states`, as the parameter's."""
+        """Puts the inner optimizer's state, if any, and the master into `states`, as the parameter's."""
         if state is None:
             if not self.trains:
                 return
@@ -116,8 +116,8 @@ def stamp(param: Tensor) -> Any:
 
 
 def is_moved(before: Any, now: Any) -> bool:
-    """Whether a quantized parameter has the bytes of an earlier stamp in another tensor, as module.to sets it by .data:
-    its version counters start at 0, and what this package writes changes the rest of the stamp as well."""
+    """Whether a quantized parameter has the bytes of an earlier stamp in another tensor, as after module.to, which sets
+    .data: version counters start at 0, and writes of this package also change the rest of the stamp."""
     return type(now[1]) is tuple and before[0] is now[0] and not any(now[1])
 
 
@@ -128,11 +128,11 @@ class Gradients:
     def __init__(self) -> None:
         self._entries: list[Entry] = []  # those whose gradients are copied into `_views`
         self._views: list[Tensor] = []
-        self._shown: list[Tensor] = []  # the views as gradients of masters: DTensors where those are
+        self._shown: list[Tensor] = []  # the views as gradients of masters: DTensors if those are
         self._storages: list[tuple[Any, int]] = []  # of the views, with the bytes that they have during a step
 
     def give(self, entries: Iterable[Entry]) -> None:
-        """Gives what is stepped its gradients."""
+        """Sets the gradients of stepped tensors."""
         narrow: list[Entry] = []
         values: list[Tensor] = []
         for entry in entries:
@@ -160,7 +160,7 @@ class Gradients:
             entry.stepped.grad = gradient
 
     def take(self, entries: Iterable[Entry]) -> None:
-        """Takes them back, and frees their memory."""
+        """Removes the gradients and frees their memory."""
         for entry in entries:
             if entry.stepped is not entry.param:
                 entry.stepped.grad = None
@@ -168,7 +168,7 @@ class Gradients:
             storage.resize_(0)
 
     def _prepare(self, entries: list[Entry], values: Sequence[Tensor]) -> None:
-        """Makes fp32 tensors without memory for the gradients of these; small ones share what is allocated later."""
+        """Makes fp32 gradients without memory; small ones will share an allocation."""
         chunks: dict[tuple[torch.device, int], list[int]] = defaultdict(list)
         filled: dict[torch.device, int] = defaultdict(int)
         for index, one in enumerate(values):
@@ -177,7 +177,7 @@ class Gradients:
         views: dict[int, Tensor] = {}
         self._storages = []
         for (device, _), members in chunks.items():
-            sizes = [-(-values[index].numel() // 4) * 4 for index in members]  # each begins at a multiple of 16 bytes
+            sizes = [-(-values[index].numel() // 4) * 4 for index in members]  # aligned to 16 bytes
             flat = torch.empty(sum(sizes), device=device)
             storage = flat.untyped_storage()
             self._storages.append((storage, storage.nbytes()))
@@ -190,13 +190,13 @@ class Gradients:
 
 
 def gradient_of(entry: Entry) -> Tensor:
-    """The gradient of a parameter that has one, or its shard: cut as the master; in its own dtype where it was."""
+    """A parameter's gradient, or its shard, sharded like the master; not converted if it was already."""
     grad: Any = entry.param.grad
     return local_tensor(grad if _is_cut_as_master(grad, entry) else _cut_as_master(grad, entry))
 
 
 def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
-    """True if a gradient, or its shard, is a plain tensor that is cut as the master."""
+    """True if a gradient, or its shard, is a plain tensor sharded like the master."""
     master: Any = entry.master
     if isinstance(grad, DTensor) != isinstance(master, DTensor):
         return False
@@ -212,7 +212,7 @@ def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
 
 
 def _cut_as_master(grad: Any, entry: Entry) -> Tensor:
-    """A gradient in fp32 that is laid out as what is stepped; of a parameter that is its own master, in its dtype."""
+    """A gradient in fp32, sharded like the stepped tensor; if the parameter is its own master, in its dtype."""
     master: Any = entry.master
     if entry.steps_shard:
         grad = local_tensor(grad.redistribute(master.device_mesh, master.placements))
@@ -244,8 +244,8 @@ class WriteBack:
     """How parameters that a step has moved are rewritten from their masters."""
 
     def __init__(self, moved: list[Entry], every: Iterable[Entry] = ()) -> None:
-        """every: those that are quantized under one amax with some that moved are rewritten with these. Raises
-        LayoutError if they are on other devices, or sharded over other ranks, than these."""
+        """every: of these, weights that share an amax with moved ones are rewritten, too. Raises LayoutError
+        if they are on other devices, or sharded over other ranks."""
         self._moved = moved
         fused = {group for entry in moved if (group := getattr(entry.local, "fused", None)) is not None}
         there = {id(entry) for entry in moved}
@@ -262,7 +262,7 @@ class WriteBack:
                 self._rounded.append(entry)
                 continue
             groups = meshes.amax_groups(local.LAYOUT, entry.param, local.weight_name or "a weight")
-            # Ranks have equally many batches for collectives; without those, one process may have several cards.
+            # For collectives, ranks need equally many batches; without them, one process may have several cards.
             key = tuple(map(id, groups)) or local.device
             if local.fused is not None and batch_of.setdefault(local.fused, key) != key:
                 raise LayoutError(
@@ -275,7 +275,7 @@ class WriteBack:
         self._batches = list(batches.values())
 
     def holds(self, moved: list[Entry]) -> bool:
-        """True if it was made for these parameters, as they are now."""
+        """True if it was made for these parameters and they have not changed."""
         same = len(moved) == len(self._moved) and all(map(is_, moved, self._moved))
         return same and not any(isinstance(entry.local, QuantizedTensor) for entry in self._rounded)
 
