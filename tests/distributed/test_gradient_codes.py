@@ -114,11 +114,14 @@ def gradients_alone(step: int, ranks: int, over: int, width: int = 37, columns: 
     return found
 
 
-def are_shards_of(model: nn.Module, expected: np.ndarray, step: int = 0) -> None:
-    """A rank's gradients lie in `expected`, one after the other, each padded to the rows of the first rank."""
+def are_shards_of(model: nn.Module, expected: np.ndarray, step: int = 0, alone: nn.Module | None = None) -> None:
+    """A rank's gradients lie in `expected`, one after the other, each padded to the rows of the first rank. alone: the
+    same model, not sharded."""
     at = 0
-    for param, whole in zip(model.parameters(), uneven().parameters(), strict=True):
+    for param, whole in zip(model.parameters(), (alone or uneven()).parameters(), strict=True):
         grad: Any = param.grad
+        if grad is None:
+            continue
         own, over = grad.to_local(), grad.device_mesh.size(-1)
         assert own.numpy().tobytes() == expected[at : at + own.numel()].tobytes(), (step, own.shape)
         rows = whole.shape[0] if grad.placements[-1].dim == 0 else None

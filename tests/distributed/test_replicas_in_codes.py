@@ -22,6 +22,7 @@ from test_gradient_codes import (
     are_shards_of,
     backward,
     gradients_alone,
+    in_rows,
     is_that_of_fsdp2,
     seed_of,
     travelled,
@@ -116,6 +117,63 @@ def test_sums_of_replicas_are_those_of_a_model_in_numpy(
     four: Ranks, first: str | None, among: str, feeds_back: bool, all_reduces_later: bool
 ) -> None:
     four.run(summed, first, among, feeds_back, all_reduces_later)
+
+
+class Branches(torch.nn.Module):
+    """A layer of one row, of which the second of two ranks has none, and which steps may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.one = torch.nn.Linear(37, 75), torch.nn.Linear(75, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, leaves_out: bool) -> torch.Tensor:
+        found: torch.Tensor = self.up(x)
+        return found if leaves_out else found * self.one(found)
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 37, generator=torch.Generator().manual_seed(rank + 10 * step)).to(torch.bfloat16)
+    loss: torch.Tensor = model(x, step > 1).float().square().mean()
+    return loss
+
+
+def coded(recipe: str, values: np.ndarray, missed: dict[int, np.ndarray], rank: int, seed: int) -> np.ndarray:
+    """What codes of values stand for, and of what a rank's codes missed before, where these were as many."""
+    before = missed.get(rank)
+    whole = values + (before if before is not None and before.shape == values.shape else np.float32(0))
+    found = travelled(recipe, whole, seed)
+    missed[rank] = whole - found
+    return found
+
+
+def fed_back() -> None:
+    """Error feedback of both levels, of parameters that are all there in two steps, and not in the next two."""
+    own = dist.get_rank() % 2
+    model = fully_shard(Branches(), mesh=mesh_of(2, 2, names=NAMES), mp_policy=POLICY)
+    layoutc.exchange_gradients(model, "grad_int4", replicas="grad_fp8", seed=SEED, error_feedback=True)
+    missed: dict[int, np.ndarray] = {}
+    missed_of_sums: dict[int, np.ndarray] = {}
+    for step in range(4):
+        alone, sums = Branches().to(torch.bfloat16), []
+        for at in range(2):
+            sent = []
+            for rank in (2 * at, 2 * at + 1):
+                alone.zero_grad()
+                loss_of(alone, rank, step).backward()
+                rows = in_rows((one.grad for one in alone.parameters() if one.grad is not None), 2)
+                sent.append(coded("grad_int4", rows, missed, rank, seed_of(0, rank) + step))
+            shard = (sent[0] + sent[1])[own : own + 1] / np.float32(2)
+            rank = 2 * at + own
+            sums.append(coded("grad_fp8", shard, missed_of_sums, rank, seed_of(0, rank, AMONG) + step))
+        model.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        assert (model.one.weight.grad is None) == (step > 1)
+        are_shards_of(model, ((sums[0] + sums[1]) / np.float32(2))[0], step, alone)
+
+
+def test_misses_of_both_levels_are_sent_later_and_short_shards_too(four: Ranks) -> None:
+    four.run(fed_back)
 
 
 def by_parts(among: str) -> None:
