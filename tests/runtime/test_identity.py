@@ -94,10 +94,26 @@ def test_a_state_that_does_not_fit_changes_nothing(recipe: str) -> None:
     saved["param_groups"][0]["lr"] = 99.0
     del saved["state"][1]["master"]
     master = optimizer.state[model[0].weight]["master"].clone()
-    with pytest.raises(ValueError, match="no fp32 master"):
+    with pytest.raises(ValueError, match=r"1\.weight of shape .*: the state has no fp32 master.*\['state'\]\[1\]"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 1e-2
     assert torch.equal(optimizer.state[model[0].weight]["master"], master)
+
+
+def test_a_plain_optimizer_s_moments_load_beside_masters(recipe: str) -> None:
+    """As the refusal of such a state says."""
+    model, optimizer = trained(recipe)
+    plain = [nn.Parameter(one.clone()) for one in optimizer.masters().values()]
+    before = torch.optim.AdamW(plain, lr=1e-2)
+    for one in plain:
+        one.grad = torch.ones_like(one)
+    before.step()
+    state = before.state_dict()
+    for index, master in enumerate(optimizer.masters().values()):
+        state["state"][index]["master"] = master
+    optimizer.load_state_dict(state)
+    step(model, optimizer)
+    assert optimizer.state[model[0].weight]["step"] == 2
 
 
 def test_assigning_data_replaces_what_is_held(recipe: str) -> None:

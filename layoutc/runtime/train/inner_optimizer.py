@@ -170,14 +170,20 @@ def step(inner: torch.optim.Optimizer) -> None:
         ) from error
 
 
-def check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
-    """Raises ValueError if a parameter's saved state has no master, or one of another shape. Empty state passes."""
+def check_state(param: Tensor, master: Tensor, saved: dict[str, Any], key: object) -> None:
+    """Raises ValueError if a parameter's saved state, under a key, has no master, or one of another shape. Empty state
+    passes."""
     if master is param or not saved:
         return
+    name = getattr(local_tensor(param), "weight_name", None) or f"parameter {key}"
     saved_master = saved.get("master")
     if saved_master is None:
-        raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
+        raise ValueError(
+            f"{name} of shape {tuple(param.shape)}: the state has no fp32 master, as none of a plain optimizer has. To "
+            f"go on with its moments, add the masters of all such weights: state['state'][{key!r}]['master'] = "
+            "optimizer.masters()[param]"
+        )
     if tuple(saved_master.shape) != tuple(master.shape):
         raise ValueError(
-            f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(saved_master.shape)}"
+            f"{name} of shape {tuple(param.shape)}: its saved master has shape {tuple(saved_master.shape)}"
         )

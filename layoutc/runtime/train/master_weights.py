@@ -200,7 +200,7 @@ class MasterWeights(FollowsParameters):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(key) or {}
-                inner_optimizer.check_state(param, self._masters[param], state)
+                inner_optimizer.check_state(param, self._masters[param], state, key)
                 states.append((param, state))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
