@@ -14,7 +14,7 @@ from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import to_float
 from layoutc.runtime.triton.codebooks import in_shared
 from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
-from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
+from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, store_pieces, to_dtype
 
 SCALARS = 8  # of a slot
 MASTER, FIRST, SECOND, PLANES, REST = (tl.constexpr(at) for at in (3, 4, 7, 10, 16))  # fields of a table
@@ -167,6 +167,7 @@ def update_kernel(
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # in which they are quantized: a strip, or several that are read again
     STAGES: tl.constexpr,  # strips that are on their way at a time
     KEEP: tl.constexpr,  # masters stay in the card's cache until they are read again, in place of all else
+    EACH: tl.constexpr,  # neighbours that a thread has of moments in codes; 0: there are none
     EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
     RULE: tl.constexpr, DECOUPLED: tl.constexpr,  # as scalars_kernel
@@ -266,12 +267,10 @@ def update_kernel(
                 )  # fmt: skip
         p = moved(p, along, square, by, over, KINDS_V != 0, QUICK)
         if SPLITS:
-            p = split_master(p, master, rest, place, EVEN, LAST_OUT)
+            p = split_master(p, master, rest, place, EVEN, LAST_OUT, EACH)
         else:
-            p = write_master(
-                p, master, place, (key, number, first_row, first_column), STRIP, SPAN_K, EVEN, LAST_OUT,
-                DEQUANTIZE_M is not None or DEQUANTIZE_V is not None,
-            )  # fmt: skip
+            chance = (key, number, first_row, first_column)
+            p = write_master(p, master, place, chance, STRIP, SPAN_K, EVEN, LAST_OUT, EACH)
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
             store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
@@ -323,14 +322,11 @@ def _inside(p, place, EVEN: tl.constexpr):
 @triton.jit
 def write_master(
     p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
-    CODED: tl.constexpr,  # moments are
+    EACH: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
     if master.dtype.element_ty == tl.float32:
-        if CODED and EVEN:
-            _store_in_eights(master, p, place, EVICT)
-        else:
-            store(master, p, place, EVEN, EVICT=EVICT)
+        _store_master(master, p, place, EVEN, EVICT, EACH)
         return p
     else:
         key, number, first_row, first_column = chance
@@ -338,25 +334,26 @@ def write_master(
         bits = tl.minimum(bits, 0x7FC00000)  # of NaN, which has no sign on a card
         bits += chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
         bits &= -65536
-        store(master, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT=EVICT)
+        halves = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        _store_master(master, halves, place, EVEN, EVICT, EACH)
         return float_of(bits)
 
 
 @triton.jit
-def _store_in_eights(pointer, tile, at, EVICT: tl.constexpr):
-    """`store` of fp32 whose threads have eight neighbours each, as those of codes have: in two pieces of 16 bytes.
+def _store_master(pointer, tile, at, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
+    """`store`, in pieces of 16 bytes where a thread has EACH neighbours, as many as of codes.
 
-    As one store, Triton would give four to each thread, and work out all that leads to them again in that order.
+    As one store, Triton would give each thread one piece, and work out again in that order all that leads to it.
     """
-    row, column, _, columns = at
-    ROWS: tl.constexpr = tile.shape[0]
-    EIGHTS: tl.constexpr = tile.shape[1] // 8
-    i = tl.arange(0, ROWS)[None, :, None]
-    j = tl.arange(0, EIGHTS)[:, None, None] * 8 + tl.arange(0, 4)[None, None, :]
-    a, b = tl.split(tl.permute(tl.reshape(tile, (ROWS, EIGHTS, 2, 4)), (1, 0, 3, 2)))
-    pointers = pointer + row * columns + column + (i * columns + j)
-    tl.store(pointers, a, eviction_policy=EVICT)
-    tl.store(pointers + 4, b, eviction_policy=EVICT)
+    if EACH and EVEN:
+        row, column, _, columns = at
+        GROUPS: tl.constexpr = tile.shape[1] // EACH
+        i = tl.arange(0, tile.shape[0])[None, :, None]
+        j = tl.arange(0, GROUPS)[:, None, None] * EACH
+        groups = tl.permute(tl.reshape(tile, (tile.shape[0], GROUPS, EACH)), (1, 0, 2))
+        store_pieces(pointer + row * columns + column + (i * columns + j), groups, EVICT)
+    else:
+        store(pointer, tile, at, EVEN, EVICT=EVICT)
 
 
 @triton.jit
@@ -366,13 +363,13 @@ def joined(upper, rest):
 
 
 @triton.jit
-def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr):
+def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
     """Writes a tile of masters in 24 bits; returns their bf16, in fp32."""
     bits = bits_of(p)
     kept = tl.where(isnan(p), 0x7FC000, (bits + 0x7F + ((bits >> 8) & 1)) >> 8)
     upper = (kept + 0x80) >> 8
     store(rest, kept.to(tl.uint8), place, EVEN)
-    store(master, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT=EVICT)
+    _store_master(master, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT, EACH)
     return float_of(upper << 16)
 
 

@@ -26,7 +26,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
 _FIELDS = 17  # of a table
-STRIP = 1024  # elements that a program updates at a time; twice as many where blocks are quantized after it
+STRIP = 1024  # elements that a program updates at a time; two or four times as many if blocks are quantized after it
 MOST = 8192  # of a tile that is updated and quantized at once
 PER_WARP = 256  # of a strip
 STRIPS = 8  # of a program that loads ahead
@@ -237,7 +237,7 @@ class Tiling(NamedTuple):
 
 
 def _tiles(form: Form) -> Tiling:
-    """By what was fastest on an H100 (tests/bench/optimizer_tiles.py)."""
+    """By what was fastest on an H100 (tests/bench/optimizer_tiles.py), or has the fewest instructions."""
     coded = [cls.LAYOUT.column_multiple for cls in form.moments if cls is not None]
     rows, block_k = 1, 1
     if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
@@ -252,7 +252,7 @@ def _tiles(form: Form) -> Tiling:
     if not coded:  # fewer columns, of which more are in the card's cache when they are quantized
         columns = max(128, block_k)
         return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 2, True, 16, 64)
-    return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 3, True, 8, 80)
+    return Tiling(rows, columns, max(4 * STRIP // columns, 1), rows, tile_k, 2, True, 8, 128)
 
 
 @functools.cache
@@ -327,4 +327,5 @@ def constants_of(
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
     found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]
     found.append(DTYPES[form.target] if isinstance(form.target, torch.dtype) else None)
-    return (*found, rows, aligned, *plan[:7], even, level, 0, 0, rule.name, rule.decoupled, form.is_quick)
+    each = min(plan.strip * plan.span_k // (32 * plan.warps), 16) if any(form.moments) else 0
+    return (*found, rows, aligned, *plan[:7], each, even, level, 0, 0, rule.name, rule.decoupled, form.is_quick)

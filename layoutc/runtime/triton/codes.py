@@ -63,7 +63,15 @@ def divide(a, b):
 @triton.jit
 def root(x):
     """The square root of each value, rounded to nearest even; of numbers below 0, that of 0."""
-    return tl.sqrt_rn(maximum(x, 0.0)) + 0.0  # no negative zero
+    x = maximum(x, 0.0)
+    if INTERPRETED:
+        return tl.sqrt_rn(x) + 0.0  # no negative zero
+    else:  # without a branch, as `root_inside`
+        is_small = x < 2.0**-100
+        inside = tl.where(is_small, x * 2.0**64, x)
+        near = _root(inside, tl.maximum(inside, 2.0**-100))
+        near = tl.where(is_small, near * 2.0**-32, near)
+        return tl.where(x == float("inf"), x, near)
 
 
 @triton.jit
@@ -75,9 +83,15 @@ def root_inside(x):
     if INTERPRETED:
         return tl.sqrt_rn(x)
     else:
-        over = approximately("rsqrt.approx.ftz.f32 $0, $1;", x)
-        near = x * over
-        return tl.fma(tl.fma(negative(near), near, x), 0.5 * over, near)
+        return _root(x, x)
+
+
+@triton.jit
+def _root(x, positive):
+    """The square root of 2^-100 and above, and of 0, for which `positive` is another number."""
+    over = approximately("rsqrt.approx.ftz.f32 $0, $1;", positive)
+    near = x * over
+    return tl.fma(tl.fma(negative(near), near, x), 0.5 * over, near)
 
 
 @triton.jit

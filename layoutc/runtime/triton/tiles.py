@@ -16,6 +16,7 @@ import triton.language as tl
 
 from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, power_above
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ALL = tl.constexpr((0, 0))  # default of COVER
 NO_UNITS = tl.constexpr((0, 0))  # default of UNIT
 USUAL = tl.constexpr("")  # default of EVICT
@@ -175,6 +176,19 @@ def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVIC
 
 
 @triton.jit
+def store_pieces(pointers, groups, EVICT: tl.constexpr):
+    """Writes groups of neighbours, (n, rows, each), from where pointers lead, (n, rows, 1): 16 bytes at a time."""
+    EACH: tl.constexpr = groups.shape[2]
+    if EACH * groups.dtype.primitive_bitwidth <= 128:
+        tl.store(pointers + tl.arange(0, EACH)[None, None, :], groups, eviction_policy=EVICT)
+    else:
+        halves = tl.reshape(groups, (groups.shape[0], groups.shape[1], 2, EACH // 2))
+        first, second = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+        store_pieces(pointers, first, EVICT)
+        store_pieces(pointers + EACH // 2, second, EVICT)
+
+
+@triton.jit
 def store_words(pointer, words, at, NBYTES: tl.constexpr, LOW_FIRST: tl.constexpr, COVER: tl.constexpr = ALL):
     """Writes packed words of NBYTES bytes into rows of words. at: as for `store`, in words."""
     row, word, rows, row_words = at
@@ -316,9 +330,29 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
             KEPT_M: tl.constexpr = COVER_M // BLOCK_M if BLOCK_M else (1 if COVER_M else 0)
             KEPT_K: tl.constexpr = COVER_K // BLOCK_K if BLOCK_K else (1 if COVER_K else 0)
             entries = as_stored(entries, plane.dtype.element_ty)
-            store(plane, entries, (at_m, at_k, count_m, count_k), WHOLE, (KEPT_M, KEPT_K))
+            if WHOLE and BLOCK_M == 1 and KEPT_K == 0 and tl.float32 == plane.dtype.element_ty and not INTERPRETED:
+                i = tl.arange(0, entries.shape[0])[:, None] * count_k + tl.arange(0, entries.shape[1])[None, :]
+                _scatter(plane + at_m * count_k + at_k, i, entries)
+            else:
+                store(plane, entries, (at_m, at_k, count_m, count_k), WHOLE, (KEPT_M, KEPT_K))
         else:
             tl.store(plane, as_stored(entries, plane.dtype.element_ty), mask=(row == 0) & (column == 0))
+
+
+@triton.jit
+def _scatter(pointer, places, values):
+    """pointer[place] = value, fp32, for each place of a tile, by all threads that have the value.
+
+    As stores, Triton would move values to threads in another order, through shared memory and two barriers.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .u64 at; mad.wide.s32 at, $2, 4, $1; st.global.f32 [at], $3; mov.u32 $0, 0; }",
+        "=r,l,r,f",
+        [tl.broadcast_to(pointer.to(tl.int64), places.shape), places, values],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
