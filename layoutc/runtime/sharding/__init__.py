@@ -1,1 +1,1 @@
-"""Where a weight's shards are: what FSDP2 and DTensor know of them."""
+"""Where FSDP2 and DTensor place a weight's shards."""

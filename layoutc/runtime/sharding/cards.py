@@ -1,8 +1,8 @@
-"""What ranks tell one another before their first gather: the card that each has, and the mode of its products.
+"""What ranks exchange before their first gather: their card, and the mode of their products.
 
-NCCL refuses ranks that share a card, in words that do not say why. A program that never calls `torch.cuda.set_device`
-ends there: FSDP2 moves shards to the current card, which is the first one on every rank. Ranks in different modes
-gather other bytes than their peers, in collectives that never end or that end in NaN.
+NCCL refuses ranks that share a card, with an unclear message. Programs that never call `torch.cuda.set_device` meet it:
+FSDP2 moves shards to the current card, the first one on every rank. Ranks in different modes gather different bytes, in
+collectives that hang or end in NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layoutc.runtime.torch_private import current_card, store_of_all
 
 LINE = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
 _checked: set[tuple[str, int]] = set()  # groups whose ranks agree, by name and identity
-_asked: Counter[str] = Counter()  # how often the ranks of groups of a name were asked: anew after a failure
+_asked: Counter[str] = Counter()  # how often groups of a name exchanged: again after a failure
 _warned: set[str] = set()
 
 
@@ -34,8 +34,8 @@ def check_together(group: dist.ProcessGroup, device: torch.device, mode: str | N
     """Raises LayoutError, on all ranks of a group, if two of them have the same card, or if their modes differ.
     Collective, once for each group, and before any collective of tensors.
 
-    device: what this rank's collectives are on; NCCL can't say that ranks share a card, so this goes through the
-    key-value store, and waits as long as that does. mode: of the products of what is gathered first; None: not told.
+    device: of this rank's collectives. NCCL does not say that ranks share a card, so this goes through the key-value
+    store, with its timeout. mode: of the products of what is gathered first; None: not compared.
     """
     if (name := (group.group_name, id(group))) in _checked or group.size() < 2 or dist.get_backend(group) == "fake":
         return
@@ -58,7 +58,7 @@ def check_together(group: dist.ProcessGroup, device: torch.device, mode: str | N
 
 
 def card_of(device: torch.device) -> tuple[str, str, int]:
-    """What tells a card apart from all others: its host and its UUID; and its number."""
+    """The identity of a card: its host and its UUID; and its number."""
     index = current_card() if device.index is None else device.index
     return socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid), index
 
@@ -99,7 +99,7 @@ def shared(cards: Mapping[int, tuple[str, str, int]]) -> str:
 
 
 def warn_if_elsewhere(name: str, device: torch.device) -> None:
-    """Warns, once in a process, of a shard that lies on a card that is not the current one. name: of the parameter."""
+    """Warns, once in a process, of a shard that is not on the current card. name: of the parameter."""
     if device.type != "cuda" or device.index is None or device.index == (current := current_card()) or _warned:
         return
     _warned.add(name)

@@ -1,8 +1,8 @@
-"""What gathers of a weight leave: codes, or values, by its own choice, or by that of all weights, where values cost
-nothing.
+"""Decides, per FSDP2 group, whether gathers leave bf16 weights or quantized planes: by the per-weight mode, else by the
+global one, if values cost nothing.
 
-What FSDP2 gathers together is decided together, when the first of it is gathered, by what is equal on all ranks; and
-anew in a gather for forward that finds another mode of all weights.
+A group's weights are decided together, at the group's first gather, from facts that are equal on all ranks; and again
+in a forward gather that finds another global mode.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ def decision_of(param: Any) -> Decision | None:
 
 
 def weights_of(sharding: Sharding) -> list[Any]:
-    """The FSDPParams of what is quantized, or cast, of all that is gathered with a weight."""
+    """The FSDPParams of a weight's group that are quantized or cast on gather."""
     return [one for one in sharding.params_of_group() if hasattr(fsdp2.shard_of(one), "QUANTIZED")]
 
 
 def decide(sharding: Sharding) -> bool:
-    """Decides for all weights that are gathered with one, in the first gather, and in each for a forward pass that
-    finds another mode of all weights than the last one did. FSDP2 makes anew what it has gathered otherwise before.
-    True if it was open.
+    """Decides for a weight's group, in the first gather and in each forward gather that finds another global mode.
+    FSDP2 then recreates gathered tensors of the other kind. Returns True if something was to be decided.
 
-    Raises LayoutError where backward of an earlier forward pass would still read that; see `check_given_back`.
+    Raises LayoutError if backward of an earlier forward pass would still read these; see `check_given_back`.
     """
     decision, mode = decision_of(sharding.param()), product_mode.current()
     if decision is not None and (decision.mode == mode or sharding.gathers_for_backward):
@@ -93,7 +92,7 @@ def _costs_nothing(param: Any) -> bool:
 
 
 def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
-    """True if a weight can be dequantized where it arrives: each rank sends whole blocks of rows, and planes of
+    """True if a weight can be dequantized from the received rows: each rank sends whole blocks of rows, in planes of
     multiples of 16 bytes, of a shard on the device."""
     group, layout = sharding.process_group, shard.LAYOUT
     if group is None or group.size() == 1 or sharding.dim or fsdp2.is_offloaded(param):
@@ -105,9 +104,9 @@ def fits(param: Any, sharding: Sharding, shard: Any) -> bool:
 
 
 def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> None:
-    """Raises LayoutError, on all ranks alike, if backward has yet to read what was gathered of FSDPParams that are to
-    be gathered otherwise, or has left gradients there that no step has taken. Collective: graphs live as long as
-    somebody holds them, and weights may have gradients on some ranks alone.
+    """Raises LayoutError, on all ranks, if backward has yet to read gathered tensors that must be recreated, or has
+    left gradients there that no step has taken. Collective: graphs live as long as something holds them, and weights
+    may have gradients on some ranks only.
 
     sharding: of one of them. what: has changed.
     """
@@ -128,7 +127,7 @@ def check_given_back(sharding: Sharding, params: Sequence[Any], what: str) -> No
 
 
 def _anywhere(holds: Sequence[bool], sharding: Sharding) -> list[bool]:
-    """Each: true on some rank of those that a weight is sharded over."""
+    """For each: true on some rank of the weight's group."""
     group = sharding.process_group
     if group is None or group.size() == 1:
         return list(holds)
@@ -138,9 +137,9 @@ def _anywhere(holds: Sequence[bool], sharding: Sharding) -> list[bool]:
 
 
 def weights_of_values() -> dict[int, Tensor]:
-    """The id of each parameter that has the values of a quantized weight, as gathers leave them -> the weight's shards.
+    """The id of each parameter with a quantized weight's gathered values -> the weight's shard.
 
-    For as long as FSDP2 holds a module's weights gathered, its parameters are those.
+    While FSDP2 holds a module's weights gathered, these are its parameters.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -164,9 +163,9 @@ def check_resharded(sharding: Sharding, name: str) -> None:
 
 
 def forget(sharding: Sharding) -> None:
-    """Has FSDP2 make the gathered weight anew, as another class of tensor, in the next gather.
+    """Makes FSDP2 recreate the gathered weight, as another class of tensor, in the next gather.
 
-    What is gathered with it may travel otherwise then, so all of the group's quantized weights are allocated anew.
+    Other weights of the group may then travel differently, so all of its quantized weights are reallocated.
     """
     param: Any = sharding.param()
     _decided.pop(param, None)

@@ -1,4 +1,4 @@
-"""The registry of shards that FSDP2 holds: each is found once, in FSDP2's own registry of modules, and remembered."""
+"""The registry of shards that FSDP2 holds: each is found once, in FSDP2's registry of modules, and cached."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _copies: Any = WeakTensorKeyDictionary()
 
 
 def find(shard: Shard) -> Sharding | None:
-    """Where FSDP2 keeps the shard that this tensor is, or is an alias of; None if FSDP2 does not hold it."""
+    """The Sharding of a shard or its alias; None if FSDP2 does not hold it."""
     shard = _copies.get(shard, shard) if _copies else shard
     sharding = _look_up(shard)
     if sharding is None and dist.is_available() and dist.is_initialized():
@@ -69,13 +69,13 @@ def _scan() -> None:
 
 
 def _forget(number: int, local: weakref.ref[Any]) -> None:
-    """Called when a shard is gone. Another one may have the same id by now."""
+    """Called when a shard is gone. Another one may already have its id."""
     if (sharding := _shardings.get(number)) is not None and sharding.local is local:
         del _shardings[number]
 
 
 def remember_copy(copy: Shard, shard: Shard) -> bool:
-    """Lets a copy on another device stand for a shard, as CPU offload gathers from such copies; false if it is none."""
+    """Registers a copy of a shard on another device, from which CPU offload gathers; False if it is not a copy."""
     is_copy_of_shard = copy.device != shard.device and find(shard) is not None
     if is_copy_of_shard:
         stand_in(copy, shard)
@@ -83,7 +83,7 @@ def remember_copy(copy: Shard, shard: Shard) -> bool:
 
 
 def stand_in(copy: Shard, shard: Shard) -> None:
-    """From now on, `find` gives the shard's Sharding for `copy` as well."""
+    """Makes `find` return the shard's Sharding for `copy`, too."""
     _copies[copy] = _copies.get(shard, shard)
 
 
@@ -119,8 +119,7 @@ def sharded_parameters() -> dict[int, Tensor]:
 
 
 def check_shards(params: Iterable[Tensor], owner: str) -> None:
-    """Raises LayoutError for an optimizer of what FSDP2 gathers into and takes back, which would train nothing. owner:
-    what it is."""
+    """Raises LayoutError for an optimizer of gathered parameters, which would train nothing. owner: its name."""
     found = ((gathered_parameter(param), name_of(param)) for param, _ in parameters())
     names = {id(made): name for made, name in found if made is not None}
     for param in params:
@@ -133,8 +132,8 @@ def check_shards(params: Iterable[Tensor], owner: str) -> None:
 
 
 def check_replaced(params: Iterable[Tensor], owner: str) -> None:
-    """Raises LayoutError for an optimizer of weights that fully_shard has replaced since, if they have the gradients
-    and none of its parameters has any."""
+    """Raises LayoutError for an optimizer whose parameters fully_shard has replaced, if only the new ones have
+    gradients."""
     params = list(params)
     if any(param.grad is not None for param in params):
         return
@@ -151,7 +150,7 @@ _SIGNATURE = inspect.signature(lambda self, mesh: None)
 
 
 def pre_hook(hook: Any) -> Any:
-    """A decorator for fsdp_pre_all_gather: states the signature, which FSDP2 asks for in each of its own gathers of a
-    weight. Working it out anew takes a third of the hook's time."""
+    """A decorator for fsdp_pre_all_gather that caches its signature, which FSDP2 inspects in each of its own gathers:
+    computing it takes a third of the hook's time."""
     hook.__signature__ = _SIGNATURE
     return hook

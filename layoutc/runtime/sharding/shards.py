@@ -1,4 +1,4 @@
-"""How a weight is sharded, seen from one of its shards: where rows are cut, and which ranks share an amax."""
+"""The sharding of a shard's weight: where rows are cut, and which ranks share an amax."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def row_sharding_of(param: Tensor, shard: Shard) -> RowSharding | None:
 
 
 def check_cuts(shard: Shard) -> None:
-    """Raises LayoutError on all ranks for a weight whose cuts fall inside blocks, but for FSDP2's of dim 0: where ranks
-    have parts of it under tensor parallelism, or FSDP2 shards another dim."""
+    """Raises LayoutError on all ranks for cuts inside blocks other than FSDP2's of dim 0: those of tensor parallelism,
+    or of FSDP2 on another dim."""
     sharding, layout = find(shard), shard.LAYOUT
     if sharding is None or sharding.is_gone:
         return
@@ -114,8 +114,8 @@ def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
 
 
 def check_parts(layout: Layout, shape: Sequence[int], dim: int, parts: int, name: str) -> None:
-    """Raises LayoutError for a weight of a shape whose parts, of tensor parallelism, would cut blocks on a dim: each
-    rank would quantize its rows or columns of such a block by themselves."""
+    """Raises LayoutError if tensor parallelism would cut blocks on a dim: each rank would quantize its part of such a
+    block separately."""
     if (each := cdiv(shape[dim], parts)) < shape[dim]:
         by, instead = "by tensor parallelism ", "leave the weight out of the recipe"
         _check_cut(layout, shape, dim, each, name, by, instead)

@@ -1,1 +1,2 @@
-"""What quantized tensors hold: planes, windows on them, writes that wait, initial values. It knows no tensor class."""
+"""The storage of quantized tensors: planes, windows on them, pending writes, initial values. It knows no tensor
+class."""

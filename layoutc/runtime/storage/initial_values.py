@@ -1,10 +1,10 @@
-"""Initial values: what a weight was quantized from, stored until the optimizer has made its master of them.
+"""Initial values: the values that a weight was quantized from, kept until the optimizer makes its master from them.
 
-A master that starts as the dequantized weight starts on the grid of the codes, and at a small learning rate needs many
-steps before the first code changes. So plain values that are written into a weight that trains are stored beside its
-bytes, unchanged, in their own dtype, on its device. A shard stores those of its own rows. They belong to the bytes that
-they were quantized to: writing other bytes drops them, and a copy of the bytes gets a copy of them. `MasterWeights`
-takes them and frees them. They are in no file, no graph and not in `planes()`.
+A master made from the dequantized weight starts on the grid of the codes, and at a small learning rate needs many steps
+before the first code changes. So a weight that trains keeps plain values that are written into it, unchanged, in their
+own dtype, on its device. A shard keeps those of its own rows. They belong to the bytes that they were quantized to:
+writing other bytes drops them, and a copy of the bytes gets a copy of them. `MasterWeights` takes and frees them. No
+file, no graph and no `planes()` has them.
 
 This module also tells bytes apart: `mark` stays equal for as long as a weight holds the same bytes.
 """
@@ -26,7 +26,7 @@ from layoutc.runtime.storage.store import InitialValues, PlaneStore, Seal
 from layoutc.runtime.torch_private import traced, version_of
 
 
-# --------------------------------------------------------------------------------------------------- which bytes it has
+# ------------------------------------------------------------------------------------------------ identity of the bytes
 def mark(store: PlaneStore) -> tuple[Any, ...]:
     """A value that stays equal for as long as a tensor holds the same bytes, also through FSDP2's copies of a shard."""
     return store.writes.content, _versions(store.base)
@@ -38,13 +38,13 @@ def rewritten(store: PlaneStore) -> None:
 
 
 def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Version counters: they also count writes from outside of this package, which don't call `rewritten`."""
+    """Version counters, which also count writes from outside this package, without `rewritten`."""
     if getattr(planes, "handle", None) is not None:
         return ()
     return tuple(0 if plane.is_inference() else version_of(plane) for plane in planes.values())
 
 
-# --------------------------------------------------------------------------------------------------- what it was before
+# -------------------------------------------------------------------------------------------------- bytes before merges
 def base(store: PlaneStore) -> Any:
     """What is kept of a weight from before a merge; None if its bytes were written since."""
     kept = store.writes.base
@@ -52,24 +52,24 @@ def base(store: PlaneStore) -> Any:
 
 
 def set_base(store: PlaneStore, kept: Any) -> None:
-    """Keeps something for as long as a weight holds the bytes that it holds now."""
+    """Keeps something until the weight's bytes change."""
     store.writes.base = kept, mark(store)
 
 
 def carry_base(copy: PlaneStore, source: PlaneStore) -> None:
-    """Keeps for a new copy what is kept for a weight, on its device."""
+    """Gives a copy what is kept for the weight, on the copy's device."""
     if not callers.copies_state() and (kept := base(source)) is not None:
         weight = kept.weight.to(copy.device) if kept.weight is not None else None
         set_base(copy, kept._replace(weight=weight))
 
 
-# ------------------------------------------------------------------------------------------------ what it was made from
+# ------------------------------------------------------------------------------------------------------- initial values
 def lookup(store: PlaneStore) -> InitialValues | None:
     """What is stored for a tensor, or for the one that it was cut from; None if its bytes were written since."""
     stored, planes = store.writes.initial, store.base
     if stored is None:
         return None
-    # Views made below autograd have version counters of their own, which start at 0.
+    # Views made below autograd have their own version counters, which start at 0.
     is_other = all(planes is not seal.planes for seal in stored.seals) and any(_versions(planes))
     if is_other or any(_versions(seal.planes) != seal.versions for seal in stored.seals):
         store.writes.initial = None
@@ -151,7 +151,7 @@ def own(store: PlaneStore) -> InitialValues | None:
 
 
 def _window(store: PlaneStore, whole: Tensor) -> Tensor | None:
-    """This piece's part of the values of the tensor that it was cut from; None if it lies outside of them."""
+    """This piece's part of the values of the tensor that it was cut from; None if it is outside of them."""
     rect = _rect(store)
     fits = rect.r1 <= whole.shape[0] and rect.c1 <= whole.shape[1]
     return whole[rect.r0 : rect.r1, rect.c0 : rect.c1] if fits else None

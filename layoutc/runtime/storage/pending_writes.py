@@ -1,8 +1,8 @@
 """Pending writes: pieces of quantized bytes that wait for the rows they share scales with.
 
-A checkpoint may load on other cuts than it was saved with, so it is written piece by piece. A piece whose scale also
-covers rows outside of it can't be written by itself: those rows would get other values. Such pieces wait until
-everything that shares a scale with them has arrived, and are then written together. Until then the weight keeps its old
+A checkpoint may be loaded with other cuts than it was saved with, so it is written piece by piece. A piece whose scale
+also covers other rows can't be written alone: those rows would change their values. Such pieces wait until all that
+share a scale have arrived, and are then written together. Until then the weight keeps its old
 bytes, and reading it raises.
 """
 
@@ -35,7 +35,7 @@ def check_whole(store: PlaneStore, label: str) -> None:
 def needs_of(target: PlaneStore, source: PlaneStore) -> tuple[Rect, ...]:
     """The rectangles that must be written together with a piece: its scales also cover them, and would change them.
 
-    () if the piece can be written by itself. Target and source have the same own rows, at the same offset in a block.
+    () if the piece can be written alone. Target and source have the same own rows, at the same offset in a block.
     """
     if (part := target.part) is None:
         return ()
@@ -73,7 +73,7 @@ def covers_of(target: PlaneStore, part: Part) -> Rect:
 def hold(
     target: PlaneStore, source: PlaneStore, needs: tuple[Rect, ...], write: Callable[[], None], label: str
 ) -> list[Piece]:
-    """Adds a piece to those that wait. Returns all of them, to be written, once nothing is missing; until then, none.
+    """Adds a piece to the waiting ones. Returns all of them, to be written, once nothing is missing; until then, none.
 
     Raises LayoutError if the piece and another one that waits have different values for a scale that they share.
     """
@@ -81,7 +81,7 @@ def hold(
     assert part is not None
     covers = covers_of(target, part)
     new = Piece(target, source, covers, needs, write)
-    waiting[:] = [old for old in waiting if not old.covers.meet(covers).area]  # the others are written a second time
+    waiting[:] = [old for old in waiting if not old.covers.meet(covers).area]  # pieces that are written again
     for old in waiting:
         _check_agree(old, new, label)
     waiting.append(new)
@@ -93,7 +93,7 @@ def hold(
 
 
 def _lacks(piece: Piece, waiting: Sequence[Piece]) -> bool:
-    """Whether pieces that wait, of which none covers what another does, lack some of what a piece needs."""
+    """Whether the waiting pieces, which are disjoint, lack some of what a piece needs."""
     there = (need.meet(other.covers).area for other in waiting for need in piece.needs)
     return sum(there) < sum(need.area for need in piece.needs)
 

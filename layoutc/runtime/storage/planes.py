@@ -1,4 +1,4 @@
-"""Kinds of planes beside a plain dict: those that each pass replaces, and those that are cut anew at each use."""
+"""Kinds of planes besides a plain dict: those that each pass replaces, and those that are cut at each use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Plane
 
 @dataclass(frozen=True)
 class Home:
-    """Where a gathered weight came from. Calling it gives this rank's shard, or None if that is gone."""
+    """The origin of a gathered weight. Calling it returns this rank's shard, or None if that is gone."""
 
     shard: Callable[[], Any]
     gather: Callable[[Any, str, torch.device], dict[str, Tensor]]  # shard, orientation, device -> the weight's planes
@@ -51,7 +51,7 @@ class GatheredPlanes(dict[str, Tensor]):
 
 
 def owner(handle: Tensor) -> GatheredPlanes | None:
-    """The planes of the weight that a handle stands for, as they are now; None if it is gone, or the handle is fake."""
+    """The current planes of a handle's weight; None if the weight is gone or the handle is fake."""
     if type(handle) is not Tensor or handle.is_meta:
         return None
     claim: Callable[[], GatheredPlanes | None] | None = getattr(handle.untyped_storage(), "layoutc_owner", None)
@@ -59,13 +59,13 @@ def owner(handle: Tensor) -> GatheredPlanes | None:
 
 
 class MadePlanes(MutableMapping[str, Tensor]):
-    """Planes that are made at each use: none is there to be replaced."""
+    """Planes that are made at each use, so none can be replaced."""
 
     names: Collection[str]
     refusal = "planes that are made at each use can't be replaced"
 
     def refused(self) -> LayoutError:
-        """What writing raises."""
+        """The error of a write."""
         return LayoutError(self.refusal)
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +85,7 @@ class MadePlanes(MutableMapping[str, Tensor]):
 
 
 class TracedPlanes(MadePlanes):
-    """GatheredPlanes as a graph sees them: each plane is a copy that the graph makes when it runs."""
+    """GatheredPlanes in a graph: each plane is a copy that the graph makes when it runs."""
 
     refusal = "a gathered weight has no planes to replace in a compiled graph"
 
@@ -100,10 +100,10 @@ class TracedPlanes(MadePlanes):
 
 
 class CutPlanes(MadePlanes):
-    """The planes of a piece of GatheredPlanes, cut anew from the weight's planes at each use.
+    """The planes of a piece of GatheredPlanes, cut from the weight's planes at each use.
 
-    Backward gathers other planes into the memory of forward's, so a piece that autograd has saved must look at what the
-    weight holds now. If both passes gather the same planes, a piece has views of them, like any other.
+    Backward gathers other planes into the memory of forward's, so a piece that autograd has saved must read the
+    weight's current planes. If both passes gather the same planes, a piece has views of them, like any other.
     """
 
     refusal = "a piece of a gathered weight has no planes of its own to replace"
@@ -170,7 +170,7 @@ class ScatteredPlanes(MadePlanes):
 
 
 def with_copies(planes: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """The planes, and copies of those named: a new weight shares no memory with what it is made of."""
+    """The planes, with copies of the named ones: a new weight shares no memory with its sources."""
     return {name: plane.clone() if name in names else plane for name, plane in planes.items()}
 
 

@@ -1,4 +1,4 @@
-"""PlaneStore: the planes of a weight or of a part of one, which part that is, and what has been written into it."""
+"""PlaneStore: the planes of a weight or a part of it, the part's position, and the record of writes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Stack(NamedTuple):
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
-    """Bytes that wait to be written into `target`: the elements that they cover, and those that must be there before
-    they can be written. write: writes them."""
+    """Bytes that wait to be written into `target`: the elements that they cover, and those that must arrive first.
+    write: writes them."""
 
     target: PlaneStore
     source: PlaneStore
@@ -50,17 +50,17 @@ class Piece:
 
 
 class Seal(NamedTuple):
-    """Planes and the version counters that they had when the values were stored: writes since then change those."""
+    """Planes and their version counters when the values were stored; later writes change the counters."""
 
     planes: Mapping[str, Tensor]
     versions: tuple[int, ...]
 
 
 class InitialValues(NamedTuple):
-    """The values that a tensor was quantized from: a plain tensor of (its own rows, k) in memory of its own."""
+    """The values that a tensor was quantized from: a plain tensor of (its own rows, k) in its own memory."""
 
     values: Tensor
-    is_whole: bool  # False if only parts were written: the rest is NaN, and stands for what the weight dequantizes to
+    is_whole: bool  # False if only parts were written: the rest is NaN, which means the dequantized value
     seals: tuple[Seal, ...]
 
 
@@ -73,11 +73,11 @@ class Writes:
     waiting: list[Piece] = field(default_factory=list)
     planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
     content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
-    trains: bool = False  # plain values that are written are kept, for a master to start from
-    stepped: bool = False  # by an optimizer itself, which was warned of
+    trains: bool = False  # written plain values are kept, for a master
+    stepped: bool = False  # by an optimizer itself, after a warning
     initial: InitialValues | None = None
     base: tuple[Any, tuple[Any, ...]] | None = None  # what it was before a merge (`dispatch.merges.Base`), and its mark
-    sent: Any = None  # the tensor, where a rank has broadcast its values
+    sent: Any = None  # the tensor, if this rank has broadcast its values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
         """For checkpoints that are staged attribute by attribute; they leave initial values out."""
@@ -85,8 +85,8 @@ class Writes:
 
 
 class PlaneStore:
-    """What a quantized tensor and its aliases share. Views of some rows or columns have stores of their own, whose
-    planes are views of these, and the same record of writes.
+    """What a quantized tensor and its aliases share. Views of some rows or columns have their own stores, whose planes
+    are views of these, and the same record of writes.
 
     planes: compact, m-major, by name. matrix: their (m, k), with the halo. declared: the orientations that it was made
     with. halo: rows of the planes that are not its own.
@@ -102,15 +102,15 @@ class PlaneStore:
     ) -> None:
         self.layout, self.planes, self.matrix, self.declared, self.halo = layout, planes, matrix, declared, halo
         self.writes = Writes(planes=planes)  # version counters don't see writes below autograd
-        self.home: Home | None = None  # of a gathered weight: where this rank's shard is
-        self.part: Part | None = None  # of a piece: where it lies in the tensor that it was cut from
+        self.home: Home | None = None  # of a gathered weight: its shard
+        self.part: Part | None = None  # of a piece: its position in the tensor that it was cut from
         self.stack: Stack | None = None  # of a recipe that has an amax for each matrix, whatever the shape of a view
         self.common: frozenset[str] = frozenset()  # planes that a part of a weight shares with the rest of it
 
     @property
     def device(self) -> torch.device:
         """The device of its planes."""
-        first = getattr(self.planes, "handle", None)  # in a traced graph, looking at a plane would record an operator
+        first = getattr(self.planes, "handle", None)  # in a traced graph, reading a plane would record an operator
         return (next(iter(self.planes.values())) if first is None else first).device
 
     @property

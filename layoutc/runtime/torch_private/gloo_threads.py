@@ -1,4 +1,4 @@
-"""Threads of gloo, which have to let go of tensors before Python ends.
+"""Threads of gloo, which must release tensors before Python ends.
 
 A thread of a gloo group drops a collective's tensors after the collective's caller goes on, and needs the GIL for that.
 A thread that asks for the GIL once Python ends is killed before Python 3.14, and the process aborts: "terminate called
@@ -30,12 +30,12 @@ def _states() -> list[str]:
 
 @atexit.register
 def let_go() -> None:
-    """Gives the GIL to gloo's threads until none has anything to do."""
+    """Gives the GIL to gloo's threads until all of them are idle."""
     if not (states := _states()):
         return
     at_rest = 0
     for _ in range(_MILLISECONDS):
-        time.sleep(0.001)  # whoever waits for the GIL takes it
+        time.sleep(0.001)  # a waiting thread takes the GIL
         states = _states()
         at_rest = at_rest + 1 if set(states) <= {"S"} else 0
         if at_rest == _AT_REST:

@@ -1,6 +1,6 @@
-"""FSDP2's group of parameters, with gathers by plans: its own collectives, on its streams, with other steps around.
+"""FSDP2's group of parameters with planned gathers: FSDP2's collectives and streams, with fewer steps around them.
 
-Gradients may be copied for a reduction by somebody else, too. Everything else is FSDP2's.
+Copying gradients for a reduction may be replaced, too. Everything else is FSDP2's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @property
     def ranks(self) -> int:
-        """How many the parameters are sharded over."""
+        """The number of ranks that the parameters are sharded over."""
         return int(self._all_gather_process_group.size())
 
     @property
@@ -63,7 +63,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @property
     def is_sharded(self) -> bool:
-        """False from a gather until what it made is freed."""
+        """False from a gather until its results are freed."""
         return self._sharded_state is ShardedState.SHARDED
 
     def named(self, label: str) -> str:
@@ -72,7 +72,7 @@ class PlannedGroup(FSDPParamGroup):
         return found
 
     def labelled(self, label: str) -> AbstractContextManager[Any]:
-        """What shows in profiles as FSDP2's own gathers do."""
+        """A profiler label like FSDP2's."""
         return torch.profiler.record_function(self.named(label)) if profiling() else nullcontext()
 
     def is_eager(self) -> bool:
@@ -81,11 +81,11 @@ class PlannedGroup(FSDPParamGroup):
 
     # --------------------------------------------------------------------------------------------------------- gathers
     def _plan(self) -> Plan | None:
-        """The plan of the gather that begins, where parameters are at rest; None if FSDP2 is to gather."""
+        """The plan of the gather that begins, if parameters are at rest; None if FSDP2 must gather."""
         raise NotImplementedError
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begins a gather, if there is something to gather."""
+        """Starts a gather unless the group is gathered."""
         if (plan := self._plan()) is None:
             super().unshard(async_op)
             return
@@ -102,7 +102,7 @@ class PlannedGroup(FSDPParamGroup):
             super().wait_for_unshard()
 
     def gathers_wait(self) -> None:
-        """Has gathers wait for what runs on the current stream now."""
+        """Makes gathers wait for the current stream."""
         self._wait_all_gather_streams_on_event(streams.current(self.device, self.device_handle).record_event())
 
     def _to_unsharded(self) -> None:
@@ -122,8 +122,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def _begun(self, plan: Plan, async_op: bool) -> _Begun:
-        """As FSDP2's foreach_all_gather: what is sent is copied on one stream, into its place in what all send; the
-        collective runs on another."""
+        """As FSDP2's foreach_all_gather: the rank's row is filled on one stream, and the collective runs on another."""
         copies, gathers = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         group, comm, handle = self._all_gather_process_group, self._all_gather_comm, self.device_handle
         with streams.on(copies, handle):
@@ -139,7 +138,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def _finish(self, result: _Begun) -> None:
-        """As FSDP2's wait_for_unshard, which says when the bytes that have arrived may be freed."""
+        """As FSDP2's wait_for_unshard, which says when received bytes may be freed."""
         context, current = self.comm_ctx, streams.current(self.device, self.device_handle)
         if self.in_forward and (before := context.all_gather_state) is not None:
             self._wait_all_gather_streams_on_event(before.event)
@@ -160,10 +159,10 @@ class PlannedGroup(FSDPParamGroup):
 
 
 def take(group: Any, cls: type[PlannedGroup], reduce_scatter: Callable[[int], DefaultReduceScatter]) -> bool:
-    """Makes an FSDPParamGroup one of a class, and FSDP2's own reduce-scatter one of ours for so many ranks.
+    """Changes an FSDPParamGroup's class, and replaces FSDP2's default reduce-scatter.
 
-    False for a group of one rank, which gathers nothing; and, which is said, for one of somebody else's class, and for
-    a torch that gathers in other steps.
+    Returns False for a group of one rank, which gathers nothing. Returns False with a message for a group of a user's
+    class, and for a torch that gathers in other steps.
     """
     if type(group) is not FSDPParamGroup and not isinstance(group, PlannedGroup):
         say_left(name_of(group.fsdp_params[0]), f"its group is a {type(group).__name__}")
@@ -180,7 +179,7 @@ def take(group: Any, cls: type[PlannedGroup], reduce_scatter: Callable[[int], De
 
 
 def unknown(group: Any) -> str:
-    """What is used here that this torch has under another name, or with other parameters; "" if nothing."""
+    """The names used here that this torch lacks, or has with other parameters; "" if none."""
     signatures = {"unshard": ["self", "async_op"], "wait_for_unshard": ["self"]}
     return changed(
         {
