@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import layoutc.recipes.nvfp4 as nvfp4
+from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.weight import stored_form
 
 LARGE = 2**63
@@ -152,3 +153,10 @@ def test_a_shape_has_the_elements_of_its_matrix_without_the_halo(
 ) -> None:
     said = wrong(state() | {"shape": shape, "matrix": matrix, "halo": halo})
     assert said == (None if fits else "shape and matrix have different numbers of elements")
+
+
+def test_a_damaged_state_is_refused_before_its_planes_are_read() -> None:
+    """By what restores it, in the words of what is wrong."""
+    said = "the state of a quantized tensor is damaged: halo is not what layoutc writes"
+    with pytest.raises(DamagedError, match=f"^{said}$"):
+        stored_form.restored(state() | {"halo": (0, 0, 0)}, pytest.fail)

@@ -217,3 +217,14 @@ def owns_what_plain_weights_own(recipe: str, shards: str) -> None:
 )
 def test_writes_into_what_is_handed_out_leave_the_model(two: Ranks, recipe: str, shards: str) -> None:
     two.run(owns_what_plain_weights_own, recipe, shards)
+
+
+def test_trainers_that_write_files_of_their_own_get_plain_values() -> None:
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    layoutc.quantize_(model, "mxfp8")
+    weight: Any = model.weight
+    found = plain_values.plain(model.state_dict(keep_vars=True) | {"steps": 3})
+    assert found.pop("steps") == 3
+    assert {name: type(value) for name, value in found.items()} == {"weight": Tensor, "bias": Tensor}
+    assert torch.equal(found["weight"], weight.dequantize())
+    assert torch.equal(found["bias"], model.bias)

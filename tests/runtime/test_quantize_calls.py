@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -456,3 +457,11 @@ def test_the_meta_device_allocates_nothing_and_to_empty_keeps_the_class(recipe: 
         q.copy_(make(recipe))
     assert same(q, make(recipe))
     assert not aliases(q, make(recipe))
+
+
+@pytest.mark.parametrize("call", ["quantize", "quantize_buffers"])
+def test_vectors_are_refused_with_their_shape(call: str) -> None:
+    for shape in ((), (64,)):
+        said = f"weight: mxfp8 takes weights of 2 dims or more, not shape {shape}"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            getattr(module("mxfp8"), call)(torch.ones(shape))
