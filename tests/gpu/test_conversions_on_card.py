@@ -65,6 +65,16 @@ def inverse_by_steps(x):
 
 @triton.jit
 def inverse_of_card(x):
+    return codes.bits_of(tl.div_rn(codes.like(x, 1.0), x))
+
+
+@triton.jit
+def any_root(x):
+    return codes.bits_of(codes.root(x))
+
+
+@triton.jit
+def any_inverse(x):
     return codes.bits_of(codes.rdiv(1.0, x))
 
 
@@ -73,6 +83,16 @@ def test_roots_and_inverses_without_branches_are_rounded_to_nearest(monkeypatch:
     mantissas = torch.arange(1 << 23, dtype=torch.int32, device=CARD)
     compared = [("root", root_by_steps, root_of_card), ("inverse", inverse_by_steps, inverse_of_card)]
     for exponent in (-100, -99, -27, 0, 1, 63, 98, 99):
+        values = (mantissas | ((exponent + 127) << 23)).view(torch.float32)
+        monkeypatch.setattr(conversion_checks, "patterns", lambda _, values=values: values)
+        assert conversion_checks.differing(CARD, compared) == []
+
+
+def test_roots_and_inverses_of_all_sizes_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mantissa: of subnormal numbers, of the least and the largest normal ones, infinity, and NaN."""
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device=CARD)
+    compared = [("root", any_root, root_of_card), ("inverse", any_inverse, inverse_of_card)]
+    for exponent in (-127, -126, -101, -100, 0, 1, 125, 126, 127, 128):
         values = (mantissas | ((exponent + 127) << 23)).view(torch.float32)
         monkeypatch.setattr(conversion_checks, "patterns", lambda _, values=values: values)
         assert conversion_checks.differing(CARD, compared) == []
