@@ -120,8 +120,12 @@ def sharded_parameters() -> dict[int, Tensor]:
 
 def check_shards(params: Iterable[Tensor], owner: str) -> None:
     """Raises LayoutError for an optimizer of gathered parameters, which would train nothing. owner: its name."""
-    found = ((gathered_parameter(param), name_of(param)) for param, _ in parameters())
-    names = {id(made): name for made, name in found if made is not None}
+    found = ((gathered_parameter(param), param) for param, _ in parameters())
+    names = {
+        id(made): getattr(shard_of(param), "weight_name", None) or name_of(param)  # FSDP2 knows it from its first pass
+        for made, param in found
+        if made is not None
+    }
     for param in params:
         if id(param) in names:
             raise LayoutError(
