@@ -4,11 +4,12 @@
 
 Models are transformers' own; with --plain, or where it is not installed, those of plain_experts. Each variant is built
 once and takes its steps eager, then with compiled layers. `RECIPE` are quantized weights, experts among them, under
-MasterWeights, whose products are as they are by default; `+low` has them in low precision where a card has the kernel,
-and `+fused` has experts computed by layoutc's own implementation. `torchao` is torchao's training in FP8 by rows, of
-linear layers and of experts, all three products. Printed, of the slowest rank: the median step and the host's part of
-it, before it waits for the card; the peak of memory; the loss; of the first rank with --profile the card's time by
-class. The JSON has the kernels that take most, and what is allocated where that is most.
+MasterWeights, whose products are as they are by default; `+cast` casts fp32 weights on gather instead; `+low` has
+products in low precision where a card has the kernel, and `+fused` experts computed by layoutc's own implementation.
+`torchao` is torchao's training in FP8 by rows, of linear layers and of experts, all three products. Printed, of the
+slowest rank: the median step and the host's part of it, before it waits for the card; the peak of memory; the loss; of
+the first rank with --profile the card's time by class. The JSON has the kernels that take most, and what is allocated
+where that is most.
 """
 
 from __future__ import annotations
@@ -103,14 +104,17 @@ def built(variant: str, options: argparse.Namespace, device: torch.device) -> tu
         convert_to_torchao(model)
     else:
         model.set_experts_implementation("layoutc" if "fused" in ways else "grouped_mm")
-    if recipe not in ("bf16", "torchao"):
+    plain = recipe in ("bf16", "torchao") or "cast" in ways
+    if not plain:
         layoutc.quantize_(model, recipe, param_filter=QUANTIZED)
+    elif "cast" in ways:
+        layoutc.cast_on_gather_(model, recipe, param_filter=QUANTIZED)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     adamw: dict[str, Any] = {"lr": 1e-5, "fused": True}
-    if recipe in ("bf16", "torchao"):
+    if plain:
         return model, torch.optim.AdamW(model.parameters(), **adamw)
     return model, layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
 

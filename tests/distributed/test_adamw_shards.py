@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import layoutc
+from layoutc.runtime.kernels import launch
 
 
 class Lion(torch.optim.Optimizer):
@@ -134,6 +136,24 @@ def test_three_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) ->
 )
 def test_four_ranks_step_as_one_process(four: Ranks, recipe: str, form: str) -> None:
     four.run(steps_as_one_process, recipe, FORMS[form])
+
+
+def how_codes_are_written(rows: int) -> str:
+    """On three ranks, by kernels. The last one's rows begin and end with blocks; a cut splits another."""
+    pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    mesh, model = mesh_of(3), nn.Sequential(nn.Linear(128, rows, bias=False, dtype=torch.bfloat16))
+    if mesh.get_coordinate() is None:
+        return "here is no shard"
+    layoutc.quantize_(model, "fp8_block")
+    fully_shard(model, mesh=mesh)
+    with mock.patch.object(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0):
+        return layoutc.AdamW(model.parameters()).explain()[0].codes
+
+
+def test_a_rank_of_whole_blocks_exchanges_edges_with_the_others(four: Ranks) -> None:
+    """All ranks take part in the all-gather of a weight whose blocks are cut on any: none writes codes before it."""
+    assert four.run(how_codes_are_written, 192) == [*["its shards cut blocks"] * 3, "here is no shard"]
+    assert four.run(how_codes_are_written, 384) == [*[""] * 3, "here is no shard"]
 
 
 def sharded_with(form: dict[str, Any], recipe: str, copies: int) -> tuple[nn.Module, Any]:

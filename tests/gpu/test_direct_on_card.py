@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 
 import layoutc.recipes
+from layoutc.ints.sizes import up
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 
 from layoutc.runtime.kernels import amaxes, recipe_kernels  # noqa: E402
 from layoutc.runtime.kernels import direct as triton_direct  # noqa: E402
+from layoutc.runtime.operands import launched  # noqa: E402
+from layoutc.runtime.weight import operators  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,3 +112,79 @@ def test_on_another_stream_and_in_a_graph() -> None:
     expected = kernels.quantize(x.clone(), None, ("rowwise", "columnwise"))
     graph.replay()
     assert all(map(torch.equal, out.values(), expected.values()))
+
+
+def placed(layout: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Matrices that begin, and whose rows begin, at addresses of every class; of whole tiles and of parts of tiles."""
+    um, uk = layout.multiple_m, layout.multiple_k
+    for m, k in {(up(rows, um), up(columns, uk)) for rows, columns in ((256, 512), (92, 260), (516, 1040))}:
+        for dtype in (torch.bfloat16, torch.float32):
+            values = torch.randn(m, k, device="cuda", dtype=dtype)
+            for skip, gap in ((0, 0), (1, 0), (0, 1), (0, 8), (4, 4)):
+                space = torch.empty(skip + m * (k + gap), device="cuda", dtype=dtype)
+                yield (
+                    f"{dtype}, rows {k + gap} apart, {skip} from 16 bytes",
+                    space[skip:].view(m, k + gap)[:, :k].copy_(values),
+                )
+            yield f"{dtype}, columns", values.t().contiguous().t()
+
+
+def moved(plane: torch.Tensor) -> torch.Tensor:
+    """The same four bytes from where it begins."""
+    space = torch.empty(plane.nbytes + 4, device="cuda", dtype=torch.uint8)[4:]
+    return space.view(plane.dtype).view(plane.shape).copy_(plane)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_the_reference_wherever_a_matrix_lies(name: str) -> None:
+    """Planes and buffers; threads read 2 to 16 bytes at a time, which is other code for each."""
+    recipe = importlib.import_module(f"layoutc.recipes.{name}")
+    reference = importlib.import_module(f"layoutc.recipes.{name}.reference")
+    kernels, layout = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS, recipe.LAYOUT
+    if layout.history or kernels.quantize_tile is None:
+        pytest.skip("no kernel quantizes a matrix alone")
+    every, wrong = layout.orientations, []
+    seed = {"seed": torch.ones(1, dtype=torch.int64, device="cuda")} if layout.stochastic else {}
+    for where, x in placed(layout):
+        (m, k), amax = x.shape, amaxes.matrix_amax(x, layout.amax_columns) if layout.shares_amax else None
+        planes = reference.quantize_reference(x.contiguous(), amax=amax, orientations=every, **seed)
+        planes |= {} if amax is None else {"amax": amax}
+        made = reference.lay_out(planes, m, k, every) if layout.laid_out(m, k, every) else {}
+        buffers = {
+            name: made[name] if name in made else planes[layout.as_stored[name]] for name in layout.buffers(m, k)
+        }
+        displaced = {name: moved(plane) for name, plane in planes.items()}
+        for way, found, expected in (
+            ("planes", kernels.quantize(x, amax, every, **seed), planes),
+            ("buffers", kernels.quantize_buffers(x, amax, every, **seed), buffers),
+            ("buffers of moved planes", kernels.lay_out(displaced, m, k, every), buffers),
+        ):
+            wrong += [
+                f"{way}: {name} of ({m}, {k}), {where}"
+                for name, one in found.items()
+                if name != "amax" and not torch.equal(*bits([one.flatten(), expected[name].flatten()]))
+            ]
+        for orientation in every:
+            values = kernels.dequantize(displaced, m, k, orientation, torch.float32)
+            if not torch.equal(*bits([values, reference.dequantize_reference(planes, m, k, orientation)])):
+                wrong.append(f"values of ({m}, {k}), {orientation}, {where}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_current", "nvfp4_activation"])
+def test_what_is_kept_of_a_launch_takes_a_matrix_from_any_address(name: str) -> None:
+    """Operators and products find a plan by sizes alone, after a first launch; also if that was for another address."""
+    recipe = importlib.import_module(f"layoutc.recipes.{name}").Tensor
+    values = torch.randn(256, 512, device="cuda")
+    displaced = torch.empty(256 * 512 + 1, device="cuda")[1:].view(256, 512).copy_(values)
+    for chosen in (("rowwise",), recipe.LAYOUT.orientations):
+        expected = operators.quantize_buffers(recipe, values.clone(), None, chosen, False)
+        run = partial(torch.ops.layoutc.quantize_buffers, amax=None, recipe=recipe.KEY, orientations=[*chosen])
+        for x in (displaced, values, displaced):
+            made = run(x, swizzled=False, typed=False)
+            assert all(map(torch.equal, bits(made), bits([*expected.values()])))
+        names = [name for name in expected if name not in recipe.LAYOUT.as_stored or len(chosen) == 1]
+        for first in (displaced, values):
+            if (plan := launched.quantizing(recipe, first.view(2, 128, 512).flatten(0, 1), names, chosen)) is not None:
+                for x in (values, displaced):
+                    assert all(map(torch.equal, bits(launched.quantize(plan, x)), bits([expected[n] for n in names])))

@@ -18,6 +18,7 @@ from layoutc.runtime.facts import Facts, Layout
 
 Out = Mapping[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = 16  # what Triton must know to divide a stride, or a size, for threads to read 16 bytes at a time
 
 
 @cache
@@ -85,11 +86,15 @@ def in_runs(x: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A matrix with contiguous rows, for kernels that also transpose codes. Others are copied.
+    """A matrix whose rows are runs of values, each from a multiple of 16 on, as kernels that also transpose codes read
+    it. Others are copied first.
 
-    With contiguous columns, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6.
+    From columns that are runs, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6. From
+    rows that a thread reads 2 or 4 bytes at a time, codes and scales were wrong (fp8_block, fp8_current, nvfp4_gradient
+    on an H200): ptxas of CUDA 12.8 and 12.9 mixes up registers, which it does not with --opt-level 0.
     """
-    return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    is_read = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) % WIDE == 0 or x.is_contiguous())
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
 def writable(out: Out, device: torch.device) -> Out:

@@ -101,16 +101,16 @@ class Kernels(Reading):
     ) -> dict[str, Tensor]:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations. Raises ValueError as `quantize`.
 
-        Takes one launch if all are planes, or m and k are multiples of `word`; else two. swizzled: scales are flat, in
-        the GEMM's order. amax: as for `quantize`; that of the whole matrix may be in x's dtype, and that of each row,
-        (m,), if no buffer is the amax: the kernel takes the largest. typed: those of one launch have the dtypes of
-        `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
+        Takes one launch if all are planes, or m is a multiple of `word` and k of 16; else two. swizzled: scales are
+        flat, in the GEMM's order. amax: as for `quantize`; that of the whole matrix may be in x's dtype, and that of
+        each row, (m,), if no buffer is the amax: the kernel takes the largest. typed: those of one launch have the
+        dtypes of `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
         """
         m, k = x.shape
         amax = self._shared_amax(x, amax, orientations, typed)
         kept = {"amax": amax} if amax is not None and "amax" in self.layout.as_stored else {}
         shared = {name: self.layout.stored_amax(one.to(torch.float32)) for name, one in kept.items()}
-        odd = self.buffer_sizes is None or m % self.word or k % self.word
+        odd = self.buffer_sizes is None or m % self.word or k % launch.WIDE
         if self._apart or (odd and buffers.are_made(self.layout, orientations)):
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)

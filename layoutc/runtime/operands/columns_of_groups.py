@@ -53,7 +53,7 @@ def _planes(x: Tensor, order: Tensor | None, ends: Tensor) -> list[Tensor]:
 
 
 def _quantized(x: Tensor, order: Tensor | None, each: int, ends: Tensor, recipe: str) -> list[Tensor]:
-    cls, x = operators.recipe_of(recipe), x.contiguous()
+    cls, x = operators.recipe_of(recipe), launch.in_rows(x.contiguous())
     made = _planes(x, order, ends)
     kernels = cls.quantizing_kernels(x)
     apart = ends_apart(ends)

@@ -68,7 +68,7 @@ def quantizing(
 def _quantizing(
     recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
 ) -> LaunchPlan | None:
-    kernels, layout = recipe.quantizing_kernels(flat), recipe.LAYOUT
+    kernels, layout, flat = recipe.quantizing_kernels(flat), recipe.LAYOUT, launch.in_rows(flat)
     takes_amax = layout.takes_amax(orientations)
     if kernels is None or layout.stochastic or (takes_amax and layout.amax_columns is not None):
         return None
@@ -81,6 +81,7 @@ def _quantizing(
 
 def quantize(plan: LaunchPlan, x: Tensor) -> list[Tensor]:
     """The buffers of x, (..., columns), in the order of `names`."""
+    x = x if x.data_ptr() % 16 == 0 else x.clone()  # as `launch.in_rows` has it
     return plan(x) if plan.takes == 1 else plan(x, amaxes.passing_zero(x.device))
 
 

@@ -120,7 +120,7 @@ class ByRule(MasterWeights):
             held = [*moments.values(), *([master] if entry.trains else [])]
             why = "" if _has_kernels(rounded(entry.stepped), moments.values()) else "plain torch steps it here"
             if entry.trains and not why and isinstance(local, QuantizedTensor):
-                why = launches.why_apart(local)
+                why = launches.why_apart(local, entry.row_sharding)
             own = "is its own" if not entry.trains else form_of(master)
             forms = {name: form_of(moment) for name, moment in moments.items()}
             nbytes = sum(map(nbytes_of, held))
@@ -163,7 +163,7 @@ class ByRule(MasterWeights):
             )
         if entry.trains and self._moves(self.param_groups[group]):
             local = entry.local
-            if not isinstance(local, QuantizedTensor) or not launches.why_apart(local):
+            if not isinstance(local, QuantizedTensor) or not launches.why_apart(local, entry.row_sharding):
                 target = local
         moments = tuple([local_of(state[name]) for name in self._rule.moments])
         return Member(master, moments, state["step"], target, group, number, states.place_of(entry.param))

@@ -21,6 +21,7 @@ from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.optim.rules import Rule
 from layoutc.runtime.optim.states import as_matrix
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -83,9 +84,13 @@ def _names(cls: type[QuantizedTensor]) -> list[str]:
     return [name for name in cls.LAYOUT.stored if name != "amax"]
 
 
-def why_apart(target: QuantizedTensor) -> str:
-    """Why the launch that updates a master can't write its weight's codes; "": it can."""
+def why_apart(target: QuantizedTensor, rows: RowSharding | None) -> str:
+    """Why the launch that updates a master can't write its weight's codes; "": it can.
+
+    rows: how the weight is sharded. If any cut splits a block, all ranks exchange edges, also those without one.
+    """
     layout = target.LAYOUT
+    cut = rows is not None and rows.splits_blocks(layout)
     kernels = _kernels(type(target), next(iter(target.store.planes.values())))
     if kernels is None or not kernels.batched:
         return f"no kernel quantizes many weights in {layout.name} here"
@@ -93,7 +98,7 @@ def why_apart(target: QuantizedTensor) -> str:
         return f"scales of {layout.name} follow from an amax of the whole weight"
     if kernels.row_blocks or any(tile.cover[0] for tile in kernels.quantize_sizes.values()):
         return f"blocks of {layout.name} span whole rows, or no power of two"
-    if target.store.halo.rows or target.store.part is not None or target.store.matrix[0] != target.store.rows:
+    if cut or target.store.halo.rows or target.store.part is not None or target.store.matrix[0] != target.store.rows:
         return "its shards cut blocks"
     if not launch.all_writable([target.store.planes], target.device):
         return "its planes are not contiguous"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,13 @@ def rounded(master: Any) -> Tensor:
 class Entry:
     """A parameter with its master."""
 
-    __slots__ = ("_local", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
+    __slots__ = ("_local", "_rows", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
 
     def __init__(self, param: Tensor, master: Tensor, inner: torch.optim.Optimizer, stamp: Any) -> None:
         self.param, self.master, self.stamp = param, master, stamp
         self.steps_shard = inner_optimizer.steps_shard(inner, master)
         self._local: Tensor | None = None  # of a parameter that is not a DTensor
+        self._rows: tuple[RowSharding | None] | None = None
         self.spec: Any = None  # of gradients that are sharded like the master
         self._shown: dict[str, Any] | None = None  # the inner optimizer's state as users see it, with the master
         self._seen: tuple[Any, ...] = ()  # the contents of both when it was last shown
@@ -83,6 +84,13 @@ class Entry:
         ):
             alias = self._local = param.detach()
         return alias  # type: ignore[no-any-return]
+
+    @property
+    def row_sharding(self) -> RowSharding | None:
+        """How a quantized parameter's rows are sharded, as `row_sharding_of` says it."""
+        if self._rows is None:
+            self._rows = (shards.row_sharding_of(self.param, cast(Any, self.local)),)
+        return self._rows[0]
 
     def show(self, state: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
         """Puts the inner optimizer's state, if any, and the master into `states`, as the parameter's."""
@@ -271,7 +279,7 @@ class WriteBack:
                 )
             batch = batches.setdefault(key, Batch(groups))
             batch.entries.append(entry)
-            batch.row_shardings.append(shards.row_sharding_of(entry.param, local))
+            batch.row_shardings.append(entry.row_sharding)
         self._batches = list(batches.values())
 
     def holds(self, moved: list[Entry]) -> bool:

@@ -214,7 +214,7 @@ def _run_quantize_buffers(
     typed: bool,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    chosen = tuple(orientations)
+    chosen, x = tuple(orientations), launch.in_rows(x)
     like = launch.quantized_like(x, amax, chosen, swizzled, typed)
     plan = plans.cache.get((recipe, like)) if type(x) is Tensor else None
     if plan is not None:
