@@ -12,7 +12,6 @@ import triton.language as tl
 
 from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import to_float
-from layoutc.runtime.triton.codebooks import in_shared
 from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, store_pieces, to_dtype
 
@@ -158,8 +157,7 @@ def update_kernel(
     input_max,  # the largest value of a master's dtype, for scales of weights
     GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, SPLITS: tl.constexpr,  # masters are bf16 and a byte
     DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
-    SIZE_M: tl.constexpr,  # of books_m; 0: there are none
-    DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr, SIZE_V: tl.constexpr,
+    DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr,
     QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
     ROUNDED: tl.constexpr,  # dtype of a plain weight; None: the weight is quantized, or is its own master
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -193,13 +191,13 @@ def update_kernel(
         _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
         _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
         _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
-        None, None, None, in_shared(books_m, SIZE_M) if SIZE_M else None,
+        None, None, None, books_m,
     )  # fmt: skip
     second = (  # no plane where a rule has one moment
         _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
         _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
         _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
-        None, None, None, in_shared(books_v, SIZE_V) if SIZE_V else None,
+        None, None, None, books_v,
     )  # fmt: skip
     planes = (
         _plane(fields, PLANES, 0, KINDS, ROWS, ALIGNED) if KINDS >> 0 else None,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.captures import capturing
@@ -262,8 +261,8 @@ def _tiles(form: Form) -> Tiling:
 
 @functools.cache
 def books_of(kernels: Any) -> Tensor | None:
-    """Codebooks of a recipe, and behind them their steps, or what is looked up to find how many a number reaches: fp32,
-    a multiple of 256. None if there are none."""
+    """Codebooks of a recipe, and behind them their steps, or what is looked up to find how many a number reaches: fp32.
+    None if there are none."""
     from layoutc.runtime.triton.codebooks import words_of
 
     if kernels is None or not kernels.codebooks:
@@ -271,7 +270,7 @@ def books_of(kernels: Any) -> Tensor | None:
     books, count = torch.tensor(kernels.codebooks), len(kernels.codebooks) // 2
     if isnan(kernels.codebooks[-1]) and (words := words_of(kernels.codebooks[count:-1])):
         books = torch.cat([books[:count], torch.tensor(words, dtype=torch.int32).view(torch.float32)])
-    return functional.pad(books, (0, -len(books) % 256))
+    return books
 
 
 def _form(member: Member, grad: Tensor) -> Form:
@@ -325,9 +324,7 @@ def constants_of(
     found: list[Any] = [DTYPES[form.grad], DTYPES[form.master], form.splits]
     for cls, one in zip(form.moments, moments, strict=True):
         found += [*((one.dequantize_tile, one.quantize_tile) if one else (None, None)), _kinds(cls or torch.float32)]
-        books = books_of(one)
-        found.append(0 if books is None else len(books))
-    found += [None, None, 0, 0] * (2 - len(moments))
+    found += [None, None, 0] * (2 - len(moments))
     served = target.serves if target else {}
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
     found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]

@@ -267,12 +267,11 @@ def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
 def gathered(table, places, FIRST: tl.constexpr):
     """table[FIRST + place], fp32, for each place of a tile, whose values stay in the threads that have the places.
 
-    table: a pointer, or an address in shared memory. As loads, Triton would give neighbours to different warps, and all
-    of the tile would move through shared memory.
+    As loads, Triton would give neighbours to different warps, and all of the tile would move through shared memory.
     """
     if INTERPRETED:
         return tl.load(table + FIRST + places)
-    elif table.dtype.is_ptr():
+    else:
         return tl.inline_asm_elementwise(
             joined("{ .reg .u64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at+", 4 * FIRST, "]; }"),
             "=f,l,r",
@@ -281,49 +280,9 @@ def gathered(table, places, FIRST: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    else:
-        return tl.inline_asm_elementwise(
-            joined("{ .reg .s32 at; mad.lo.s32 at, $2, 4, $1; ld.shared.f32 $0, [at+", 4 * FIRST, "]; }"),
-            "=f,r,r",
-            [tl.broadcast_to(table, places.shape), places],
-            dtype=tl.float32,
-            is_pure=False,  # so that Triton does not look twice in place of moving a value
-            pack=1,
-        )
 
 
 @triton.constexpr_function
 def joined(before, number, after):
     """An instruction with a number in it."""
     return f"{before}{number}{after}"
-
-
-@triton.jit
-def in_shared(table, SIZE: tl.constexpr):
-    """A table of SIZE numbers of 32 bits in memory -> its address in shared memory, for `gathered`.
-
-    Every thread may look into it at once. SIZE: a multiple of 256.
-    """
-    if INTERPRETED:
-        return table
-    else:
-        room = tl.inline_asm_elementwise(
-            joined("{ .shared .align 16 .b32 room[", SIZE, "]; mov.u32 $0, room; }"),
-            "=r,r",
-            [tl.program_id(0)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        for first in range(0, SIZE, 256):
-            at = first + tl.arange(0, 256)
-            tl.inline_asm_elementwise(
-                "st.shared.f32 [$1], $2; mov.u32 $0, 0;",
-                "=r,r,f",
-                [room + 4 * at, tl.load(table + at)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        tl.debug_barrier()
-        return room
