@@ -1,1 +1,1 @@
-"""What multiplies quantized weights: products in low precision, and who chooses between them and dequantizing."""
+"""Products of quantized weights in low precision, and the choice between them and dequantizing."""

@@ -1,12 +1,12 @@
 """F.linear of quantized weights, as autograd and torch.compile see it.
 
-In low precision, it is one function and two operators. These take the weight itself, so that a traced graph asks its
-class, and sees what is inside of them: quantizing, laying out, scaled_mm. Eager calls go to the class directly, since a
-torch operator costs several microseconds.
+In low precision, F.linear is one autograd function and two operators. The operators take the weight itself, so tracing
+dispatches to its class and sees their contents: quantizing, laying out, scaled_mm. Eager calls go to the class
+directly, since a torch operator costs several microseconds.
 
-Dequantized, an eager call is one function as well, and traces are left to the class. As torch divides F.linear up,
-eager calls would ask the class for a transposed weight and a product, in forward and again in backward, and make a
-tensor for each transposed weight: several times what a plain weight takes of the host.
+Dequantized, an eager call is one autograd function too, and traces are left to the class. If torch decomposed F.linear,
+eager calls would dispatch to the class for a transpose and a product, in forward and again in backward, and make a
+tensor for each transposed weight. The host overhead would be several times that of a plain weight.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from layoutc.runtime.torch_private import (
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-HANDLERS: dict[Any, Callable[..., Any]] = {}  # of operators that take weights; `experts` and `routed` add theirs
+HANDLERS: dict[Any, Callable[..., Any]] = {}  # for operators that take weights; `experts` and `routed` add theirs
 
 
 def operator(schema: str, run: Callable[..., list[Tensor]]) -> Any:
-    """Defines an operator of torch.ops.layoutc that the class of a quantized weight runs, and gives it a handler."""
+    """Defines a torch.ops.layoutc operator that dispatches to the weight's class, and registers its handler."""
     defined = library.of_weights(schema)
     HANDLERS[defined] = lambda func, args, kwargs: run(*args, **kwargs)
     return defined
@@ -62,11 +62,11 @@ _linear_backward = operator(
 
 
 class LowPrecisionLinear(torch.autograd.Function):
-    """x w^T + bias, with products as `mode` says. Gradients of x, weight and bias, which have none themselves."""
+    """x w^T + bias, with products as `mode` says. Differentiable once, in x, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, keeps: Keeps) -> Tensor:
-        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. keeps: what backward will need of x."""
+        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. keeps: what backward needs from x."""
         x = arrived(x)
         made: list[Tensor] | None = steady_linear.forward(x, weight, bias, mode, keeps)
         out, *saved = call(_linear, weight, x, weight, bias, mode, keeps) if made is None else made
@@ -76,13 +76,13 @@ class LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of those that need one."""
+        """Returns the gradients that are needed."""
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
         return gradients(ctx, grad)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of x, weight and bias, of those that need one."""
+    """Returns the needed gradients among those of x, weight and bias."""
     weight, *saved = ctx.saved_tensors
     grad = arrived(grad)
     needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
@@ -100,7 +100,7 @@ _gradients_once = once_differentiable(_gradients)
 
 
 class DequantizedLinear(torch.autograd.Function):
-    """x w^T + bias with the values of a quantized weight, in x's dtype. Gradients of x, weight and bias."""
+    """x w^T + bias with a dequantized weight, in x's dtype. Differentiable in x, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +111,7 @@ class DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of those that need one: products of the class where they are differentiated again."""
+        """Returns the needed gradients. Double backward uses the class's products."""
         x, weight = ctx.saved_tensors
         needs_input, trains, needs_bias = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
@@ -126,7 +126,7 @@ class DequantizedLinear(torch.autograd.Function):
 
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
-    """The values of a whole weight (m, k): by the plan for planes like its own, else as any dequantizing."""
+    """Dequantizes a whole weight (m, k): by the launch plan for planes like these if there is one, else as usual."""
     planes, matrix, orientation = weight.store.planes, weight.store.matrix, mode.read_as(weight, orientation)
     if not isinstance(planes, dict) or weight.store.halo.rows or weight.store.writes.waiting:
         return weight.values_of(orientation, dtype)
@@ -135,13 +135,13 @@ def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> 
 
 
 def arrived(x: Tensor) -> Tensor:
-    """x itself, where it is the result of a collective that may still be under way: kernels take plain tensors."""
+    """Waits for x if an async collective computes it: kernels accept only plain tensors."""
     waited: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
     return waited
 
 
 def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
-    with _without_autocast(first):  # it would round what is multiplied in fp32
+    with _without_autocast(first):  # autocast would round fp32 operands
         if traced(first):
             if not torch.compiler.is_compiling():
                 flops.tell_counters()
@@ -167,7 +167,7 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """`__torch_function__` of recipes: FUNCTIONS as one function each, all others as they are."""
+    """`__torch_function__` of recipes: replaces FUNCTIONS by one autograd function each, and passes others through."""
     if func is torch.autograd.grad and (by_edges := _by_edges(*args, **(kwargs or {}))) is not None:
         return by_edges()
     if jit_records() and issubclass(cls, QuantizedTensor):
@@ -176,15 +176,15 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
             "torch.export.export(model, inputs) or torch.compile(model)"
         )
     multiply = FUNCTIONS.get(func)
-    with without_torch_function():  # inside, a weight's shape is no call of this function
+    with without_torch_function():  # inside, reading a weight's shape must not call this function
         made = None if multiply is None else multiply(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
 
 
 def _by_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> partial[Any] | None:
-    """torch.autograd.grad with the edges of weights, so that it is no call of this function; None where it must be.
+    """torch.autograd.grad by gradient edges instead of weights, so it bypasses torch_function; None if it can't.
 
-    Inside of such a call, layers that activation checkpointing runs again would not be the functions that forward had.
+    Inside torch_function, layers that activation checkpointing recomputes would not use forward's functions.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     others = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -198,7 +198,7 @@ def _by_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> partial[A
 
 
 def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear as one function; None for what is no linear layer with a weight that is multiplied so."""
+    """F.linear as one autograd function; None for unsupported arguments."""
     if not hasattr(weight, "LAYOUT"):
         return None
     if (how := mode.of(weight)) == "dequantize":
@@ -217,7 +217,7 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
 
 
 def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
-    """F.linear by dequantized values; None for what the class must see by itself: traces, transforms, other classes."""
+    """F.linear with a dequantized weight; None for calls left to the class: traces, transforms, other classes."""
     if type(x) is not Tensor or not isinstance(weight, QuantizedTensor) or weight.transposed or weight.dim() != 2:
         return None
     if x.dtype is not weight.dtype or x.dim() < 2 or x.shape[-1] != weight.shape[1] or x.layout is not torch.strided:
@@ -234,12 +234,12 @@ def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
 
 
 def _is_transformed(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a transform of torch.func is under way, or has left one of these."""
+    """Whether a torch.func transform is active, or still wraps one of these tensors."""
     return transform() is not None or is_wrapped(x) or (bias is not None and is_wrapped(bias))
 
 
 _in_low_precision, _by_values = applied(LowPrecisionLinear), applied(DequantizedLinear)
 
 
-# What is one function: None where a call is not one. `experts` adds products of 3-D weights.
+# Calls that become one autograd function, or return None. `experts` adds products of 3-D weights.
 FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {F.linear: _multiplied}

@@ -1,7 +1,7 @@
-"""How each product of a weight is computed, and why: by a kernel of the card, from quantized values, or dequantized.
+"""How each product of a weight is computed, and why: by a kernel of the card, by the reference, or dequantized.
 
-One rule for linear layers and for weights of experts: what the mode and the spec want, whether operands can be
-quantized, what kernel the recipe states, whether the card has it and takes the sizes, and what was measured of it.
+One rule covers linear layers and experts. It checks the mode and the spec, whether operands can be quantized, which
+kernel the recipe states, whether the card has that kernel and it supports the sizes, and its measured times.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Way = Literal["kernel", "reference", "dequantize"]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
-Keeps = Literal["nothing"] | Saves  # of an activation, for backward; nothing where the weight does not train
+Keeps = Literal["nothing"] | Saves  # what is saved of an activation for backward; nothing if the weight is frozen
 Recipe = type[QuantizedTensor]
-# Of each product, the recipe of the left operand, that of the right one, and the orientation of each.
+# For each product, the recipe and orientation of the left and the right operand.
 OPERANDS: dict[ProductName, tuple[tuple[str, str], tuple[str, str]]] = {
     "forward": (("activation", "rowwise"), ("weight", "rowwise")),
     "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
@@ -36,17 +36,16 @@ OPERANDS: dict[ProductName, tuple[tuple[str, str], tuple[str, str]]] = {
 }
 NAMES: tuple[ProductName, ...] = tuple(OPERANDS)
 _SHIPPED = "layoutc.recipes"
-_ALIGNED = 16  # elements of a dim of codes, as cuBLAS wants them; bytes of a dim of experts
-TILE = (128, 4)  # of scales of blocks
-_MOST_EXPERTS = 1023  # a thread for each prepares its product
+_ALIGNED = 16  # alignment: elements of a dim of codes, for cuBLAS; bytes of a dim of experts
+TILE = (128, 4)  # rows and columns of a tile of block scales
+_MOST_EXPERTS = 1023  # one thread per expert prepares its product
 
 
 class Sizes(NamedTuple):
-    """Of a product: the features that a weight gives and takes, and the number of tokens.
+    """The sizes of a product: output features n, input features k, and the number of tokens.
 
-    experts: of a weight of experts, each of which multiplies tokens of its own; 0: a linear layer. by_columns: such a
-    weight is (experts, k, n), and read as `x @ w`; else it is (experts, n, k), and read transposed, as linear layers
-    read theirs.
+    experts: the number of experts, each of which multiplies its own tokens; 0: a linear layer. by_columns: the expert
+    weight is (experts, k, n), read as `x @ w`; otherwise it is (experts, n, k), read transposed as in linear layers.
     """
 
     experts: int
@@ -70,7 +69,7 @@ class Ways(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """How one product is computed, and why not by a kernel; reason is "" where it is."""
+    """How one product is computed, and why it does not use a kernel; reason is "" if it does."""
 
     way: Way
     reason: str
@@ -85,14 +84,14 @@ class Recipes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is the same for all calls with weights of a recipe and a size, and so many tokens."""
+    """What all calls share that have the same recipe, weight size and number of tokens."""
 
     ways: Ways
     recipes: Recipes
-    missing: Mapping[ProductName, str]  # product -> why it has no kernel, of those that the spec wants in low precision
+    missing: Mapping[ProductName, str]  # low-precision product -> why it has no kernel
 
     def note(self, *names: ProductName) -> None:
-        """Counts those of these products that have no kernel."""
+        """Counts the given products that have no kernel."""
         for name in names if self.missing else ():
             if name in self.missing:
                 _without_kernel[f"{self.recipes.weight.LAYOUT.name} {name}: {self.missing[name]}"] += 1
@@ -118,9 +117,9 @@ def products_without_kernel() -> Counter[str]:
 
 
 def keeps(weight: Recipe, trains: bool, in_graph: bool) -> Keeps:
-    """What the products of a weight in low precision keep of an activation. trains: the weight's gradient is wanted.
+    """What low-precision products save of an activation for backward. trains: the weight's gradient is needed.
 
-    Where activations are rounded by chance, backward would draw other bits: then what was quantized is kept.
+    With stochastic rounding of activations, backward would draw different bits, so the quantized activation is saved.
     """
     if not trains:
         return "nothing"
@@ -129,14 +128,14 @@ def keeps(weight: Recipe, trains: bool, in_graph: bool) -> Keeps:
 
 @cache
 def recipes_of(weight: Recipe) -> Recipes:
-    """The recipes that a weight's spec names. Raises LayoutError if one was not built, or was changed since."""
+    """The recipes that a weight's spec names. Raises LayoutError if one was not built, or has changed since."""
     products = weight.LAYOUT.products
     assert products is not None
     return Recipes(weight, _load(weight, *products.activation), _load(weight, *products.gradient))
 
 
 def _load(weight: Recipe, name: str, layout_id: str) -> Recipe:
-    """The class of a recipe: from the package beside the weight's, else from those that layoutc ships."""
+    """The class of a recipe: from the package that contains the weight's, else from layoutc's own recipes."""
     package = weight.__module__.rpartition(".")[0]
     packages = [f"{package.rpartition('.')[0]}.{name}", f"{_SHIPPED}.{name}"]
     for candidate in dict.fromkeys(packages):
@@ -160,25 +159,25 @@ def _load(weight: Recipe, name: str, layout_id: str) -> Recipe:
 
 
 def orientation_of(name: ProductName, by_columns: bool) -> str:
-    """The orientation of the weight in forward or grad_input: that of what is contracted."""
+    """The weight's orientation in forward or grad_input: the one whose axis the product contracts."""
     return "columnwise" if (name == "forward") == by_columns else "rowwise"
 
 
 def operands_of(name: ProductName, by_columns: bool) -> tuple[tuple[str, str], tuple[str, str]]:
-    """As OPERANDS has them, of weights that are read as they are stored or transposed."""
+    """OPERANDS of a product, with the weight's orientation adjusted for by_columns."""
     left, right = OPERANDS[name]
     return left, (right[0], orientation_of(name, by_columns)) if right[0] == "weight" else right
 
 
 def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Grouped | str:
-    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does.
+    """The kernel that multiplies each group of tokens by its expert; or the reason why there is none.
 
-    by_columns: as of Sizes.
+    by_columns: see Sizes.
     """
     products = cls.LAYOUT.products
-    assert products is not None  # the spec names the recipes of activations and gradients
+    assert products is not None  # the spec names recipes for activations and gradients
     stated: Cards | str | None = getattr(products, name)
-    if isinstance(stated, str):  # not even scaled_mm multiplies them
+    if isinstance(stated, str):  # not even scaled_mm supports them
         return stated
     return (products.by_columns if by_columns and products.by_columns else products.grouped)[name]
 
@@ -186,8 +185,8 @@ def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Grouped 
 # ------------------------------------------------------------------------------------------------------------- choosing
 @lru_cache(maxsize=4096)
 def plan_of(cls: Recipe, sizes: Sizes, device: torch.device, mode: Mode, odd: str = "") -> Plan:
-    """What is the same for all calls with weights of a recipe and these sizes. odd: why they are dequantized in any
-    case. It is looked up where sizes are numbers: in a traced graph they may be symbols, and it is called unwrapped."""
+    """The plan for all calls with weights of a recipe and these sizes. odd: why they are always dequantized. The cache
+    needs sizes that are numbers; for symbols, in traced graphs, callers use `__wrapped__`."""
     chosen = {name: Chosen("dequantize", odd) if odd else choose(cls, name, sizes, device, mode) for name in NAMES}
     ways, products = Ways(*(one.way for one in chosen.values())), cls.LAYOUT.products
     if products is None:
@@ -199,7 +198,7 @@ def plan_of(cls: Recipe, sizes: Sizes, device: torch.device, mode: Mode, odd: st
 
 
 def choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, mode: Mode) -> Chosen:
-    """How a product of weights of a recipe and these sizes is computed on a device."""
+    """Chooses how a product of these sizes is computed on a device."""
     if mode == "dequantize":
         return Chosen("dequantize", 'products are set to "dequantize"')
     if cls.LAYOUT.products is None:
@@ -226,7 +225,7 @@ def choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, m
 
 
 def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
-    """Why an operand can't be quantized at all, or not in groups of tokens."""
+    """Why an operand can't be quantized, or not in groups of tokens; "" if it can."""
     if sizes.tokens == 0:
         return "there are no tokens"
     for role, orientation in operands_of(name, sizes.by_columns):
@@ -244,7 +243,7 @@ def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
 
 
 def not_here(cards: Cards, device: torch.device) -> str:
-    """Why a device does not have the kernel."""
+    """Why a device does not have the kernel; "" if it does."""
     if device.type == "cpu":
         return "" if cards.cpu and scaled_mm_on_cpus else "CPUs have no kernel for it"
     if device.type != "cuda":
@@ -262,7 +261,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _misfit(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
-    """Why scaled_mm does not take these sizes."""
+    """Why scaled_mm does not support these sizes; "" if it does."""
     m, k, tokens = sizes.n, sizes.k, sizes.tokens
     of_products = {"forward": (tokens, m, k), "grad_input": (tokens, k, m), "grad_weight": (m, k, tokens)}
     left, right, contracted = of_products[name]
@@ -280,7 +279,7 @@ def _misfit(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
 
 
 def _multiples(operand: Operand) -> tuple[int, int]:
-    """What the free and the contracted dim must be multiples of: whole blocks of 128, and bytes in groups of 16.
+    """The required multiples of the free and the contracted dim: whole blocks of 128, and groups of 16 bytes.
 
     cuBLAS reads scales of 1x128 blocks in groups of 16 bytes along the free dim.
     """
@@ -290,7 +289,7 @@ def _multiples(operand: Operand) -> tuple[int, int]:
 
 
 def _misfit_of_groups(recipes: Recipes, name: ProductName, found: Grouped, sizes: Sizes) -> str:
-    """Why scaled_grouped_mm does not take these sizes, or this torch does not."""
+    """Why scaled_grouped_mm, or this version of torch, does not support these sizes; "" if both do."""
     if sizes.experts > _MOST_EXPERTS:
         return f"scaled_grouped_mm takes up to {_MOST_EXPERTS} experts, not {sizes.experts}"
     if name == "grad_weight":
@@ -302,12 +301,12 @@ def _misfit_of_groups(recipes: Recipes, name: ProductName, found: Grouped, sizes
     orientation = orientation_of(name, sizes.by_columns)
     operand = recipes.weight.LAYOUT.operands[orientation]
     assert isinstance(operand, Operand)
-    codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1  # in a byte
+    codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1  # per byte
     if operand.tensor_scale is not None and not scaled_grouped_mm_v2_is_traced:
         return f"scaled_grouped_mm of {found.kind} and a scale of the tensor can be traced since torch 2.14"
     rows, columns = (1, 1) if found.kind == "RowWise" else TILE
     block = int(found.kind.rpartition("x")[2]) if rows > 1 else 1
-    # An expert's scales are whole tiles, so that those of all experts follow one another.
+    # Each expert's scales fill whole tiles, so the scales of all experts are contiguous.
     multiples = {"rowwise": (rows, _ALIGNED * codes), "columnwise": (1, columns * block)}[orientation]
     for size, multiple, what in (
         (free, max(multiples[0], _ALIGNED), "a dim"),

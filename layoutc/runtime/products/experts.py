@@ -1,7 +1,7 @@
-"""Groups of tokens by weights of experts, as autograd and torch.compile see them: F.grouped_mm and torch.bmm.
+"""Products of grouped tokens with expert weights, as autograd and torch.compile see them: F.grouped_mm and torch.bmm.
 
-As `autograd` does it for F.linear: one function, and two operators that take the weight itself. And all experts of a
-layer as one call: tokens to their experts, what those compute, and back to tokens.
+They consist of one autograd function and two operators that take the weight itself, like F.linear in `autograd`. All
+experts of a layer also run as one call: route tokens to experts, compute, and combine the results per token.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _grouped_backward = autograd.operator(
     "keeps) -> Tensor[]",
     grouped.backward,
 )
-HANDLERS = autograd.HANDLERS  # of all products in low precision, by now
+HANDLERS = autograd.HANDLERS  # complete from here on: all low-precision products
 Multiply = Callable[..., Tensor]
 
 
 class LowPrecisionExperts(torch.autograd.Function):
-    """Each group of tokens by its own matrix, as `mode` says. Gradients of x and weight, which have none themselves."""
+    """Multiplies each group of tokens by its own matrix, as `mode` says. Differentiable once, in x and weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, mode: Mode, keeps: Keeps) -> Tensor:
         """x (tokens, k) in groups that end at offs, or (experts, tokens, k); weight (experts, k, n), transposed or not.
 
-        keeps: what backward will need of x.
+        keeps: what backward needs from x.
         """
         x = autograd.arrived(x)
         out: Tensor
@@ -56,7 +56,7 @@ class LowPrecisionExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of those that need one."""
+        """Returns the gradients that are needed."""
         weight, offs, *saved = ctx.saved_tensors
         grad = autograd.arrived(grad)
         needs_input, trains = ctx.needs_input_grad[:2]
@@ -70,7 +70,7 @@ class LowPrecisionExperts(torch.autograd.Function):
 def _groups_multiplied(
     input: Any, mat2: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """F.grouped_mm in low precision; None for what is no product of tokens by weights of experts of a recipe."""
+    """F.grouped_mm in low precision; None for unsupported arguments."""
     if not hasattr(mat2, "LAYOUT") or (how := mode.of(mat2)) == "dequantize":
         return None
     if mat2.dim() != 3 or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
@@ -78,7 +78,7 @@ def _groups_multiplied(
     if bias is not None or out_dtype not in (None, input.dtype) or input.dtype not in FLOATS:
         return None
     if input.dim() != (3 if offs is None else 2) or input.shape[-1] != mat2.shape[1]:
-        return None  # torch says so better
+        return None  # torch's own error is clearer
     if offs is None and input.shape[0] != mat2.shape[0]:
         return None
     if offs is not None and (offs.dtype != torch.int32 or offs.shape != mat2.shape[:1]):
@@ -100,10 +100,10 @@ def _batch_multiplied(input: Any, mat2: Any, **options: Any) -> Tensor | None:
 def routed_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """x (tokens, columns) by the experts that each token has chosen -> (tokens, columns), the sum by their weights.
+    """Runs x (tokens, columns) through each token's chosen experts -> (tokens, columns), their weighted sum.
 
-    chosen, weights: (tokens, chosen of each); an expert from `experts` on is another rank's, and adds nothing. compute:
-    (rows in the order of experts, where those of each end) -> rows.
+    chosen, weights: (tokens, experts per token); indices of `experts` or more belong to other ranks and add nothing.
+    compute: (rows sorted by expert, end offset of each expert's rows) -> rows.
     """
     return _through(x, weights, routes_of(chosen, experts), compute)
 
@@ -111,11 +111,11 @@ def routed_experts(
 def gated_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, multiply: Multiply = grouped_mm
 ) -> Tensor:
-    """As `routed_experts`, where an expert is silu(gate) * up between two products.
+    """`routed_experts` for experts that compute silu(gate) * up between two products.
 
-    gate_up: (experts, columns, 2 * inner), gates first; down: (experts, inner, columns); both as `multiply` takes them:
-    quantized weights are transposed ones, or stored so. multiply: (rows, weight, offs) -> rows, where rows are not
-    quantized by what makes them.
+    gate_up: (experts, columns, 2 * inner), gates first; down: (experts, inner, columns); both as `multiply` accepts
+    them: quantized weights are transposed views, or stored by columns. multiply: (rows, weight, offs) -> rows; not used
+    if `routed` can compute the experts.
     """
     routes = routes_of(chosen, len(gate_up))
     if (made := routed(x, weights, gate_up, down, routes)) is not None:

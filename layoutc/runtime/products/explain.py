@@ -1,4 +1,4 @@
-"""What products a model's weights have: by which kernel, or why by none."""
+"""Explains a model's products: which kernel computes each, or why none does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
     'layoutc.set_products_(model, "low_precision"), called after parallelize_module, lets linear layers have it'
 )
-_TOKENS = 16384  # a multiple of all that recipes and kernels ask for
+_TOKENS = 16384  # a multiple of everything that recipes and kernels require
 
 
 class ExplainedProduct(NamedTuple):
     """One product of one weight.
 
     kernel: the kinds of scales that scaled_mm reads, or scaled_grouped_mm for weights of experts; "" without a kernel.
-    own_mode: the per-weight override of `layoutc.set_products_`; None: the weight follows the mode of all.
+    own_mode: the per-weight override of `layoutc.set_products_`; None: the weight follows the mode for all weights.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ExplainedProduct(NamedTuple):
     own_mode: Settings | None = None
 
     def __str__(self) -> str:
-        """A line for a reader."""
+        """One line of text."""
         function = "scaled_mm" if len(self.shape) == 2 else "scaled_grouped_mm"
         how = f"{function}, {self.kernel}" if self.kernel else self.way
         because = f": {self.reason}" if self.reason else ""
@@ -58,9 +58,9 @@ def explain_products(
 ) -> list[ExplainedProduct]:
     """Lists how each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
-    tokens: the rows of activations that a linear layer sees, or all experts together, with all leading dims as one.
-    device: default: that of each weight. mode: that of weights without an override by `layoutc.set_products_`; default:
-    the current mode, or "low_precision" if that is "dequantize". Tensor-parallel weights are multiplied as parts.
+    tokens: rows of activations with leading dims flattened, per linear layer or for all experts together. device:
+    defaults to each weight's. mode: for weights without an override by `layoutc.set_products_`; defaults to the current
+    mode, or to "low_precision" if that is "dequantize". Tensor-parallel weights are multiplied as parts.
 
     Raises ValueError for an unknown mode.
 

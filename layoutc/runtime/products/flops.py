@@ -1,7 +1,7 @@
-"""What torch's FlopCounterMode counts for products in low precision: as many operations as for those of plain weights.
+"""Makes torch's FlopCounterMode count products in low precision: the same operations as for plain weights.
 
-A counter copies torch's formulas when it is made, and the module that has them imports triton. So formulas are not
-registered there: a counter that is on gets them when it is about to see the first product.
+A counter copies torch's formulas when it is constructed, and their module imports triton. So the formulas are not
+registered there: an active counter gets them just before its first product.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from layoutc.runtime.torch_private import dispatch_mode_stack
 
 
 def tell_counters() -> None:
-    """Gives formulas for the operators of torch.ops.layoutc that multiply to all counters that are on; a user's own
-    (its argument custom_mapping) come first."""
+    """Registers formulas for the products of torch.ops.layoutc with all active counters; formulas in a counter's
+    custom_mapping take precedence."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     for mode in () if module is None else dispatch_mode_stack():
         counter: Any = getattr(mode, "counter", None)
@@ -38,7 +38,7 @@ def _grouped(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
 
 
 def _backward(grad: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    """One product for each gradient that is asked for. The arguments end with needs_input, keeps."""
+    """Counts one product per requested gradient. The arguments end with needs_input, keeps."""
     *_, needs_input, keeps = args
     products = int(needs_input) + int(keeps != "nothing")
     return 2 * grad.numel() * weight.shape[1] * products

@@ -1,8 +1,8 @@
-"""Groups of tokens by the weights of their experts: forward and both gradients, each in low precision or dequantized.
+"""Multiplies groups of tokens by expert weights: forward and both gradients, each in low precision or dequantized.
 
-Tokens are quantized group by group: a block with several rows has tokens of one group alone. A scale of the whole
-tensor stays one for all tokens, as a linear layer has it. A group's numbers are then those that a linear layer of its
-expert would give, except for that scale; and no kernel that torch has takes one for each group.
+Tokens are quantized group by group: a block of several rows holds tokens of one group only. A tensor-wide scale still
+covers all tokens, as in a linear layer, because no torch kernel accepts one per group. Except for that scale, a group's
+results equal those of a linear layer with its expert's weight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 
 
 class Tokens(NamedTuple):
-    """Tokens quantized in groups: what a product reads, and how the groups were moved apart for it."""
+    """Tokens quantized in groups: the buffers that a product reads, and how the groups were moved apart for it."""
 
     buffers: Mapping[str, Tensor]
     apart: Apart | None
@@ -43,10 +43,10 @@ class Tokens(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------------- handlers
 def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor]:
-    """The output, and what is kept of x for backward, unless that is x itself.
+    """Returns the output, and what is saved of x for backward unless that is x itself.
 
-    x: (tokens, k), in groups that end at offs; without offs, (experts, tokens of each, k). right: (experts, k, n), a
-    weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
+    x: (tokens, k), in groups that end at offs; without offs, (experts, tokens per expert, k). right: (experts, k, n),
+    a transposed (experts, n, k) weight or one stored by columns. The output has n columns in place of k.
     """
     call = call_of(right, _groups(x, offs), x, mode)
     ways, sizes = call.plan.ways, call.sizes
@@ -72,18 +72,18 @@ def backward(
     needs_input: bool,
     keeps: Keeps,
 ) -> list[Tensor]:
-    """The gradients of the input, and of (experts, n, k), those that are needed, from that of the output.
+    """Returns the needed gradients, of the input and of (experts, n, k), given the output's.
 
-    saved: what forward gave, or x.
+    saved: what forward returned for backward, or x.
     """
     call = call_of(right, _groups(grad, offs), grad, mode)
     ways, sizes, trains = call.plan.ways, call.sizes, keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
     call.plan.note(*(name for name, is_asked in asked if is_asked))
-    grad = grad.contiguous()  # that of a sum has strides of 0
+    grad = grad.contiguous()  # the gradient of a sum has strides of 0
     flat = grad.view(-1, sizes.n)
     low = any(is_asked and getattr(ways, name) != "dequantize" for name, is_asked in asked)
-    # One for both products: a traced graph would merge two draws into one.
+    # Both products share a seed: a traced graph would merge two draws into one.
     seed = operators.seed_of(call.plan.recipes.gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
@@ -105,7 +105,7 @@ def backward(
 
 
 class Call(NamedTuple):
-    """A product of a weight with tokens in groups: the weight as it is read, and as it is stored."""
+    """A product of a weight with grouped tokens: the weight as it is read, and as it is stored."""
 
     right: QuantizedTensor
     weight: QuantizedTensor
@@ -114,12 +114,12 @@ class Call(NamedTuple):
     plan: Plan
 
     def kernel(self, name: ProductName) -> Grouped | str:
-        """That of a product; or why there is none."""
+        """The kernel of a product, or the reason why there is none."""
         return choice.kernel(type(self.weight), name, self.sizes.by_columns)
 
 
 def call_of(right: QuantizedTensor, groups: Groups, x: Tensor, mode: Mode) -> Call:
-    """right: as of `forward`. A piece of a weight that cuts blocks is dequantized."""
+    """Plans a call; right: see `forward`. A piece of a weight that cuts blocks is dequantized."""
     weight = cast(QuantizedTensor, right.transpose(-2, -1)) if right.transposed else right
     experts, k, n = right.shape
     sizes = Sizes(experts, n, k, groups.tokens, not right.transposed)
@@ -135,7 +135,7 @@ def _groups(x: Tensor, offs: Tensor | None) -> Groups:
 
 
 def in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor:
-    """(tokens, contracted), in groups or of equally many, by (experts, contracted, free)."""
+    """Multiplies (tokens, contracted) in groups, or (experts, tokens, contracted), by (experts, contracted, free)."""
     return torch.bmm(x, values) if offs is None else grouped_mm(x, values, offs=offs)
 
 
@@ -146,20 +146,20 @@ def grad_input_in_high_precision(call: Call, grad: Tensor, offs: Tensor | None) 
 
 
 def grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, by_columns: bool) -> Tensor:
-    """(experts, n, k), in the order in which torch computes the gradient of each function."""
+    """The gradient (experts, n, k), with operands in the order that torch uses for each function's gradient."""
     if offs is None:
         return torch.bmm(x.transpose(1, 2), grad).transpose(1, 2)
     return grouped_mm(x.t(), grad, offs=offs).transpose(1, 2) if by_columns else grouped_mm(grad.t(), x, offs=offs)
 
 
 def columns_of(call: Call, grad: Tensor) -> list[Tensor]:
-    """Gradients (tokens, n) as the gradient of the weight reads them, where groups have scales of their own."""
+    """Quantizes gradients (tokens, n) for the weight's gradient, where each group has its own scales."""
     made: list[Tensor] = columns_of_groups.quantized(grad, None, 1, call.groups.ends, call.plan.recipes.gradient.KEY)
     return made
 
 
 def grad_weight_of_columns(call: Call, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(experts, n, k) of columns of gradients and activations, each as columns_of_groups has quantized them."""
+    """The gradient (experts, n, k) from gradients and activations that columns_of_groups has quantized."""
     recipes, ends = call.plan.recipes, call.groups.ends
     sides = (recipes.gradient, grad), (recipes.activation, x)
     if call.plan.ways.grad_weight == "kernel":
@@ -175,7 +175,7 @@ def grad_weight_of_columns(call: Call, grad: Sequence[Tensor], x: Sequence[Tenso
 
 # ------------------------------------------------------------------------------------------------------------- products
 def _multiply(name: ProductName, call: Call, flat: Tensor, x: Tensor, seed: Tensor | None = None) -> Tensor:
-    """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
+    """Computes forward or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
     (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
     recipe: Recipe = getattr(call.plan.recipes, role)
     stated = call.kernel(name) if getattr(call.plan.ways, name) == "kernel" else None
@@ -190,7 +190,7 @@ def _multiply(name: ProductName, call: Call, flat: Tensor, x: Tensor, seed: Tens
 
 
 def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, x: Tensor) -> Tensor:
-    """forward, or grad_input, of tokens that are quantized already, in x's dtype."""
+    """Computes forward or grad_input from tokens that are already quantized, in x's dtype."""
     (role, _), (_, orientation) = operands_of(name, call.sizes.by_columns)
     buffers, apart = quantized
     a = scaled_grouped_mm.tokens(getattr(call.plan.recipes, role).LAYOUT, buffers, found)
@@ -202,7 +202,7 @@ def by_kernel(name: ProductName, found: Grouped, quantized: Tokens, call: Call, 
 
 
 def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
-    """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
+    """Columnwise planes of activations x, for the weight's gradient. flat: a view of x."""
     recipe = call.plan.recipes.activation
     if shares_all_rows(recipe.LAYOUT, "columnwise"):
         made: list[Tensor] = columns_of_groups.quantized(flat, None, 1, call.groups.ends, recipe.KEY)
@@ -212,7 +212,7 @@ def _kept(call: Call, flat: Tensor, x: Tensor) -> list[Tensor]:
 
 
 def _grad_weight(call: Call, flat: Tensor, saved: Sequence[Tensor], seed: Tensor | None) -> Tensor:
-    """The gradient (experts, n, k) of quantized gradients and activations, by the reference."""
+    """The gradient (experts, n, k) from quantized gradients and activations, by the reference."""
     (_, activation, gradient), groups = call.plan.recipes, call.groups
     buffers = dict(zip(activation.LAYOUT.sources["columnwise"], saved, strict=True))
     kept = Tokens(buffers, groups.apart(rows_together(activation.LAYOUT, "columnwise")))
@@ -235,7 +235,7 @@ def _quantized(
 ) -> Tokens:
     """(tokens, features) -> buffers for a kernel, planes for the reference.
 
-    shared: what several weights read, and flat is a view of; what one of them has had quantized is taken.
+    shared: the activation that flat views, which several weights may read: they share what is quantized from it.
     """
     layout = recipe.LAYOUT
     tile = TILE[0] if found is not None and found.kind != "RowWise" else 1
@@ -250,7 +250,7 @@ def _quantized(
 
     if shared is None or traced(flat):
         return Tokens(made(), apart)
-    # Where tokens are moved to depends on the offsets. What is shared keeps those alive: no others have their id.
+    # Where tokens move depends on the offsets. The shared entry keeps the offsets alive, so their id stays unique.
     by: tuple[object, ...] = () if apart is None else (id(groups.ends), shared_inputs.version(groups.ends))
     key = ("groups", recipe, orientation, found, *(by if groups.each is None else ("of", groups.each)))
     kept = shared_inputs.of(shared)
@@ -260,7 +260,7 @@ def _quantized(
 
 
 def _values(recipe: Recipe, orientation: str, quantized: Tokens, shape: Sequence[int]) -> Tensor:
-    """The fp32 values of quantized tokens, each in its place."""
+    """The fp32 values of quantized tokens, in their original order."""
     buffers, apart = quantized
     rows = shape[0] if apart is None else apart.size
     values = operators.dequantize(recipe, buffers, rows, shape[1], orientation, torch.float32)

@@ -1,7 +1,7 @@
 """Linear layers with a quantized weight: forward and both gradients, each in low precision or dequantized.
 
-Activations and gradients of outputs are read once, and written in each orientation that products need. What backward
-needs of activations is saved quantized, if the gradient of the weight is in low precision, or quantized again.
+Activations and output gradients are read once and written in each orientation that products need. If the weight's
+gradient is in low precision, forward saves activations quantized for it, or backward quantizes them again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _ODD = "the weight is transposed, or cuts blocks"
 
 
 def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Plan:
-    """Of a weight with x (..., k), or with gradients (..., m). A piece that cuts blocks, and a transposed weight, are
-    dequantized."""
+    """The plan of a weight with x (..., k), or with gradients (..., m). Transposed weights, and pieces that cut blocks,
+    are dequantized."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
     odd = _ODD if weight.store.halo.rows or weight.transposed else ""
@@ -49,9 +49,9 @@ def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Plan:
 
 # ------------------------------------------------------------------------------------------------------------- handlers
 def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor]:
-    """x (..., k) by the rows of a weight (m, k): the output (..., m), and what is kept of x, unless that is x itself.
+    """Multiplies x (..., k) by a weight (m, k): returns the output (..., m), and what is saved of x unless it is x.
 
-    keeps: what backward needs of x to compute the gradient of the weight.
+    keeps: what backward needs from x to compute the weight's gradient.
     """
     m, k = weight.shape
     ways, recipes, _ = plan = plan_of(weight, x, mode)
@@ -71,9 +71,9 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
 def backward(
     grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor], mode: Mode, needs_input: bool, keeps: Keeps
 ) -> list[Tensor]:
-    """The gradients of the input (..., k) and of the weight (m, k), those that are needed, from that of the output.
+    """Returns the needed gradients, of the input (..., k) and of the weight (m, k), given the output's.
 
-    saved: what forward gave, or x.
+    saved: what forward returned for backward, or x.
     """
     m, k = weight.shape
     tokens, trains = prod(grad.shape[:-1]), keeps != "nothing"
@@ -102,12 +102,12 @@ def backward(
 
 
 def grad_weight_by_values(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight (m, k), not in low precision, from gradients (..., m) and activations (..., k)."""
+    """The gradient of a weight (m, k) in high precision, from gradients (..., m) and activations (..., k)."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _kept(recipe: Recipe, way: Way, saved: Sequence[Tensor], keeps: Keeps, k: int) -> Buffers:
-    """Activations (tokens, k), columnwise: as forward gave them, or quantized from x, which was saved."""
+    """Columnwise activations (tokens, k): as forward quantized them, or quantized here from the saved x."""
     if keeps == "quantized":
         return dict(zip(names_of(recipe.LAYOUT, "columnwise", way), saved, strict=True))
     return _activations(recipe, saved[0], k, {"columnwise": way}, in_backward=True)["columnwise"]
@@ -116,7 +116,7 @@ def _kept(recipe: Recipe, way: Way, saved: Sequence[Tensor], keeps: Keeps, k: in
 def _activations(
     recipe: Recipe, x: Tensor, k: int, ways: Mapping[str, Way], in_backward: bool = False
 ) -> dict[str, Buffers]:
-    """x quantized in the orientations that are wanted; what another weight has had quantized already is taken."""
+    """Quantizes x in the orientations that are wanted; reuses what was quantized for another weight."""
     if all(way == "dequantize" for way in ways.values()):
         return {}
     shared = shared_inputs.of(x)
@@ -130,9 +130,9 @@ def _activations(
 
 
 def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: bool = False) -> dict[str, Buffers]:
-    """(tokens, features) -> of each orientation, by name: what a GEMM reads for a kernel, planes for the reference.
+    """(tokens, features) -> for each orientation, by name: buffers for a kernel, planes for the reference.
 
-    in_backward: x comes from forward, where a traced graph must not compute what is made here. An amax it may.
+    in_backward: x comes from forward. A traced graph must quantize it in backward; only an amax may move to forward.
     """
     layout, for_kernel = recipe.LAYOUT, tuple([name for name, way in ways.items() if way == "kernel"])
     if len(for_kernel) == len(ways) and not traced(x):
@@ -140,7 +140,7 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: 
         return _split(layout, buffers, ways)
     made: dict[str, Buffers] = {}
     low = any(way != "dequantize" for way in ways.values())
-    # One for both orientations: a traced graph would merge two draws into one.
+    # Both orientations share a seed: a traced graph would merge two draws into one.
     seed = operators.seed_of(recipe, x) if low else None
     amax = amax_in_graphs.amax_of(recipe, x) if for_kernel else None
     with computed_in_backward() if in_backward else nullcontext():
@@ -156,10 +156,10 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: 
 
 
 def again(x: Tensor) -> Tensor:
-    """x of forward, in backward. A traced graph may compute it again, as it does where backward reads it by itself.
+    """Forward's x, in backward. In a traced graph, a multiplication by 1 lets the partitioner recompute x.
 
-    AOTAutograd keeps from forward on what only operators like ours read in backward, as it must be stored for them in
-    any case. What is read by arithmetic may be computed again where that takes less memory, so there is some.
+    AOTAutograd saves from forward whatever only operators like ours read in backward. It may recompute what arithmetic
+    reads, where that saves memory; hence the multiplication.
     """
     return x * 1.0 if traced(x) else x
 
@@ -170,7 +170,7 @@ def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str,
 
 @cache
 def names_of(layout: Layout, orientation: str, way: Way) -> tuple[str, ...]:
-    """What a product reads of an orientation: buffers for a kernel, planes for the reference."""
+    """The names that a product reads of an orientation: buffers for a kernel, planes for the reference."""
     if way == "reference":
         return layout.sources[orientation]
     buffers = layout.buffers(layout.multiple_m, layout.multiple_k)
@@ -178,11 +178,11 @@ def names_of(layout: Layout, orientation: str, way: Way) -> tuple[str, ...]:
 
 
 def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """mm or addmm of activations, or gradients, by a weight, in low precision; None for any other product.
+    """mm or addmm of activations or gradients by a weight, in low precision; None for any other product.
 
-    This is what `x @ weight.t()` is to a tensor's class, and a linear layer whose weight is a DTensor, to the local
-    shard, unless the layer multiplies its part as one function (`parallel`). The gradient of the weight never meets the
-    weight, so autograd takes it from x as it is.
+    The class sees `x @ weight.t()` as this. So does the local shard of a linear layer's DTensor weight, unless the
+    layer multiplies its part as one function (`parallel`). The weight's gradient does not involve the weight, so
+    autograd computes it from the unquantized x.
     """
     if func not in (aten.mm.default, aten.addmm.default):
         return None
@@ -194,7 +194,7 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     name: ProductName = "forward" if right.transposed else "grad_input"
     weight = cast(QuantizedTensor, right.t()) if right.transposed else right
     if left.shape[1] != right.shape[0]:
-        return None  # torch says so better
+        return None  # torch's own error is clearer
     plan = plan_of(weight, left, mode)
     plan.note(name)
     way: Way = getattr(plan.ways, name)
@@ -210,7 +210,7 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
 def _multiply(
     name: ProductName, way: Way, left: Buffers, weight: QuantizedTensor, tokens: int, dtype: torch.dtype
 ) -> Tensor:
-    """forward, or grad_input: quantized activations or gradients of (tokens, ...) by the weight, flat."""
+    """Computes forward or grad_input, flat: quantized activations or gradients (tokens, ...) by the weight."""
     recipes = recipes_of(type(weight))
     (role, rowwise), (_, orientation) = OPERANDS[name]
     recipe: Recipe = getattr(recipes, role)
@@ -220,7 +220,7 @@ def _multiply(
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
         b = kept_side(weight, orientation)
         if b is None:
-            with computed_in_backward() if name == "grad_input" else nullcontext():  # not kept from forward to backward
+            with computed_in_backward() if name == "grad_input" else nullcontext():  # not saved in forward
                 right = weight_buffers(weight, orientation)
             b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
             keep_side(weight, orientation, b)
@@ -233,7 +233,7 @@ def _multiply(
 def _grad_weight(
     recipes: Any, way: Way, grad: Buffers, x: Buffers, sizes: tuple[int, int, int], like: Tensor
 ) -> Tensor:
-    """The gradient of an (m, k) weight, from quantized gradients (tokens, m) and activations (tokens, k)."""
+    """The gradient of an (m, k) weight from quantized gradients (tokens, m) and activations (tokens, k)."""
     m, k, tokens = sizes
     gradient, activation = recipes.gradient, recipes.activation
     if way == "kernel":

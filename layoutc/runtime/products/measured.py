@@ -1,7 +1,7 @@
-"""Whether a kernel is faster than dequantizing, for products of experts: as it was measured on cards.
+"""Whether a kernel was measured to be faster than dequantizing, for products of experts.
 
-measured.json has an object for each card, as `layoutc bench --experts --json` prints it: microseconds of a product with
-what it takes to quantize tokens, and of the same product of dequantized weights, both in a CUDA graph.
+measured.json has one object per card, as `layoutc bench --experts --json` prints it: microseconds of a product
+including the quantization of tokens, and of the same product with dequantized weights, both in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SLOWER = "the kernel is slower"
 
 
 class Timed(NamedTuple):
-    """A product of one recipe on a card: (n, k) of each expert, tokens of all of them, microseconds either way."""
+    """A product of one recipe on a card: (n, k) of each expert, tokens of all experts, microseconds of both ways."""
 
     card: str
     capability: tuple[int, int]
@@ -32,13 +32,13 @@ class Timed(NamedTuple):
     dequantized: float
 
     def far_from(self, n: int, k: int, each: float) -> float:
-        """How far its sizes are from others: the sum of the logarithms of their ratios. each: tokens of an expert."""
+        """The distance to other sizes: the sum of the absolute logarithms of their ratios. each: tokens per expert."""
         return sum(abs(log(a / b)) for a, b in ((self.n, n), (self.k, k), (self.tokens / self.experts, each)))
 
 
 @cache
 def table() -> tuple[Timed, ...]:
-    """All that was measured."""
+    """All measurements."""
     cards: Any = json.loads(files("layoutc.runtime.products").joinpath("measured.json").read_text(encoding="utf-8"))
     return tuple(Timed(card["card"], tuple(card["capability"]), **row) for card in cards for row in card["rows"])
 
@@ -49,13 +49,13 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def is_choice(reason: str) -> bool:
-    """Whether a reason is that of `slower`: there is a kernel, which is not wanted."""
+    """Whether a reason comes from `slower`: a kernel exists, but dequantizing is faster."""
     return reason.startswith(_SLOWER)
 
 
 def slower(recipe: str, product: str, n: int, k: int, each: float, device: torch.device) -> str:
-    """Why a kernel is not taken: it was slower at the sizes nearest to these, on this card or one of its compute
-    capability. "" if it was faster, or nothing was measured. each: tokens of an expert, on average."""
+    """Why a kernel is not used: it was slower at the nearest measured sizes, on this card or one of the same compute
+    capability. "" if it was faster, or nothing was measured. each: average tokens per expert."""
     if device.type != "cuda":
         return ""
     near = [row for row in table() if (row.recipe, row.product) == (recipe, product)]

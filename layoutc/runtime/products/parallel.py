@@ -1,8 +1,8 @@
-"""Linear layers whose weight tensor parallelism has cut: the product of the parts that a rank has, as one function.
+"""Tensor-parallel linear layers: each rank multiplies its local part as one autograd function.
 
-DTensor divides F.linear up, and autograd then computes the gradient of the weight of plain activations and gradients:
-the weight's class is not asked. Here a layer multiplies its local part by itself, as a layer that is not cut does, so
-that all three products can be in low precision. Placements are those of torch's ColwiseParallel and RowwiseParallel.
+DTensor decomposes F.linear, so autograd computes the weight's gradient from plain activations and gradients, without
+dispatching to the weight's class. Here a layer multiplies its local part as an uncut layer would, so all three products
+can be in low precision. Placements are those of torch's ColwiseParallel and RowwiseParallel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layoutc.runtime.torch_private import local_tensor
 
 
 class Placed(NamedTuple):
-    """Where what the product reads and gives lies; gradients lie as those that they are of, but for the input's."""
+    """Placements of a product's tensors. Gradients have the placements of their tensors, except for input_grad."""
 
     input: Placement
     input_grad: Placement
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
 
 
 class _Share(torch.autograd.Function):
-    """A rank's share of a bias that outputs of all ranks add up to; its gradient is that of the sum."""
+    """A rank's share of a bias: the shares of all ranks sum to it. The gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, count: int) -> Tensor:
@@ -42,10 +42,10 @@ class _Share(torch.autograd.Function):
 
 
 class LinearOfParts(nn.Linear):
-    """nn.Linear, which multiplies the local part of a quantized DTensor weight."""
+    """An nn.Linear that multiplies by the local part of a quantized DTensor weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x (..., k) by the weight (m, k), both whole as DTensors -> (..., m)."""
+        """x (..., k) by the weight (m, k) -> (..., m), in the global shapes of the DTensors."""
         return linear_of_parts(input, self.weight, self.bias)
 
 
@@ -53,20 +53,20 @@ _classes: dict[type[nn.Module], type[nn.Linear]] = {nn.Linear: LinearOfParts}
 
 
 def _class_of_parts(cls: type[nn.Linear]) -> type[nn.Linear]:
-    """As FSDP2 does it: a class of the same name, which deepcopy and isinstance take for the layer's own."""
+    """Makes a subclass of the same name, as FSDP2 does, so that deepcopy and isinstance work as before."""
     if cls not in _classes:
         _classes[cls] = type(cls.__name__, (cls,), {"forward": LinearOfParts.forward, "__module__": cls.__module__})
     return _classes[cls]
 
 
 def multiply_parts_(modules: Iterable[nn.Module]) -> None:
-    """Lets linear layers with a quantized weight that tensor parallelism has cut multiply their parts, from now on.
+    """Makes tensor-parallel linear layers with a quantized weight multiply their parts, each as one autograd function.
 
-    Each is one function then. Other modules stay what they are.
+    Other modules are not changed.
     """
     for module in modules:
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and _is_cut(module.weight):
-            # Dynamo does not see what class the local part of a DTensor has.
+            # Dynamo does not see the class of a DTensor's local part.
             torch.compiler.allow_in_graph(linear_of_parts)  # type: ignore[no-untyped-call]
             module.__class__ = _class_of_parts(type(module))
 
@@ -76,12 +76,12 @@ def _is_cut(weight: Any) -> bool:
 
 
 def multiplies_parts(module: nn.Module) -> bool:
-    """True after multiply_parts_."""
+    """Whether multiply_parts_ has changed the module."""
     return type(module).forward is LinearOfParts.forward
 
 
 def multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
-    """The shape of what a rank multiplies with, and whether that is the part of a DTensor, with FSDP2 or without."""
+    """The shape of what a rank multiplies by, and whether it is a part of a DTensor, with or without FSDP2."""
     if not isinstance(param, DTensor):
         return tuple(param.shape), False
     local: Any = local_tensor(param)
@@ -90,7 +90,7 @@ def multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
 
 
 def linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of DTensors: of their local parts, where that is what torch's own placements would multiply."""
+    """F.linear of DTensors: multiplies local parts if placements are those of torch's styles, else calls torch."""
     placed = _placed(weight, x.dim())
     if placed is None or not _lies(x, placed.input, weight):
         return F.linear(x, weight, bias)
@@ -113,7 +113,7 @@ def linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _placed(weight: Any, dims: int) -> Placed | None:
-    """What torch's styles do with a weight that is cut over one mesh dim, and with an input of so many dims."""
+    """Placements by torch's styles for a weight cut over one mesh dim; None for other weights. dims: the input's."""
     if not isinstance(weight, DTensor) or len(weight.placements) != 1:
         return None
     if not hasattr(local_tensor(weight), "LAYOUT") or weight.dim() != 2 or dims < 2:

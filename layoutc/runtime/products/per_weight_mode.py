@@ -1,5 +1,5 @@
-"""Per-weight overrides of how weights are multiplied: some in low precision, others dequantized, by gathers or by
-layers."""
+"""Per-weight overrides of the mode: some weights multiply in low precision, others are dequantized on gather or in the
+layer."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def set_products_(
     mode: as for `layoutc.products`, which no longer changes these weights. dequantize: as for `layoutc.dequantize`, but
     "gather" applies to weights of any group whose products are not in low precision: FSDP2 gathers codes, and each
     gather dequantizes the weights of a group in one launch. A gathered weight is then a plain tensor to compiled graphs
-    and other software. It takes as much gathered memory as in a plain model, and less host time. Forward has the values
-    of "layer", to the bit, and so has backward: where a recipe's passes gather different codes, both passes gather
-    forward's. Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather
+    and other software. It uses as much gathered memory as in a plain model, and less host time. Forward and backward
+    have the same values as with "layer", bit for bit: where a recipe's passes gather different codes, both passes
+    gather forward's. Write into the sharded parameter: writes into a gathered weight are lost, and the next gather
     raises.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather count too. A
     weight that several modules share has one override. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
 
     The override stays with the weight: in shards, gathered weights, views and copies, through `module.to`, to_empty and
-    deepcopy. Compiled graphs retrace where it changes. No file holds it: a checkpoint does not change it, and unpickled
-    modules have none.
+    deepcopy. Compiled graphs retrace when it changes. It is not saved: loading a checkpoint does not change it, and
+    unpickled modules have none.
 
     Under tensor parallelism (parallelize_module), linear layers of chosen weights multiply their parts themselves, in
-    any mode. DTensor's autograd would compute the weight's gradient without asking it, in the activations' precision.
+    any mode. DTensor's autograd would compute the weight's gradient in the activations' precision, without the weight.
 
-    Changes nothing unless it can be done. Raises ValueError for an unknown mode, a model without quantized weights, and
+    Changes nothing if it raises. Raises ValueError for an unknown mode, a model without quantized weights, and
     a filter that chooses none of them; LayoutError for a switch between gathered values and gathered codes while a
     weight is gathered.
 
@@ -97,8 +97,8 @@ def set_products_(
 
 
 def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
-    """Of all weights that FSDP2 gathers with the chosen ones: those whose gathers will leave codes where they left
-    values before, or values where they left codes. chosen: by id."""
+    """The weights, among all that FSDP2 gathers with the chosen ones, whose gathers switch from values to codes or from
+    codes to values. chosen: by id."""
     found: list[Sharding] = []
     groups = {id(one.group()): one for holder in chosen.values() if (one := registry.find(holder)) is not None}
     for sharding in groups.values():
@@ -113,15 +113,15 @@ def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
 
 
 def own_mode_holder(param: Tensor) -> Any:
-    """The quantized weight, or the one that is cast on gather, that a parameter is or holds a part of; else None."""
+    """The quantized or cast-on-gather weight that a parameter is, or holds a part of; else None."""
     local = local_tensor(param)
     return local if getattr(local, "QUANTIZED", None) is not None else None
 
 
 def _holders(param: Tensor) -> Iterator[Any]:
-    """What has the mode of a weight: of a gathered one, also the shard, from which the next gather takes it."""
+    """The tensors that hold a weight's mode. For a gathered weight, also its shard: the next gather reads it there."""
     local = own_mode_holder(param)
     yield local
-    home = getattr(getattr(local, "store", None), "home", None)  # of a quantized weight
+    home = getattr(getattr(local, "store", None), "home", None)  # only quantized weights have one
     if home is not None and (shard := home()) is not None:
         yield shard

@@ -1,8 +1,8 @@
-"""Experts with gates in low precision: rows in the order of experts are quantized by what makes them.
+"""Gated experts in low precision: the kernels that make rows in expert order also quantize them.
 
-Tokens are quantized once, and their codes moved to experts; gated products, and gradients on both sides of them, are
-quantized by the launches that compute them. Tokens' rows and gated products are not kept: backward makes them again, in
-passes that it takes anyway. All bytes are those of one step after the other.
+Tokens are quantized once, and their codes are moved to experts. Gated products, and the gradients on both sides of
+them, are quantized by the launches that compute them. Token rows and gated products are not saved: backward recomputes
+them in launches that it needs anyway. All bytes equal those of the separate steps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Pair(NamedTuple):
 
     @property
     def activation(self) -> Recipe:
-        """Of rows that forward multiplies."""
+        """The recipe of the rows that forward multiplies."""
         return self.up.plan.recipes.activation
 
     def gradient(self, call: grouped.Call) -> str | None:
-        """The key of the recipe of gradients, where the product of a call has a kernel for them."""
+        """The key of the gradient recipe if a kernel computes the call's grad_input; else None."""
         return call.plan.recipes.gradient.KEY if call.plan.ways.grad_input == "kernel" else None
 
 
@@ -52,7 +52,7 @@ def _pair(up: QuantizedTensor, down: QuantizedTensor, ends: Tensor, rows: int, x
 
 
 def _multiply(name: ProductName, call: grouped.Call, planes: list[Tensor], like: Tensor) -> Tensor:
-    """Rows that are quantized, by a kernel."""
+    """Multiplies quantized rows by a kernel."""
     found = call.kernel(name)
     assert isinstance(found, Grouped)
     data, scale = planes
@@ -68,7 +68,7 @@ def _grad_input(call: grouped.Call, grad: Tensor, planes: list[Tensor]) -> Tenso
 
 
 def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor, order: Tensor | None, each: int) -> Tensor:
-    """order: of each row, `each` times the row of x; None: they are x's own."""
+    """order: row i of the product's operand is row order[i] // each of x; None: the operand is x."""
     call.plan.note("grad_weight")
     if call.plan.ways.grad_weight == "kernel":
         key = call.plan.recipes.activation.KEY
@@ -88,7 +88,7 @@ def _forward(
     rows: Tensor,
     ends: Tensor,
 ) -> list[Tensor]:
-    """The output, and the products of both weights."""
+    """Returns the output and the products of both weights."""
     pair = _pair(up, down, ends, len(order), x)
     whole = weights.quantize_buffers(pair.activation, x, orientations=("rowwise",))
     token = order // rows.shape[1]
@@ -111,7 +111,7 @@ def _backward(
     needs_input: bool,
     trains: list[bool],
 ) -> list[Tensor]:
-    """The gradients of by, x, up and down: of the last three, those that are needed."""
+    """Returns the gradient of by, and those of x, up and down that are needed."""
     pair = _pair(up, down, ends, len(order), x)
     key = pair.gradient(pair.down)
     given = (grad, y, rows, by, ends)
@@ -130,7 +130,7 @@ def _backward(
 
 
 def _why_not(pair: _Pair) -> str:
-    """Why rows are not quantized by what makes them; "" if they are."""
+    """Why kernels can't quantize the rows that they make; "" if they can."""
     recipes = pair.up.plan.recipes
     for call in pair:
         if call.plan.ways.forward != "kernel":
@@ -139,7 +139,7 @@ def _why_not(pair: _Pair) -> str:
             found = call.kernel(name) if getattr(call.plan.ways, name) == "kernel" else None
             if isinstance(found, Grouped) and found.kind != "RowWise":
                 return "a kernel for other blocks than rows"
-    columns = max(pair.up.sizes.k, pair.down.sizes.k)  # of gradients of gates, a half
+    columns = max(pair.up.sizes.k, pair.down.sizes.k)  # gradients of gates: half the columns
     reasons = (quantized_rows.why_not(recipe, columns) for recipe in (recipes.activation, recipes.gradient))
     return next(filter(None, reasons), "")
 
@@ -147,8 +147,8 @@ def _why_not(pair: _Pair) -> str:
 def _fit(
     x: Tensor, up: QuantizedTensor, down: QuantizedTensor, order: Tensor, rows: Tensor, ends: Tensor, how: str
 ) -> list[Tensor]:
-    """A tensor if these are computed here, else none: of weights that are traced, only their class knows. how: what is
-    set for all weights, which a graph then depends on."""
+    """Returns one tensor if this module supports the call, else none. An operator, since in a trace only the weight's
+    class can tell. how: the setting for all weights, passed so that graphs depend on it."""
     if type(up) is not type(down) or {mode.of(up), mode.of(down)} != {_MODE}:
         return []
     if x.dtype not in FLOATS or x.dtype != up.dtype or autograd.autocasts(x):
@@ -167,19 +167,19 @@ _routed_backward = autograd.operator(
 
 
 def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
-    """As autograd.call, of which torch.compile of torch 2.11 traces less than the operator."""
+    """autograd.call, or the operator itself under torch.compile, which traces it more fully in torch 2.11."""
     return operator(first, *args) if torch.compiler.is_compiling() else autograd.call(operator, weight, first, *args)
 
 
 class LowPrecisionRouted(torch.autograd.Function):
-    """Tokens to experts, two products with a gate between them, and back. Gradients of x, by and both weights, which
-    have none themselves."""
+    """Routes tokens to experts, multiplies twice with a gate in between, and combines. Differentiable once, in x, by
+    and both weights."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, by: Tensor, up: Any, down: Any, order: Tensor, rows: Tensor, ends: Tensor
     ) -> Tensor:
-        """up, down: as they are multiplied, (experts, k, 2 * inner) with gates first, and (experts, inner, k)."""
+        """up, down: (experts, k, 2 * inner) with gates first, and (experts, inner, k), as they are multiplied."""
         x = autograd.arrived(x)
         out: Tensor
         out, both, y = _call(_routed, up, x, by, up, down, order, rows, ends)
@@ -189,7 +189,7 @@ class LowPrecisionRouted(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of those that need one."""
+        """Returns the gradients that are needed."""
         saved = ctx.saved_tensors
         needs_input, _, up, down = ctx.needs_input_grad[:4]
         grad = autograd.arrived(grad)
@@ -200,7 +200,7 @@ class LowPrecisionRouted(torch.autograd.Function):
 
 
 def routed(x: Tensor, by: Tensor, up: Any, down: Any, routes: Routes) -> Tensor | None:
-    """As `experts.gated_experts`, by kernels that quantize rows where they are made; None where that can't be."""
+    """`experts.gated_experts` by kernels that also quantize the rows that they make; None if they can't."""
     if not all(isinstance(one, QuantizedTensor) and one.dim() == 3 for one in (up, down)) or isinstance(x, DTensor):
         return None
     if not _call(_fits, up, x, up, down, *routes, str(mode.current().products)):

@@ -1,5 +1,5 @@
-"""Groups of tokens by the weights of their experts, by torch.nn.functional.scaled_grouped_mm, as that function reads
-both."""
+"""Multiplies groups of tokens by expert weights with torch.nn.functional.scaled_grouped_mm, in the layouts that it
+reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Buffers = Mapping[str, Tensor]
 
 
 class Side(NamedTuple):
-    """An operand: codes, the scales of rows or blocks, and that of the tensor, if it has one."""
+    """An operand: codes, scales of rows or blocks, and the tensor's scale if there is one."""
 
     codes: Tensor
     scale: Tensor
@@ -26,8 +26,8 @@ class Side(NamedTuple):
 
 
 def tokens(layout: Layout, buffers: Buffers, kernel: Grouped) -> Side:
-    """The left operand, rowwise. Of blocks, each group begins with a tile of scales, so the scales of all groups are
-    those of the matrix."""
+    """The left operand, rowwise. For block scales, each group starts at a tile of scales, so the groups' scales are
+    simply the matrix's."""
     operand = _operand(layout, "rowwise")
     codes = buffers["rowwise_data"]
     codes = codes.t().contiguous() if operand.transposes else codes
@@ -39,7 +39,7 @@ def tokens(layout: Layout, buffers: Buffers, kernel: Grouped) -> Side:
 
 
 def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Grouped, sizes: Sizes) -> Side:
-    """The right operand: the weight's matrix of all experts, as one (contracted, free) matrix for each."""
+    """The right operand: the matrix that stacks all experts, split into one (contracted, free) matrix per expert."""
     operand = _operand(layout, orientation)
     count, is_row = sizes.experts, orientation == "rowwise"
     rows, columns = sizes.stored
@@ -51,20 +51,20 @@ def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Grouped,
         codes = codes.view(count, rows, -1).transpose(1, 2).contiguous()
     else:
         codes = codes.view(columns, count, -1).transpose(0, 1)
-        codes = codes if kernel.kind == "RowWise" else codes.contiguous()  # kernels of blocks know no strides
+        codes = codes if kernel.kind == "RowWise" else codes.contiguous()  # kernels for blocks ignore strides
     scale = buffers[f"{orientation}_scale"].view(operand.scale)
     free = rows if is_row else columns
     if kernel.kind == "RowWise":
-        each = operand.scaling == kernel.kind and is_row  # else experts share the scales: of the tensor, or of columns
+        each = operand.scaling == kernel.kind and is_row  # else experts share scales: the tensor's, or the columns'
         scale = scale[: count * free].view(count, free) if each else scale[:free].expand(count, free)
         return Side(codes.view(operand.codes).transpose(1, 2), scale.contiguous(), None)
-    if not is_row:  # all experts' tiles of some columns follow one another
+    if not is_row:  # for a range of columns, the tiles of all experts are contiguous
         scale = scale.view(-(-free // TILE[0]), count, -1).transpose(0, 1)
     return Side(codes.view(operand.codes).transpose(1, 2), scale.reshape(count, -1), _of_tensor(operand, buffers))
 
 
 def columns(layout: Layout, codes: Tensor, scale: Tensor) -> Side:
-    """An operand of the gradient of a weight: (columns, rows), of which each group has its own scales of columns."""
+    """An operand of a weight's gradient: (columns, rows), with column scales per group."""
     return Side(codes.view(_operand(layout, "columnwise").codes), scale.flatten(), None)
 
 
@@ -79,12 +79,12 @@ def _of_tensor(operand: Operand, buffers: Buffers) -> Tensor | None:
 
 
 def multiply(a: Side, b: Side, ends: Tensor, kernel: Grouped, dtype: torch.dtype) -> Tensor:
-    """(tokens, free) in a dtype: each group of rows of a, which end where `ends` says, by its own matrix of b.
+    """Multiplies each group of rows of a by its matrix of b -> (tokens, free) in a dtype. ends: end rows of groups.
 
-    Hopper adds up in its tensor cores' own precision, for gradients as well: so does torchao for experts, and the other
-    way takes up to twice as long.
+    Hopper accumulates in its tensor cores' precision (fast accumulation), for gradients too: torchao does the same for
+    experts, and the alternative takes up to twice as long.
     """
-    bf16 = torch.bfloat16  # what all of its kernels give
+    bf16 = torch.bfloat16  # the only output dtype of its kernels
     if a.of_tensor is None or b.of_tensor is None:
         is_fast = kernel.kind == "RowWise"
         made = scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, ends, None, None, bf16, is_fast)

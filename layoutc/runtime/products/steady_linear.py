@@ -1,9 +1,9 @@
-"""Linear layers in low precision that were called before with the same sizes: in straight-line code.
+"""The fast path of low-precision linear layers: straight-line code for calls with sizes that were seen before.
 
-How the products of a weight are computed, what launches quantize its operands, and which of their results scaled_mm
-reads as what follow from the sizes. They are found once. A call after that looks whether anything is unlike then, and
-passes addresses: the host is what small steps wait for. Where a product is not by a kernel, an operand takes more than
-one launch, or anything is out of the ordinary, calls are left to `linear`, which gives the same bytes.
+The sizes determine how each product is computed, which launches quantize its operands, and which results scaled_mm
+reads. This is found once. Later calls check that nothing has changed and pass addresses, since small steps are
+host-bound. Where a product has no kernel, an operand needs more than one launch, or anything is unusual, `linear`
+handles the call and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Forward(NamedTuple):
-    """What forward does for activations (..., k) of one size, by weights (m, k)."""
+    """The forward pass for activations (..., k) of one size and weights (m, k)."""
 
     quantizing: LaunchPlan
     left: Place
-    saved: tuple[int, ...]  # of the results: what backward multiplies with gradients
-    weight: LayingOut | None  # None: all that is read are planes
+    saved: tuple[int, ...]  # indices of the results that backward multiplies by gradients
+    weight: LayingOut | None  # None: the product reads planes directly
     out: Tensor  # a template, without memory
 
     @classmethod
@@ -56,8 +56,8 @@ class Forward(NamedTuple):
         return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
     def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
-        """The output (..., m) in x's dtype, and what backward needs of x unless that is x itself; None if anything is
-        unlike before."""
+        """Returns the output (..., m) in x's dtype, and what backward needs from x unless that is x itself; None if
+        anything has changed."""
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
@@ -71,14 +71,14 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What backward does for gradients (..., m) of one size, by weights (m, k)."""
+    """The backward pass for gradients (..., m) of one size and weights (m, k)."""
 
     quantizing: LaunchPlan
-    rowwise: Place | None  # gradients, for that of the input; None: it is not needed
-    weight: LayingOut | None  # None: as of Forward
-    columnwise: Place | None  # gradients, for that of the weight; None: it is not needed, or not in low precision
+    rowwise: Place | None  # gradients, for grad_input; None: not needed
+    weight: LayingOut | None  # None: see Forward
+    columnwise: Place | None  # gradients, for grad_weight; None: not needed, or not in low precision
     saved: Place | None
-    multiplies_values: bool  # for the gradient of the weight
+    multiplies_values: bool  # whether grad_weight is computed in high precision
     of_input: Tensor  # a template, without memory
 
     @classmethod
@@ -117,12 +117,12 @@ class Backward(NamedTuple):
         return cls(quantizing, rowwise, laid, columnwise, saved, multiplies_values, of_input)
 
     def __call__(self, grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor]) -> list[Tensor] | None:
-        """The gradients of the input (..., k) and of the weight (m, k), those that are needed; None as of Forward.
+        """Returns the needed gradients, of the input (..., k) and of the weight (m, k); None if anything has changed.
 
-        saved: what forward gave, or x.
+        saved: what forward returned for backward, or x.
         """
         if self.multiplies_values and torch.is_autocast_enabled(grad.device.type):
-            return None  # which would round what is multiplied
+            return None  # autocast would round the operands
         right = None
         if self.rowwise is not None:
             right = launched.right(weight, "columnwise", self.weight)
@@ -142,7 +142,7 @@ class Backward(NamedTuple):
 
 
 def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor] | None:
-    """As `linear.forward`; None: that must do it."""
+    """`linear.forward` on the fast path; None: call that instead."""
     if _is_unusual(x, weight) or keeps == "input":
         return None
     found: Forward | None = _found(Forward, weight, x, mode, keeps)
@@ -152,7 +152,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
 def backward(
     grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor], mode: Mode, needs_input: bool, keeps: Keeps
 ) -> list[Tensor] | None:
-    """As `linear.backward`; None: that must do it."""
+    """`linear.backward` on the fast path; None: call that instead."""
     if _is_unusual(grad, weight) or keeps == "input":
         return None
     found: Backward | None = _found(Backward, weight, grad, mode, needs_input, keeps == "quantized")
@@ -160,7 +160,7 @@ def backward(
 
 
 def _found(kind: Any, weight: QuantizedTensor, x: Tensor, *how: Any) -> Any:
-    """What calls of a kind do, as `of` finds it: not while planes can't be read, of which nothing follows."""
+    """The cached Forward or Backward for a call; None, not cached, while the weight's planes can't be read."""
     key = kind, type(weight), weight.store.matrix, x.shape, x.dtype, x.device, *how
     if (found := plans.cache.get(key, plans.UNKNOWN)) is plans.UNKNOWN:
         if not launched.is_held(weight):
@@ -170,8 +170,8 @@ def _found(kind: Any, weight: QuantizedTensor, x: Tensor, *how: Any) -> Any:
 
 
 def _is_unusual(x: Tensor, weight: Any) -> bool:
-    """Whether a call is traced, not with a plain, contiguous tensor, or not by a quantized weight as it lies, in whole
-    blocks."""
+    """Whether a call is traced, x is not a plain, contiguous tensor, or the weight is not quantized, is transposed or
+    cuts blocks."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or dispatch_modes() > 0:
         return True
     if not x.is_contiguous() or x.dim() < 2:
