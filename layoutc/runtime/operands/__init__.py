@@ -1,1 +1,1 @@
-"""What products in low precision multiply: activations, gradients and weights as scaled_mm reads them."""
+"""Operands of products in low precision: activations, gradients and weights as scaled_mm reads them."""

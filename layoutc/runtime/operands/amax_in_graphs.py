@@ -1,8 +1,8 @@
-"""The amax of an operand in a traced graph: Inductor finds it where it computes the operand, without reading it again.
+"""The amax of an operand in a traced graph: Inductor fuses it with the operand's computation instead of rereading it.
 
-Inductor stores the operand first, as for any operator that it does not know. It may then take the amax of values that
-are not rounded to the operand's dtype yet. Rounding is monotone, so that the amax, rounded when it is stored, is the
-amax of the rounded values; hence it has the operand's dtype. Operands in fp32 are left to the kernels.
+Inductor stores the operand first, as for any operator that it does not know. The amax may then be taken of values that
+are not rounded to the operand's dtype yet. Since rounding is monotone, the amax, rounded to the operand's dtype when it
+is stored, is the amax of the rounded values. Kernels find the amax of fp32 operands.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from layoutc.runtime.torch_private import lower_in_inductor, traced
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_ROWS = 1024  # the most amaxes that each program of a kernel reads, instead of a launch that reduces them
+_ROWS = 1024  # up to this many row amaxes, each program reduces them itself; above, a separate launch does
 
 
 def amax_of(recipe: type[QuantizedTensor], x: Tensor) -> Tensor | None:
-    """The amax of an operand (m, k), in its dtype, (1,); or that of each row, (m,), if the kernel that quantizes it
-    takes the largest of them. NaN propagates.
+    """The amax of an operand (m, k), in its dtype, (1,); or one per row, (m,), if the kernel that quantizes it reduces
+    them. NaN propagates.
 
-    None where calls are not traced, for fp32, and for recipes that share no amax of a whole matrix: then whoever
-    quantizes x finds what is needed.
+    None outside traces, for fp32, and for recipes that do not share the amax of a whole matrix: the code that quantizes
+    x then computes what it needs.
     """
     layout, rows = recipe.LAYOUT, x.shape[0]
     if not layout.shares_amax or layout.amax_columns is not None:
         return None
     if x.dtype == torch.float32 or x.numel() == 0 or not traced(x):
         return None
-    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
+    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or a cached one is used
         lower_in_inductor(_amax, _lower)
     by_rows = type(rows) is int and rows <= _ROWS and "amax" not in layout.as_stored
     found: Tensor = _amax(x, recipe.KEY, by_rows)
@@ -45,7 +45,7 @@ def _run(x: Tensor, recipe: str, by_rows: bool = False) -> Tensor:
 
 
 def _lower(lowerings: Any, x: Any, recipe: str, by_rows: bool = False) -> Any:
-    """In Inductor's terms: x is stored, and its amax taken row by row, as kernels that end in x go through it."""
+    """The lowering: realizes x and reduces it by rows, so Inductor fuses this into row-wise kernels that make x."""
     aten = torch.ops.aten
     x.realize()
     rows = lowerings[aten.amax.default](lowerings[aten.abs.default](x), [1])

@@ -1,6 +1,6 @@
-"""Kernels of columns_of_groups: amaxes of each group's columns, and their codes, which lie transposed.
+"""Kernels of columns_of_groups: amaxes of each group's columns, and their codes, stored transposed.
 
-A program has a tile of one group: TILE rows of some columns, read transposed. Its group is found from where groups end.
+A program processes a tile of one group, TILE rows by COLUMNS columns, read transposed. It finds its group from `ends`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from layoutc.runtime.triton.tiles import QuantizeOptions
 
 @triton.jit
 def place_of(ends, apart, columns, experts, GROUPS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(group, its rows of x, where they end, columns, the first position among codes). Behind all groups: group is
-    `experts`."""
+    """(group, its rows of x, where they end, first column, first position among codes) of a program's tile. Past all
+    groups, group is `experts`."""
     tiles = tl.cdiv(columns, COLUMNS)
     first = (tl.program_id(0) // tiles) * TILE
     of_groups = tl.arange(0, GROUPS)
@@ -31,7 +31,7 @@ def place_of(ends, apart, columns, experts, GROUPS: tl.constexpr, TILE: tl.const
 
 @triton.jit
 def load_columns(x, order, rows, last, column, columns, EACH: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, rows): a tile of x, transposed, with zeros behind the last row."""
+    """(COLUMNS, rows): a tile of x, transposed, with zeros past the last row."""
     inside = rows < last
     if order is not None:
         rows = tl.load(order + rows, mask=inside, other=0) // EACH
@@ -45,8 +45,8 @@ def amax_of_columns_kernel(
     x, order, ends, apart, amax, columns, size, experts,
     GROUPS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """amax (experts, columns), zeros before: the bits of the largest magnitude of each group's columns. Those of
-    magnitudes are in the same order as these, NaN above infinity."""
+    """amax (experts, columns), initially 0: the bits of the largest magnitude in each group's columns. Bits of
+    magnitudes sort as the magnitudes do, with NaN above infinity."""
     group, rows, last, column, _ = place_of(ends, apart, columns, experts, GROUPS, TILE, COLUMNS)
     if group < experts:
         values = to_float(load_columns(x, order, rows, last, column, columns, EACH, COLUMNS))
@@ -61,8 +61,8 @@ def quantize_columns_kernel(
     GROUPS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, CVT_LEVEL: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """data (columns, size), scale (experts, columns), as the recipe's tile function writes rows. It is given the first
-    code of the tile as that of a row: scales are written where a row begins."""
+    """Writes data (columns, size) and scale (experts, columns) with the recipe's tile function for rows. It gets the
+    tile's first code as the start of a row, because it writes scales only where a row starts."""
     group, rows, last, column, first = place_of(ends, apart, columns, experts, GROUPS, TILE, COLUMNS)
     if group < experts:
         tile = load_columns(x, order, rows, last, column, columns, EACH, COLUMNS)

@@ -1,8 +1,8 @@
-"""Rows in groups, quantized along groups: what the gradient of a weight of experts contracts, in low precision.
+"""Quantizes grouped rows along each group: the operands of an expert weight's gradient, in low precision.
 
-A group's columns become rows of codes, each with a scale of its own, as a recipe quantizes rows. So each group has the
-numbers of a linear layer of its expert. Codes of groups are apart: a group begins where a tile does, with codes of zero
-behind its last row, as kernels read them; a group without rows has a tile of zeros, since no kernel contracts none.
+A group's columns become rows of codes, each with its own scale, as a recipe quantizes rows. So each group gets the
+numbers of a linear layer with its expert's weight. Codes of groups are moved apart, as kernels require: each group
+starts at a tile and is padded with zero codes. An empty group has a tile of zeros, since no kernel contracts 0 rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from layoutc.runtime.operands.groups import shares_all_rows
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
-TILE = 128  # rows, of one group
-COLUMNS, WARPS = 64, 8  # of a program
+TILE = 128  # rows of a tile, all of one group
+COLUMNS, WARPS = 64, 8  # per program
 
 
 def why_not(recipe: type[RecipeMethods]) -> str:
-    """Why columns of groups are not quantized as rows are; "" if they are."""
+    """Why columns of groups can't be quantized as rows; "" if they can."""
     if reason := quantized_rows.why_not(recipe, TILE):
         return reason
     layout = recipe.LAYOUT
@@ -36,13 +36,13 @@ def why_not(recipe: type[RecipeMethods]) -> str:
 
 
 def ends_apart(ends: Tensor) -> Tensor:
-    """Where groups end once they are apart, (experts,) int32."""
+    """Where groups end after they are moved apart: (experts,) int32."""
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     return (torch.clamp((sizes + (TILE - 1)) // TILE, min=1) * TILE).cumsum(0).to(torch.int32)
 
 
 def _size(rows: int, experts: int) -> int:
-    """The most that ends_apart says: a multiple of the tile."""
+    """The upper bound of ends_apart: a multiple of the tile."""
     return (rows + experts * TILE) // TILE * TILE
 
 
@@ -75,7 +75,7 @@ def _quantized(x: Tensor, order: Tensor | None, each: int, ends: Tensor, recipe:
 
 
 def _by_groups(cls: type[RecipeMethods], rows: Tensor, ends: Tensor, apart: Tensor, made: list[Tensor]) -> None:
-    """One group after the other, by the recipe."""
+    """Quantizes one group after the other with the recipe's own functions."""
     codes, scale = made
     codes.zero_()
     zero = rows.new_zeros((rows.shape[1], TILE))
@@ -95,7 +95,7 @@ quantized = library.define(
 )
 """(x, order or None, each, ends, a recipe's key) -> codes (columns, rows apart) uint8 and scales (groups, columns).
 
-Rows of x, or those that order // each chooses, are in groups that end at ends; rows behind the last end are not read.
+Rows of x, or x[order // each], form groups that end at ends; rows past the last end are not read.
 """
 
 
@@ -116,4 +116,4 @@ values = library.define(
     _values,
     lambda codes, scale, ends, rows, recipe: scale.new_empty((rows, codes.shape[0])),
 )
-"""The inverse, for references: (rows, columns) fp32, rows of groups together again."""
+"""The inverse, for the reference: (rows, columns) fp32, with groups moved together again."""

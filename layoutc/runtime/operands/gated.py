@@ -1,7 +1,7 @@
-"""silu(gate) * up as one launch, forward and backward, which keeps its input alone.
+"""silu(gate) * up as one launch, in forward and in backward, which saves only its input.
 
-Called one by one, torch's functions write and read what lies between, and keep that too. In traced graphs the compiler
-makes one kernel of them, and they are left to it.
+Torch's separate functions write, read and save the intermediate result. In traced graphs the compiler fuses them, so
+they are left to it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(both: Tensor) -> Tensor:
-    """(..., 2 * columns), gates first -> silu(gates) * the others, (..., columns), in fp32 and rounded once; in traced
-    graphs, and where kernels can't run, by torch's functions."""
+    """(..., 2 * columns), gates first -> silu(gate) * up, (..., columns), in fp32 and rounded once; in traced graphs,
+    and where kernels can't run, by torch's functions."""
     if traced(both) or not launch.usable(both, both.dtype):
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -68,7 +68,7 @@ def launch_gated_backward(
     kernels: Any = None,
     planes: Sequence[Tensor] = (),
 ) -> None:
-    """Writes the gradient of `both`, also into codes and scales; and `out`, the product, once more."""
+    """Writes the gradient of `both`, with planes also its codes and scales, and recomputes `out`, the product."""
     from layoutc.runtime.operands.kernels import gated_backward_kernel
 
     *quantized, quantize = quantizing(kernels, planes, both.dtype)

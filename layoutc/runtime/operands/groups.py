@@ -1,7 +1,7 @@
-"""Tokens in groups, one for each expert: moved apart, so that no block of a recipe has tokens of two groups.
+"""Groups of tokens, one per expert, moved apart so that no block of a recipe spans two groups.
 
-Only the device knows where groups end, so everything here has a size that follows from the number of tokens alone: it
-waits for nothing, and torch.compile and CUDA graphs can record it.
+Only the device knows where groups end, so all sizes here depend on the number of tokens alone: nothing synchronizes,
+and torch.compile and CUDA graphs can record it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from layoutc.runtime.facts import Layout
 
 
 class Groups(NamedTuple):
-    """Where the groups of tokens end, (experts,) of int32. Tokens behind the last end belong to none.
+    """Where groups of tokens end: (experts,) int32. Tokens past the last end belong to no group.
 
-    each: the tokens of each group, where all have the same number.
+    each: the number of tokens per group, if all groups have the same.
     """
 
     ends: Tensor
@@ -26,7 +26,7 @@ class Groups(NamedTuple):
     each: int | None = None
 
     def apart(self, multiple: int) -> Apart | None:
-        """Each group moved to the next row that is a multiple; None if that moves nothing."""
+        """Moves each group to start at a multiple of `multiple` rows; None if nothing moves."""
         if multiple == 1:
             return None
         ends = torch.cat((self.ends.long(), self.ends.new_full((1,), self.tokens, dtype=torch.int64)))
@@ -41,7 +41,7 @@ class Groups(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Tokens with rows of zeros between groups: the row of each token, where groups end, and the number of rows."""
+    """Tokens with zero rows between groups: the row of each token, where groups end, and the total number of rows."""
 
     rows: Tensor
     ends: Tensor
@@ -59,13 +59,13 @@ def equal_groups(experts: int, tokens: int, device: torch.device) -> Groups:
 
 
 def rows_together(layout: Layout, orientation: str) -> int:
-    """How many rows of an orientation share a block, or a byte, with others that are not all rows."""
+    """How many rows share a block or a byte in an orientation; scales that cover all rows do not count."""
     planes = (layout.stored[name].rows_per_value for name in layout.sources[orientation])
     return lcm(layout.multiple_m, *(rows for rows in planes if rows is not None))
 
 
 def shares_all_rows(layout: Layout, orientation: str) -> bool:
-    """True where a scale covers all rows, and not all columns: each group would need one of its own."""
+    """Whether a scale covers all rows but not all columns: then each group would need its own scale."""
     return any(
         layout.stored[name].rows_per_value is None and layout.stored[name].columns_per_value is not None
         for name in layout.sources[orientation]

@@ -1,7 +1,7 @@
-"""Kernels of rows of tokens in the order of experts: sums, what gradients of sums give them, gated products.
+"""Kernels for token rows in expert order: sums over experts, their gradients, and gated products.
 
-Those that make rows quantize them as well, if they are given planes of a recipe whose blocks are rows. Then a program
-has a whole row.
+Kernels that make rows also quantize them when given planes of a recipe whose blocks are rows. Each program then
+processes a whole row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def amax_of_row(values):
 def quantize_row(values, amax, planes, at, QUANTIZE: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """Writes the codes and the scale of one row. values: in the dtype of rows.
 
-    planes: (codes, scales, None, the largest value of that dtype or None); at: (row, rows, columns).
+    planes: (codes, scales, None, the largest value of the rows' dtype or None); at: (row, rows, columns).
     """
     data, scale, none, input_max = planes
     row, rows, columns = at
@@ -41,8 +41,8 @@ def sum_of_experts_kernel(
     y, rows, weights, ends, out, columns, experts,
     CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = the sum over i of y[rows[t, i]] (times weights[t, i], rounded if both have one dtype), in fp32 and in
-    that order; rows behind the last end are left out."""
+    """out[t] = the sum over i of y[rows[t, i]], in fp32 and in that order; rows past the last end are skipped. With
+    weights, each term is multiplied by weights[t, i], and rounded if weights have out's dtype."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     last = tl.load(ends + experts - 1)
     tiles = tl.cdiv(columns, TILE)
@@ -67,9 +67,9 @@ def of_experts_kernel(
     grad, y, rows, weights, ends, of_y, of_weights, data, scale, none, input_max, m, columns, experts,
     CHOSEN: tl.constexpr, QUANTIZE: tl.constexpr, TILE: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient of a token gives those of its experts' rows and of their weights: of_y[rows[t, i]] = grad[t]
-    times weights[t, i], and of_weights[t, i] = the sum of grad[t] times y[rows[t, i]], in fp32; 0 behind the last end.
-    of_y is quantized, if there are planes. TILE: at least `columns`."""
+    """Gradients of experts' rows and weights from the gradient of each token: of_y[rows[t, i]] = grad[t] *
+    weights[t, i], and of_weights[t, i] = sum(grad[t] * y[rows[t, i]]), in fp32; 0 past the last end.
+    of_y is also quantized if there are planes. TILE: at least `columns`."""
     last = tl.load(ends + experts - 1)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
@@ -96,7 +96,7 @@ def gated_kernel(
     DTYPE: tl.constexpr, QUANTIZE: tl.constexpr, TILE: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up, in fp32 and rounded once to DTYPE, into `out`, or quantized. both: (rows, 2 * columns), gates
-    first; a program has a tile of a row."""
+    first; each program processes a tile of a row."""
     tiles = tl.cdiv(columns, TILE)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     at = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
@@ -116,8 +116,8 @@ def gated_backward_kernel(
     grad, both, of_both, out, data, scale, none, input_max, m, columns,
     QUANTIZE: tl.constexpr, TILE: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gates and of what they are multiplied with, each rounded once, and quantized; and `out` as
-    gated_kernel made it."""
+    """The gradients of gate and up, each rounded once and, with planes, quantized; also `out` as gated_kernel made
+    it."""
     DTYPE: tl.constexpr = of_both.dtype.element_ty
     tiles = tl.cdiv(columns, TILE)
     row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -135,7 +135,7 @@ def gated_backward_kernel(
         tl.store(out + row * columns + at, to_dtype(gate * share * up, DTYPE, CVT_LEVEL), mask=inside)
     if data is not None:
         amax = maximum(amax_of_row(of_gate), amax_of_row(of_up))
-        data += row * columns  # tile functions place a row as if it had one half
+        data += row * columns  # tile functions index rows of `columns` codes; rows here have two halves
         place = (row, m, columns)
         quantize_row(of_gate, amax, (data, scale, none, input_max), place, QUANTIZE, CVT_LEVEL)
         quantize_row(of_up, amax, (data + columns, scale, none, input_max), place, QUANTIZE, CVT_LEVEL)

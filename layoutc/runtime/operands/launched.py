@@ -1,7 +1,7 @@
-"""Operands by launches that were made before, for tensors of the same sizes, as scaled_mm reads them.
+"""Operands for scaled_mm from launches that were prepared for tensors of the same sizes.
 
-What follows from the sizes is found once: the launch, and which of its results, or of a weight's planes, are codes and
-scales. What is not so simple is None, and left to the ordinary way, which gives the same bytes.
+What depends only on sizes is found once: the launch, and which of its results, or of a weight's planes, are codes and
+scales. Other cases return None: callers fall back to the general code, which produces the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Place(NamedTuple):
-    """Where an operand of a product lies among the results of a launch."""
+    """Which results of a launch are an operand of a product."""
 
     codes: int
     scale: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, orientation: str, names: Sequence[str], free: int, is_left: bool) -> Place | None:
-        """names: of the results. None if they are not all that scaled_mm reads, as it reads it."""
+        """names: of the results. None if scaled_mm needs more than views of them."""
         operand = layout.operands[orientation]
         if not isinstance(operand, Operand) or operand.transposes or operand.tensor_scale is not None:
             return None
@@ -45,7 +45,7 @@ class Place(NamedTuple):
         )
 
     def side(self, results: Sequence[Tensor]) -> Side:
-        """The operand: codes of (free, contracted), and its scale, as scaled_mm takes them."""
+        """The operand: codes (free, contracted) and the scale, as scaled_mm accepts them."""
         codes, scale = results[self.codes], results[self.scale]
         of_codes, of_scale = self.dtypes
         codes = codes if codes.dtype == of_codes else codes.view(of_codes)
@@ -56,12 +56,12 @@ class Place(NamedTuple):
 def quantizing(
     recipe: type[QuantizedTensor], flat: Tensor, names: Sequence[str], orientations: tuple[str, ...]
 ) -> LaunchPlan | None:
-    """What quantizes activations, or gradients, of one size: contiguous, in any shape with as many columns.
+    """The plan that quantizes contiguous activations or gradients of one size, in any shape with the same columns.
 
-    names: of the buffers that it gives. None if they take more than one launch, or one that draws bits. One that takes
-    an amax finds that of the whole matrix first, in what is 0 before.
+    names: of the buffers that it makes. None if these need more than one launch or random bits. If the launch reads an
+    amax, the plan first measures that of the whole matrix, into zeroed memory.
     """
-    key = recipe, flat.shape, flat.dtype, flat.device, tuple(names)  # weights of several sizes share an operand
+    key = recipe, flat.shape, flat.dtype, flat.device, tuple(names)  # weights of different sizes share an operand
     return plans.cache.of(key, lambda: _quantizing(recipe, flat, names, orientations))
 
 
@@ -81,20 +81,20 @@ def _quantizing(
 
 def quantize(plan: LaunchPlan, x: Tensor) -> list[Tensor]:
     """The buffers of x, (..., columns), in the order of `names`."""
-    x = x if x.data_ptr() % 16 == 0 else x.clone()  # as `launch.in_rows` has it
+    x = x if x.data_ptr() % 16 == 0 else x.clone()  # like `launch.in_rows`
     return plan(x) if plan.takes == 1 else plan(x, amaxes.passing_zero(x.device))
 
 
 class LayingOut(NamedTuple):
-    """A launch that lays out what a product reads of a weight, beside planes that serve as they are."""
+    """A launch that lays out the buffers that a product reads of a weight, except planes that it reads directly."""
 
     plan: LaunchPlan
-    given: tuple[str, ...]  # planes that serve
-    place: Place  # among the results of the launch and these
+    given: tuple[str, ...]  # planes that are read directly
+    place: Place  # among the results of the launch, then these planes
 
     @classmethod
     def of(cls, weight: QuantizedTensor, orientation: str, free: int) -> LayingOut | None:
-        """None if the weight does not hold the orientation, or is no matter of one launch."""
+        """None if the weight does not hold the orientation, or needs more than one launch."""
         layout, planes, chosen = weight.LAYOUT, weight.store.planes, (orientation,)
         if orientation not in weight.orientations or layout.swizzled:
             return None
@@ -113,38 +113,38 @@ class LayingOut(NamedTuple):
         return None if plan is None else cls(plan, served, place)
 
     def side(self, weight: QuantizedTensor) -> Side | None:
-        """The weight as an operand; None if its planes are not there, or not as kernels read them."""
+        """The weight as an operand; None if its planes are freed, or kernels can't read them."""
         planes, results = weight.store.planes, []
         if weight.store.writes.waiting or (read := self.plan.read_of(planes)) is None:
             return None
         for name in self.given:
             if (plane := planes.get(name)) is None or not _is_there(plane):
                 return None
-            is_piece = plane.data_ptr() & 15  # of a larger tensor: as in `scaled_mm.side`
+            is_piece = plane.data_ptr() & 15  # of a larger tensor: see `scaled_mm.side`
             results.append(plane.clone() if is_piece else plane)
         return self.place.side(self.plan(*read) + results)
 
 
 def template(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor without memory of a shape, else like another one: results are made like it in less time."""
+    """A tensor of a shape, without memory, else like another one: empty_like of a template takes less host time."""
     return launch.template(shape, like.dtype, like.device)
 
 
 def right(weight: QuantizedTensor, orientation: str, laid: LayingOut | None) -> Side | None:
-    """The weight as the right operand: laid out, or views of planes, which the product before has left."""
+    """The weight as the right operand: laid out, or the views of planes that the previous product kept."""
     return kept_side(weight, orientation) if laid is None else laid.side(weight)
 
 
 def is_held(weight: QuantizedTensor) -> bool:
-    """Whether all planes can be read: what is found of weights whose planes can't is not to be kept."""
+    """Whether all planes can be read. If not, results for the weight must not be cached."""
     return not weight.store.writes.waiting and all(map(_is_there, weight.store.planes.values()))
 
 
 def is_stored(layout: Layout, orientation: str) -> bool:
-    """Whether all that a product reads of a weight are planes as they are."""
+    """Whether a product reads a weight's planes directly, without laying them out."""
     return all(f"{orientation}_{what}" in layout.as_stored for what in ("data", "scale"))
 
 
 def _is_there(plane: Tensor) -> bool:
-    """Whether a plane is contiguous, at a multiple of 4 bytes, and not freed."""
+    """Whether a plane is contiguous, aligned to 4 bytes, and not freed."""
     return bool(plane.untyped_storage().nbytes()) and launch.is_readable(plane)

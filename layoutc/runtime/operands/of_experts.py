@@ -1,7 +1,7 @@
-"""Rows of tokens for each of their experts: what a token's experts have made, added up; and its gradient, handed out.
+"""Sums the outputs of each token's experts, and distributes the gradient of the sum to their rows.
 
-Tokens are chosen by several experts each. Sums go over the rows of each token, so that no row is written twice: torch's
-own gradient of an index adds rows by atomics, or sorts them first.
+Each token has rows for several experts. Sums run over the rows of each token, so no row is written twice: torch's
+gradient of an index adds rows with atomics, or sorts them first.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def of_experts_with_planes(
     kernels: Any,
     planes: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """As `of_experts`. kernels: of a recipe whose rows are blocks; the gradient of y is written into its codes and
-    scales as well. None: there are no planes."""
+    """`of_experts`, which also writes the gradient of y into planes, its codes and scales. kernels: those of a recipe
+    whose blocks are rows; None: there are no planes."""
     grad, y, weights = grad.contiguous(), y.contiguous(), weights.contiguous()
     (tokens, chosen), columns = weights.shape, y.shape[1]
     of_y, of_weights = torch.empty_like(y), torch.empty_like(weights)
@@ -73,15 +73,15 @@ def of_experts_with_planes(
 
 
 def quantizing(kernels: Any, planes: Sequence[Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
-    """What kernels of rows are given to quantize them: codes, scales, the largest value of their dtype if scales depend
-    on it, the recipe's tile function. All None without planes."""
+    """The arguments with which row kernels quantize: codes, scales, the largest value of the rows' dtype if scales
+    depend on it, the recipe's tile function. All None without planes."""
     if not planes:
         return None, None, None, None
     return *planes, torch.finfo(dtype).max if kernels.takes_input_max else None, kernels.quantize_tile
 
 
 def warps_of(tile: int) -> int:
-    """Of a program that has a whole row."""
+    """The warps of a program that processes a whole row."""
     return max(WARPS, min(tile // 512, 16))
 
 
@@ -91,8 +91,8 @@ sum_of_experts = library.define(
     lambda y, rows, weights, ends: y.new_empty((rows.shape[0], y.shape[1])),
 )
 """(y (rows, columns), rows (tokens, chosen), weights (tokens, chosen) or None, ends) -> (tokens, columns): for each
-token the sum of its rows of y, in fp32 in the order of `rows`; each is multiplied by its weight before, as torch
-multiplies tensors of their dtypes. Rows from ends[-1] on, of no expert, are left out, whatever they hold."""
+token, the fp32 sum of its rows of y in the order of `rows`. Each row is first multiplied by its weight, with torch's
+type promotion. Rows from ends[-1] on belong to no expert and are skipped, whatever they hold."""
 of_experts = library.define(
     "of_experts(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
     _of_experts,

@@ -1,7 +1,7 @@
-"""Rows in the order of experts, quantized by the launches that make them, as operators of traced graphs.
+"""Operators that make rows in expert order and quantize them in the same launch.
 
-Of recipes whose blocks are rows: a row's codes and its scale depend on nothing else, so that they are the same wherever
-rows are moved.
+They support recipes whose blocks are rows: a row's codes and scale depend only on the row, so moving rows does not
+change them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 PLANES = ("rowwise_data", "rowwise_scale")
 _ROWWISE = ("rowwise",)
-_MOST = 16384  # columns that a program holds
+_MOST = 16384  # the most columns that a program can hold
 
 
 def why_not(recipe: type[RecipeMethods], columns: int) -> str:
-    """Why rows of so many columns are not quantized where they are made; "" if they are."""
+    """Why rows of this many columns can't be quantized by the kernels that make them; "" if they can."""
     layout = recipe.LAYOUT
     if layout.sources.get("rowwise") != PLANES or any(name not in layout.as_stored for name in PLANES):
         return f"{layout.name} has other planes than codes and scales that products read as they are"
@@ -86,7 +86,7 @@ gated_quantized = library.define(
     _gated,
     lambda both, recipe: _planes(operators.recipe_of(recipe), (both.shape[0], both.shape[1] // 2), both),
 )
-"""(both (rows, 2 * columns), a recipe's key) -> codes and scales of silu(gates) * the others."""
+"""(both (rows, 2 * columns), a recipe's key) -> codes and scales of silu(gate) * up."""
 gated_backward_quantized = library.define(
     "gated_backward_quantized(Tensor grad, Tensor both, str? recipe) -> Tensor[]",
     _gated_backward,
@@ -95,8 +95,8 @@ gated_backward_quantized = library.define(
         *([] if recipe is None else _planes(operators.recipe_of(recipe), both.shape, both)),
     ],
 )
-"""(gradient of the product, both, key or None) -> the gradient of both, the product, and with a key codes and scales of
-that gradient."""
+"""(gradient of the product, both, key or None) -> the gradient of both, the product, and, with a key, codes and scales
+of the gradient of both."""
 of_experts_quantized = library.define(
     "of_experts_quantized(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends, str recipe) -> Tensor[]",
     _of_experts,
@@ -105,4 +105,4 @@ of_experts_quantized = library.define(
         *_planes(operators.recipe_of(recipe), y.shape, y),
     ],
 )
-"""As `of_experts`, and codes and scales of the gradient of y."""
+"""`of_experts`, plus codes and scales of the gradient of y."""

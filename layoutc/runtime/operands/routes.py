@@ -1,8 +1,8 @@
-"""Rows of tokens in the order of experts: where they go, and how they get there and back, each in one pass.
+"""Routes token rows into expert order and back, each in one pass over the rows.
 
-As models write it, each row of each token is read and written by one pass after the other: gathered, multiplied by
-its weight, put back, added up; and the gradients of indices are added by atomics or sorted. Here a pass goes over rows
-once. Nothing waits for the numbers of tokens: they stay on the device.
+Models usually write this as separate passes that gather each row, multiply it by its weight, scatter it and add it up;
+gradients of indices use atomics or sort. Here one pass does it. The numbers of tokens stay on the device, so nothing
+synchronizes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
 
 
 class Routes(NamedTuple):
-    """Rows in the order of experts. order: (rows,), of each row its place among (tokens, chosen); rows: (tokens,
-    chosen), of each place its row; ends: (experts,) int32, where the rows of each expert end."""
+    """Rows in expert order. order: (rows,), each row's flat index in (tokens, chosen); rows: (tokens, chosen), its
+    inverse, the row of each; ends: (experts,) int32, where the rows of each expert end."""
 
     order: Tensor
     rows: Tensor
@@ -26,8 +26,8 @@ class Routes(NamedTuple):
 
 
 def routes_of(chosen: Tensor, experts: int) -> Routes:
-    """chosen: (tokens, chosen of each), the experts of each token, from 0 to experts - 1."""
-    by_expert, order = torch.sort(chosen.reshape(-1), stable=True)  # sorts on CPUs are not by themselves
+    """chosen: (tokens, experts per token), the experts of each token, from 0 to experts - 1."""
+    by_expert, order = torch.sort(chosen.reshape(-1), stable=True)  # CPU sorts are not stable by default
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     every = torch.arange(experts, device=order.device, dtype=by_expert.dtype)
@@ -36,7 +36,7 @@ def routes_of(chosen: Tensor, experts: int) -> Routes:
 
 
 class ToExperts(torch.autograd.Function):
-    """Tokens -> a row for each of their experts. The gradient is the sum of rows, in fp32."""
+    """Copies each token to a row for each of its experts. The gradient is the fp32 sum of the token's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """The weighted sum of each token's rows. Gradients of rows and weights."""
+    """The weighted sum of each token's rows. Differentiable once, in rows and weights."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, rows: Tensor, ends: Tensor) -> Tensor:

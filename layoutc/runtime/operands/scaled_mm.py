@@ -1,4 +1,4 @@
-"""One product in low precision, by torch.nn.functional.scaled_mm: what a GEMM reads, as that function takes it."""
+"""One product in low precision by torch.nn.functional.scaled_mm, and its operands in the form that it accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layoutc.runtime.torch_private import scaled_mm, scaled_mm_of_tensors
 
 
 class Side(NamedTuple):
-    """An operand: codes of (free, contracted), and its scales, with the kind and the order of each."""
+    """An operand: codes (free, contracted), and scales with the kind and the order of each."""
 
     codes: Tensor
     scales: list[Tensor]
@@ -24,16 +24,16 @@ class Side(NamedTuple):
 
 
 def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: int, *, is_left: bool) -> Side:
-    """An operand from the buffers of an orientation, whose scales are swizzled where the recipe says so.
+    """An operand from the buffers of an orientation; scales are swizzled if the recipe says so.
 
-    free: the size of the dim that is not contracted, without padding. is_left: of the product.
+    free: the size of the dim that is not contracted, without padding. is_left: whether it is the left operand.
     """
     operand = layout.operands[orientation]
     assert isinstance(operand, Operand)  # else there is no kernel
     codes = buffers[f"{orientation}_data"]
     codes = _as(codes.t().contiguous() if operand.transposes else codes, operand.codes)
     scale = _as(buffers[f"{orientation}_scale"], operand.scale)
-    if type(scale) is Tensor and scale.data_ptr() % 16:  # a piece of a larger tensor, which cuBLAS does not take
+    if type(scale) is Tensor and scale.data_ptr() % 16:  # an unaligned piece of a larger tensor: cuBLAS rejects it
         scale = scale.clone()
     scales = [as_read(operand.scaling, scale, free, is_left)]
     if operand.tensor_scale is not None:
@@ -47,8 +47,8 @@ def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def facts(operand: Operand) -> tuple[list[int], list[int]]:
-    """Kinds and orders of scales, as numbers: looking up members of enums takes the host longer than the views do."""
-    swizzled = operand.scale.itemsize == 1  # those of 1x32 and 1x16
+    """Kinds and orders of scales, as numbers: enum lookups cost more host time than the views."""
+    swizzled = operand.scale.itemsize == 1  # scales of 1x32 and 1x16 blocks
     kinds = [ScalingType.__members__[operand.scaling]]
     orders = [SwizzleType.SWIZZLE_32_4_4 if swizzled else SwizzleType.NO_SWIZZLE]
     if operand.tensor_scale is not None:
@@ -58,10 +58,10 @@ def facts(operand: Operand) -> tuple[list[int], list[int]]:
 
 
 def as_read(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
-    """A scale's buffer in the shape and strides that scaled_mm wants."""
+    """A scale's buffer in the shape and strides that scaled_mm expects."""
     if scaling == "RowWise":
         return scale[:free].view((free, 1) if is_left else (1, free))
-    if scaling == "BlockWise1x128":  # (contracted / 128, free), padded: one scale of each row after the other
+    if scaling == "BlockWise1x128":  # (contracted / 128, free), padded: scales are contiguous along rows
         return (scale if scale.shape[1] == free else scale[:, :free].contiguous()).t()
     return scale.t() if scaling == "BlockWise128x128" else scale
 
@@ -69,8 +69,8 @@ def as_read(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
 def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """a b^T in a dtype: (free of a, contracted) by (free of b, contracted).
 
-    fast: let Hopper add up in its tensor cores' own precision, where the kind of scales allows. torchao and Transformer
-    Engine do so in forward, and not for gradients.
+    fast: let Hopper accumulate in its tensor cores' precision, if the kind of scales allows. torchao and Transformer
+    Engine do so in forward, but not for gradients.
     """
     given = dtype if supports_output_dtype(a.kinds, dtype) else torch.bfloat16
     made = _product(a, b, given, fast)
@@ -78,12 +78,12 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Ten
 
 
 def multiply_into(out: Tensor, a: Side, b: Side, *, fast: bool = False) -> None:
-    """As `multiply`, into an `out` of a dtype that `gives`."""
+    """`multiply` into `out`, whose dtype must pass `supports_output_dtype`."""
     _product(a, b, out.dtype, fast, out=out)
 
 
 def _product(a: Side, b: Side, dtype: torch.dtype, fast: bool, **into: Tensor) -> Tensor:
-    """In new memory, or in `out`."""
+    """Calls scaled_mm, into new memory or into `out`."""
     if a.kinds == b.kinds == _WHOLE[0] and a.codes.is_cuda:
         return scaled_mm_of_tensors(a.codes, b.codes.t(), *a.scales, *b.scales, None, None, dtype, fast, **into)
     sides = a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders
@@ -91,7 +91,7 @@ def _product(a: Side, b: Side, dtype: torch.dtype, fast: bool, **into: Tensor) -
 
 
 def supports_output_dtype(kinds: list[int], dtype: torch.dtype) -> bool:
-    """Whether scaled_mm gives a dtype for kinds of scales of the left operand: bf16 for all, fp32 for one scale."""
+    """Whether scaled_mm supports an output dtype for the left operand's scale kinds: bf16 always, fp32 tensor-wise."""
     return dtype == torch.bfloat16 or (kinds == _WHOLE[0] and dtype == torch.float32)
 
 

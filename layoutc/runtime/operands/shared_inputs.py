@@ -1,4 +1,4 @@
-"""Activations that several weights read, quantized once: q, k and v; gate and up."""
+"""Quantizes activations once for several weights that read them, such as q, k and v, or gate and up."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from layoutc.runtime.torch_private import traced, version_of
 class _Entry(NamedTuple):
     x: weakref.ref[Tensor]
     version: int
-    stream: int  # what was written on one stream is not there on another
+    stream: int  # other streams may not see what was written on this one
     quantized: dict[object, Any]
 
 
-_last: _Entry | None = None  # one is enough: those weights follow one another
+_last: _Entry | None = None  # one entry is enough: weights that share an input run back to back
 
 
 def of(x: Tensor) -> dict[object, Any]:
-    """What was quantized from x so far, by key, and where to keep more of it: until x is freed, something is written
-    into it, or another activation comes. Where nothing can be shared, a dict that nobody else sees."""
+    """The cache of what was quantized from x, by key; callers add to it. It lasts until x is freed or modified, or
+    another activation comes. Where nothing can be shared, returns a new dict."""
     global _last
     if not _can_share(x):
         return {}
@@ -35,13 +35,13 @@ def of(x: Tensor) -> dict[object, Any]:
 
 
 def version(x: Tensor) -> int:
-    """A number that writes into x change; tensors of inference mode have none."""
+    """The version counter of x, which writes increment; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else version_of(x)
 
 
 def _can_share(x: Tensor) -> bool:
-    """False in traced graphs, where the compiler finds equal calls; for tensors without versions; and while a CUDA
-    graph is captured, which must hold all that makes its values."""
+    """False in traced graphs, where the compiler merges equal calls; for tensors without versions; and during CUDA
+    graph capture, since a graph must contain everything that computes its values."""
     if traced(x) or x.is_inference():
         return False
     return not capturing(x.device)

@@ -1,4 +1,4 @@
-"""A quantized weight as an operand of scaled_mm: as it lies, or laid out for one product."""
+"""A quantized weight as an operand of scaled_mm: views of its planes, or buffers laid out for one product."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Buffers = Mapping[str, Tensor]
 class _KeptSide(NamedTuple):
     """An operand that consists of views of a weight's planes."""
 
-    planes: Mapping[str, Tensor]  # all of them, as they were
+    planes: Mapping[str, Tensor]  # all planes at the time
     side: scaled_mm.Side
 
 
 def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | None:
-    """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
+    """The operand that a previous product kept for the weight; None if planes were replaced or freed since."""
     kept: _KeptSide | None = weight.readings.get((orientation, "operand"))
     planes = weight.store.planes
     if kept is None or not isinstance(planes, dict) or weight.store.writes.waiting or len(planes) != len(kept.planes):
@@ -35,7 +35,7 @@ def kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | Non
 
 
 def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
-    """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
+    """Keeps an operand for later products if it consists of views, which follow writes into the planes."""
     planes = weight.store.planes
     is_stored = f"{orientation}_data" in weight.LAYOUT.as_stored  # else codes were laid out for this product alone
     if not is_stored or not isinstance(planes, dict) or traced(side.codes):
@@ -46,7 +46,7 @@ def keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -
 
 
 def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
-    """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
+    """The buffers that a GEMM reads of a whole weight; gathers the orientation if this pass does not hold it."""
     swizzled = bool(weight.LAYOUT.swizzled)
     if (handle := weight.store.handle) is not None:
         return gathered_in_graphs.lay_out(type(weight), handle, weight.store.window, (orientation,), swizzled)
