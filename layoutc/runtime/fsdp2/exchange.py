@@ -1,8 +1,8 @@
-"""Gradients that ranks send each other, to be added up in fp32 and in the order of ranks by the rank that keeps them.
+"""Gradient exchange: ranks send each other gradients, and the rank that keeps a sum adds them in fp32, in rank order.
 
-FSDP2 copies gradients in bf16 into a buffer in fp32 and reduce-scatters that. Here each rank sends every other one its
-part: as backward computed it, half of the bytes, for the same numbers under the same arithmetic; or as codes of a
-recipe, for a quarter or an eighth. It goes in by FSDP2's `set_custom_reduce_scatter`.
+FSDP2 copies bf16 gradients into an fp32 buffer and reduce-scatters it. Here each rank sends every other rank its part:
+in backward's dtype, which halves the bytes and keeps numbers and arithmetic; or as codes of a recipe, for a quarter or
+an eighth of the bytes. It is installed with FSDP2's `set_custom_reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from layoutc.runtime.torch_private import local_tensor, no_torch_function
 from layoutc.runtime.torch_private.fsdp2 import Reduced, reduce_among, reductions
 
 NARROW = (torch.bfloat16, torch.float16)
-AMONG = 1  # after the rank, in seeds of codes among replicas
+AMONG = 1  # follows the rank in seeds of codes among replicas
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
 
 
 class _Kept:
-    """The gradients that FSDP2 copies into a buffer. The copy is made when it is needed.
+    """The gradients that FSDP2 copies into a buffer, copied lazily.
 
-    So they are copied on the stream that sends them, beside what backward computes meanwhile. FSDP2 keeps the buffer,
-    and with it gradients, until that stream is done with it.
+    So the copy runs on the stream that sends them, overlapping backward. FSDP2 keeps the buffer, and thereby the
+    gradients, until that stream is done with it.
     """
 
     __slots__ = ("__weakref__", "dim", "grads", "values")
@@ -44,11 +44,11 @@ class _Kept:
     def __init__(self) -> None:
         self.grads: Sequence[Tensor] = ()
         self.dim = 0
-        self.values: Tensor | None = None  # in the buffer's dtype, once something else was done with it
+        self.values: Tensor | None = None  # in the buffer's dtype, once another operation has read the buffer
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the gradients, which is one; of the values once there are some."""
+        """The dtype of the values if there are any, else the gradients' common dtype."""
         return torch.float32 if not self.grads else self.grads[0].dtype if self.values is None else self.values.dtype
 
     def copied(self, ranks: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -62,10 +62,9 @@ class _Kept:
 
 
 class GradientBuffer(Tensor):
-    """The buffer that FSDP2 asks for and copies gradients into; it keeps them in their own dtype.
+    """The buffer that FSDP2 allocates and copies gradients into; it keeps them in their own dtype.
 
-    (n,) or (ranks, n / ranks). Whatever else is done with it is done with values in its dtype, which are kept from then
-    on.
+    (n,) or (ranks, n / ranks). Any other operation converts them to values in the buffer's dtype, which are then kept.
     """
 
     kept: _Kept
@@ -75,7 +74,7 @@ class GradientBuffer(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, ranks: int, kept: _Kept
     ) -> GradientBuffer:
-        """kept: what views share."""
+        """kept: shared with views."""
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.ranks, made.kept = ranks, kept
         return made
@@ -86,7 +85,7 @@ class GradientBuffer(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """FSDP2's copy of gradients, which are kept; views of the whole buffer; all else by values."""
+        """Handles FSDP2's copy by keeping the gradients, and views of the whole buffer; all else runs on values."""
         if func is torch.ops.fsdp.chunk_cat.default:
             kept: _Kept = kwargs["out"].kept
             kept.grads, kept.dim = tuple(args[0]), args[1]
@@ -99,14 +98,14 @@ class GradientBuffer(Tensor):
         return func(*args, **(kwargs or {}))
 
     def in_values(self) -> Tensor:
-        """The values, in the buffer's dtype from now on."""
+        """Converts the gradients to the buffer's dtype, once, and returns the values."""
         if self.kept.values is None:
             self.kept.values = self.kept.copied(self.ranks, self.dtype, self)
         return self.kept.values.view(self.shape)
 
 
 class Exchange:
-    """What FSDP2 takes for a reduce-scatter: of one group of parameters, over `ranks` ranks."""
+    """A custom reduce-scatter for FSDP2: for one group of parameters, over `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._turns = ranks, Turns(ranks)
@@ -119,11 +118,11 @@ class Exchange:
         return GradientBuffer((int(numel),), dtype, device, self._ranks, _Kept())
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether gradients whose sum has this dtype may travel otherwise than FSDP2 would send them."""
+        """Whether gradients whose sum has this dtype may be sent differently from FSDP2."""
         return dtype is torch.float32
 
     def joined(self, grads: Sequence[Tensor], ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """The buffer of a reduction, (numel,), with gradients in it."""
+        """The buffer of a reduction, (numel,), filled with gradients."""
         if not self.takes(dtype):
             return in_rows(grads, ranks, numel, dtype).view(numel)
         made = GradientBuffer((numel,), dtype, grads[0].device, ranks, _Kept())
@@ -133,8 +132,8 @@ class Exchange:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """The rank's part of the sum or the mean, on the current stream. Other operations, and what `exchanged` leaves,
-        are reduce-scattered as FSDP2 would.
+        """Computes the rank's part of the sum or the mean, on the current stream. Other operations, and gradients that
+        `exchanged` rejects, go through FSDP2's reduce-scatter.
         """
         by = None if async_op or not isinstance(input_tensor, GradientBuffer) else scaling_of(op, self._ranks)
         if by is not None and self.exchanged(output_tensor, cast(GradientBuffer, input_tensor), group, by):
@@ -145,10 +144,10 @@ class Exchange:
         return work
 
     def leaves(self, given: Tensor, op: Any) -> None:
-        """Is told of what is reduced as FSDP2 would."""
+        """Called when a reduction falls back to FSDP2's reduce-scatter."""
 
     def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: By) -> bool:
-        """Exchanges gradients as they are, and adds up what is received; False if they are in fp32."""
+        """Exchanges unquantized gradients and sums those received; False for fp32, or without an integer divisor."""
         kept = buffer.kept
         if kept.dtype not in NARROW or by.divisor is None:
             return False
@@ -160,32 +159,32 @@ class Exchange:
 
 
 class ExchangeOfCodes(Exchange):
-    """As `Exchange`, of gradients that are quantized for the rank that keeps their sum."""
+    """An `Exchange` that quantizes gradients for the rank that keeps their sum."""
 
     def __init__(self, ranks: int, sender: Sender, name: str) -> None:
-        """name: of the module, for a warning."""
+        """name: the module's, for a warning."""
         super().__init__(ranks)
         self.sender, self._name = sender, name
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Gradients in any dtype that kernels read."""
+        """Whether kernels read gradients in this dtype."""
         return dtype in FLOATS
 
     def exchanged(self, out: Tensor, buffer: GradientBuffer, group: Any, by: By) -> bool:
-        """Exchanges codes of gradients, and adds up what these stand for."""
+        """Exchanges codes of gradients and sums the dequantized values; False if kernels can't read the gradients."""
         kept = buffer.kept
         if kept.dtype not in FLOATS:
             return False
         values = kept.values if kept.values is not None else kept.copied(self._ranks, kept.dtype, buffer)
         sent = self.sender.quantized(values.view(self._ranks, -1))
-        del values  # its memory is that of what is received
+        del values  # frees memory for `received`
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         self.sender.add(received, out, by)
         return True
 
     def leaves(self, given: Tensor, op: Any) -> None:
-        """Says once why gradients of this group are not exchanged."""
+        """Warns once why this group's gradients are not exchanged."""
         dtype = given.kept.dtype if isinstance(given, GradientBuffer) else given.dtype
         kind = "PREMUL_SUM by a tensor" if scaling_of(op, self._ranks) is None else "an asynchronous call"
         reason = kind if dtype in FLOATS else f"gradients in {dtype}"
@@ -201,31 +200,32 @@ def exchange_gradients(
     seed: int = 0,
     error_feedback: bool = False,
 ) -> None:
-    """Replaces FSDP2's gradient reduce-scatter: ranks send each other narrow gradients and add them up in fp32.
+    """Replaces FSDP2's gradient reduce-scatter: ranks send each other narrow gradients and sum them in fp32.
 
     Call it after `fully_shard`, on all ranks; it covers all modules of `model` that FSDP2 shards. Parameters may be
     quantized, cast on gather or plain. Sums are in rank order, so the same gradients give the same bytes on any host.
 
     recipe: a recipe such as "grad_fp8" or "grad_int4" quantizes gradients of any dtype for the rank that keeps their
     sum; an infinite or NaN gradient makes its block of the sum NaN. None: a group whose weights' spec has `reduce:
-    RECIPE` sends codes of that recipe. Other groups send bf16 or fp16 gradients as they are, half of the bytes, if the
+    RECIPE` sends codes of that recipe. Other groups send bf16 or fp16 gradients unquantized, half of the bytes, if the
     policy's param_dtype is one of these and its reduce_dtype is fp32. With two ranks the sums equal FSDP2's to the bit.
-    Gradients accumulated in fp32, without synchronization, travel in fp32.
+    Gradients accumulated in fp32, without synchronization, are sent in fp32.
 
-    replicas: the recipe in which replicas of a shard (HSDP) send each other those sums, in place of FSDP2's all-reduce
-    in reduce_dtype. Each adds up the codes of all in fp32, in rank order, so all replicas have the same bytes. Where it
-    is fewer bytes, each adds up a part, and sends the others its sums in reduce_dtype. None: FSDP2's all-reduce.
+    replicas: the recipe with which replicas of a shard (HSDP) send each other these sums, in place of FSDP2's
+    all-reduce in reduce_dtype. Each replica sums the codes of all in fp32, in rank order, so all have the same bytes.
+    If that sends fewer bytes, each sums a part and sends the others the result in reduce_dtype. None: FSDP2's
+    all-reduce.
 
     seed: seeds stochastic rounding, together with the rank, the group, the number of earlier reductions and the
-    gradient's position; codes among replicas have random bits of their own. error_feedback: adds what codes miss to the
-    next gradients. It takes 4 bytes on each rank for every parameter of the whole model, and with `replicas` 4 more for
-    each of the shard.
+    gradient's position; codes among replicas use different random bits. error_feedback: adds the quantization error to
+    the next gradients. It costs each rank 4 bytes per parameter of the whole model, and with `replicas` 4 more per
+    parameter of the shard.
     across_hosts: allow groups that span hosts. Every rank sends to every other one. Without a recipe, a host of n ranks
     then sends other hosts up to n / 2 times as much as an fp32 ring would.
 
     Raises LayoutError on all ranks: for a group that spans hosts, without across_hosts; for a model that FSDP2 does not
-    shard; without a recipe, where no gradients are narrower than their sums; with `replicas`, where there are none; and
-    for a recipe whose scales do not depend on blocks of rows alone. Raises ValueError for an unknown recipe.
+    shard; without a recipe, if no gradients are narrower than their sums; with `replicas`, if there are none; and for a
+    recipe whose scales depend on more than blocks of a row. Raises ValueError for an unknown recipe.
 
     Example:
 
@@ -290,7 +290,7 @@ def exchange_gradients(
 
 
 def _codes_of(name: str, reduced: Sequence[Reduced], recipe: Recipe | None) -> Codes | None:
-    """What gradients of a group travel as: codes of a recipe, or of the one that the specs of its weights name."""
+    """The codes that a group's gradients are sent as, by `recipe` or by its weights' specs; None: not quantized."""
     if recipe is None:
         layouts = [getattr(local_tensor(param), "LAYOUT", None) for one in reduced for param in one.params]
         stated = {layout.reduce: layout.name for layout in layouts if layout is not None and layout.reduce}
@@ -305,13 +305,13 @@ def _codes_of(name: str, reduced: Sequence[Reduced], recipe: Recipe | None) -> C
 
 
 class ExplainedReduction(NamedTuple):
-    """How the gradients of a parameter group travel.
+    """How the gradients of a parameter group are sent and summed.
 
     name: its module's name; "" is the root. into: the dtype of sums. way: "reduce-scatter", FSDP2's own, with a
-    `reason` if an exchange was asked for and is impossible; "exchange", unquantized; or the recipe's name.
-    sends: the bytes that a rank sends in a step. keeps: the bytes of error feedback on each rank. replicas: how many
-    hold the same shard. among: how these add up their sums: "all-reduce", FSDP2's own, or the recipe's name; "" of one.
-    sends_among: the bytes that a rank sends for that; of an all-reduce, those of a ring.
+    `reason` if a requested exchange is impossible; "exchange", unquantized; or the recipe's name.
+    sends: bytes that a rank sends per step. keeps: bytes of error feedback on each rank. replicas: how many ranks hold
+    the same shard. among: how replicas sum: "all-reduce", FSDP2's own, or the recipe's name; "" for one replica.
+    sends_among: bytes that a rank sends for that; for an all-reduce, those of a ring.
     """
 
     name: str
@@ -326,7 +326,7 @@ class ExplainedReduction(NamedTuple):
     sends_among: int = 0
 
     def __str__(self) -> str:
-        """A line for a reader."""
+        """One line of text."""
         because = f": {self.reason}" if self.reason else ""
         keeps = f", {self.keeps} bytes of error feedback" if self.keeps else ""
         into = "" if self.into is None else f" into {self.into}"
@@ -336,14 +336,14 @@ class ExplainedReduction(NamedTuple):
 
 
 def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
-    """Lists how the gradients of each parameter group travel, as `exchange_gradients` has set it; runs nothing.
+    """Lists how each parameter group's gradients are sent, as set by `exchange_gradients`; runs nothing.
 
     Frozen parameters and groups of one rank are left out. Raises RuntimeError for an unknown version of FSDP2.
 
     Example:
 
         >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
-        >>> layoutc.explain_gradients(fully_shard(model))  # of one rank, where nothing travels
+        >>> layoutc.explain_gradients(fully_shard(model))  # one rank sends nothing
         []
     """
     found = []
@@ -374,7 +374,7 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
 
 
 def _hosts(group: Any) -> int:
-    """On how many hosts a group's ranks are: a collective of the group."""
+    """The number of hosts that a group's ranks run on. This is a collective of the group."""
     names: list[Any] = [None] * group.size()
     dist.all_gather_object(names, socket.gethostname(), group=group)
     return len(set(names))

@@ -1,8 +1,8 @@
-"""Sums of gradients as codes, over the ranks of a shard group or over replicas of a shard (HSDP).
+"""Sums gradients sent as codes, over the ranks of a shard group or over replicas of a shard (HSDP).
 
-FSDP2 all-reduces a rank's sums over replicas. Here each replica sends codes of them, and all replicas add up the same
-codes in fp32 and in the order of ranks, so all have the same bytes. Where that is fewer bytes, each replica adds up a
-part, and sends the others its sums. It goes in by the process group that FSDP2 hands to its all-reduce.
+FSDP2 all-reduces a rank's sums over replicas. Here each replica sends codes of them, and all replicas add the same
+codes in fp32 and in rank order, so all have the same bytes. If that sends fewer bytes, each replica sums a part and
+sends the result to the others. It replaces the process group that FSDP2 passes to its all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class By(NamedTuple):
-    """What a sum over ranks is divided or multiplied by. divisor: a whole number that it is divided by, if one is."""
+    """The number that divides or multiplies a sum over ranks. divisor: that number if it is an integer divisor."""
 
     number: float
     divides: bool
@@ -32,7 +32,7 @@ class By(NamedTuple):
 
 
 def scaling_of(op: Any, ranks: int) -> By | None:
-    """Of one of torch's operations; None if it is no sum, or of numbers that a tensor holds."""
+    """The scaling of a torch reduction; None if it is not a sum, or its factor is a tensor."""
     kind = getattr(op, "op", op)
     if kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         divisor = 1 if kind == dist.ReduceOp.SUM else ranks
@@ -42,12 +42,12 @@ def scaling_of(op: Any, ranks: int) -> By | None:
 
 
 class Sender:
-    """What a rank sends of a group from one reduction to the next: codes, whose random bits and misses go on."""
+    """Quantizes what a rank sends for a group. Its random bits and error feedback carry over between reductions."""
 
     def __init__(self, codes: Codes, seed: int, error_feedback: bool) -> None:
-        """seed: of random bits of this rank and group."""
+        """seed: for the random bits of this rank and group."""
         self.codes, self.feeds_back, self.left = codes, error_feedback, ""
-        self.rest: Tensor | None = None  # what codes have missed so far, if that is sent later
+        self.rest: Tensor | None = None  # the accumulated quantization error, with error feedback
         self._seed = seed
         self._seed_there: Tensor | None = None  # on the group's device
 
@@ -56,15 +56,15 @@ class Sender:
         if self._seed_there is None:
             self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=values.device)
         if self.feeds_back and (self.rest is None or self.rest.shape != values.shape):
-            self.rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)  # of other parameters
+            self.rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)  # parameters changed
         return self.codes.quantize(values, self._seed_there, self.rest)
 
     def add(self, rows: Tensor, out: Tensor, by: By) -> None:
-        """Codes of each rank -> their sum into `out`. From then on random bits are others."""
+        """Sums the codes of each rank into `out`, and advances the random bits."""
         self.codes.add(rows, out, by.number, by.divides, self._seed_there)
 
     def leaves(self, name: str, instead: str, reason: str) -> None:
-        """Says once why gradients of a module's group travel otherwise: `left`, for `explain_gradients`."""
+        """Warns once why FSDP2 reduces a group's gradients instead, and keeps the reason for `explain_gradients`."""
         if not self.left:
             of = f"of {name}" if name else "of the root"
             warnings.warn(
@@ -76,23 +76,23 @@ class Sender:
 
 
 class Replicas:
-    """Stands in for the process group of a group's replicas, of which FSDP2 asks an all-reduce."""
+    """Replaces the process group of replicas that FSDP2 calls for an all-reduce."""
 
     def __init__(self, group: Any, sender: Sender, name: str) -> None:
-        """group: the process group itself. name: of the module, for a warning."""
+        """group: the process group itself. name: the module's, for a warning."""
         self.group, self.sender, self._name = group, sender, name
 
     def size(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return int(self.group.size())
 
     def rank(self) -> int:
-        """Which of them this rank has."""
+        """This rank's replica."""
         return int(self.group.rank())
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """The sum or the mean of one tensor, (n,), in its place, on the current stream. What is no sum, and what
-        kernels don't read, is reduced as FSDP2 would."""
+        """Sums or averages one tensor, (n,), in place, on the current stream. Other operations, and dtypes that kernels
+        don't read, go through FSDP2's all-reduce."""
         (values,) = tensors
         by = scaling_of(opts.reduceOp, self.size())
         if by is None or values.dtype not in FLOATS or opts.asyncOp:
@@ -103,21 +103,21 @@ class Replicas:
         return None
 
     def part(self, n: int, itemsize: int) -> int:
-        """How many of n sums each replica makes for all; 0 if all replicas make all of them."""
+        """How many of n sums each replica computes for all; 0 if every replica computes all."""
         row, part = self.sender.codes.row, up(cdiv(n, self.size()), self.sender.codes.layout.multiple_k)
         return 0 if codes_travel_whole(row(n).nbytes, row(part).nbytes, part * itemsize) else part
 
     def sends(self, n: int, itemsize: int) -> int:
-        """Bytes that a rank sends to each other one for sums of n values."""
+        """Bytes that a rank sends to each other rank to sum n values."""
         part = self.part(n, itemsize)
         return self.sender.codes.row(part or n).nbytes + part * itemsize
 
     def keeps(self, n: int, itemsize: int) -> int:
-        """Bytes of error feedback."""
+        """Bytes of error feedback on each rank."""
         return 4 * (self.size() * self.part(n, itemsize) or n) if self.sender.feeds_back else 0
 
     def add_up(self, values: Tensor, by: By) -> None:
-        """(n,) contiguous: to their sums over replicas."""
+        """Replaces values, (n,) contiguous, by their sums over replicas."""
         n, ranks = values.numel(), self.size()
         part = self.part(n, values.element_size())
         if not part:
@@ -129,7 +129,7 @@ class Replicas:
         sent = self.sender.quantized(F.pad(values, (0, ranks * part - n)).view(ranks, part))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        del sent  # its memory is that of sums
+        del sent  # frees memory for `sums`
         sums = values.new_empty(ranks, part)
         own = sums[self.rank()]
         self.sender.add(received, own, by)
