@@ -1,11 +1,11 @@
-"""FSDP2's private names of what it holds: parameters, where their shards lie, which pass gathers, how gradients go.
+"""FSDP2's private names for its state: parameters, their shards, which pass gathers, how gradients are reduced.
 
-FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
-for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
-that holds the shard.
+FSDP2 passes the mesh to its hooks, but a layout also needs to know which pass gathers, whether the weight stays
+gathered for backward, how many rows the padded shard has, and how large the whole weight is. The FSDPParam that holds
+the shard knows all of that.
 
 Every name is checked when it is read, so that a name that torch has changed is not mistaken for a weight that FSDP2
-does not hold. The checks depend on torch's code alone, so either all ranks raise or none does.
+does not hold. The checks depend only on torch's code, so either all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _OF_PARAM = (
 
 
 def parameters() -> Iterator[tuple[Any, Any]]:
-    """Every FSDPParam with the FSDPParamGroup that it is in.
+    """Every FSDPParam with its FSDPParamGroup.
 
     Raises UnsupportedTorch if one of them, or FSDP2's registry, lacks a name that is read here.
     """
     states, state_class, mesh_class = _registry()
     for reference in list(states.values()):
         state = reference()
-        if not isinstance(state, state_class):  # FSDP1's and DDP's states are there too
+        if not isinstance(state, state_class):  # the registry also has FSDP1's and DDP's states
             continue
         for group in _groups(state):
             _check(group, _OF_GROUP)
@@ -56,7 +56,7 @@ def parameters() -> Iterator[tuple[Any, Any]]:
 
 
 def _registry() -> tuple[Mapping[Any, Any], type, type]:
-    """Weak references to the states of modules, by module; FSDP2's class of states; its class of meshes that shard."""
+    """Weak references to module states, by module; FSDP2's state class; its class for meshes that shard."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -64,7 +64,7 @@ def _registry() -> tuple[Mapping[Any, Any], type, type]:
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     except ImportError as error:
         refuse(str(error), error)
-    if "_unsharded_param" not in FSDPParam.__annotations__:  # objects have it only after a gather
+    if "_unsharded_param" not in FSDPParam.__annotations__:  # instances have it only after a gather
         refuse("FSDPParam has no _unsharded_param")
     return _module_state_mapping, FSDPState, FSDPMeshInfo
 
@@ -75,7 +75,7 @@ def _groups(state: Any) -> list[Any]:
         return list(groups)
     if not hasattr(state, "_fsdp_param_group"):
         refuse(f"{state.__class__.__name__} has no _fsdp_param_groups")
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: one at most
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: at most one
 
 
 def _check(owner: Any, names: tuple[str, ...]) -> None:
@@ -87,7 +87,7 @@ def _check(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def refuse(what: str, error: ImportError | None = None) -> NoReturn:
-    """Raises UnsupportedTorch. what: how this torch differs from the releases that layoutc has run with."""
+    """Raises UnsupportedTorch. what: how this torch differs from the supported releases."""
     raise UnsupportedTorch(
         f"torch {torch.__version__} keeps FSDP2's shards differently from what layoutc reads: {what}. "
         f"layoutc runs with torch {RUNS_WITH}: {FIX}"
@@ -98,7 +98,7 @@ def refuse(what: str, error: ImportError | None = None) -> NoReturn:
 class Sharding:
     """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup.
 
-    known: what others have worked out from that, by name, for as long as the shard lives.
+    known: what other modules derive from that, cached by name for as long as the shard lives.
     """
 
     local: weakref.ref[Any]
@@ -108,7 +108,7 @@ class Sharding:
 
     @property
     def is_gone(self) -> bool:
-        """True once the model that the shard belonged to is gone."""
+        """True once the shard's model has been freed."""
         return self.param() is None
 
     def is_of(self, shard: Any) -> bool:
@@ -134,7 +134,7 @@ class Sharding:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the longest shard, which FSDP2 pads all of them to."""
+        """The shape of the longest shard, to which FSDP2 pads all shards."""
         return tuple(self.param().padded_sharded_param_size)  # type: ignore[union-attr]
 
     @property
@@ -149,17 +149,17 @@ class Sharding:
 
     @property
     def mesh_dims(self) -> int:
-        """Of how many dims of the parameter's mesh FSDP2 makes use, which come first."""
+        """How many dims of the parameter's mesh FSDP2 uses. They come first."""
         return int(self.param().mesh_info.mesh.ndim)  # type: ignore[union-attr]
 
     @property
     def is_part(self) -> bool:
-        """True if the weight was a DTensor before: each rank gathers its part of it, as tensor parallelism cuts it."""
+        """True if the weight was already a DTensor: each rank gathers its tensor-parallel part."""
         return bool(getattr(self.param(), "is_dtensor", False))
 
     @property
     def frees_after_forward(self) -> bool:
-        """False for a weight that stays gathered until backward is done."""
+        """False for a weight that stays gathered until the end of backward."""
         return bool(self.group()._reshard_after_forward)  # type: ignore[union-attr]
 
     @property
@@ -175,11 +175,11 @@ class Sharding:
     def gathers_for_backward(self) -> bool:
         """True while the group gathers for backward."""
         state = self.group()._training_state  # type: ignore[union-attr]
-        return state is type(state).PRE_BACKWARD  # its name takes three times as long
+        return state is type(state).PRE_BACKWARD  # comparing names would take three times as long
 
     @property
     def frees_after_pass(self) -> bool:
-        """True if what is gathered now is freed before a step: not kept, and not gathered by `unshard()`."""
+        """True if FSDP2 frees this gather after the pass: the weight is not kept, nor gathered by `unshard()`."""
         group: Any = self.group()
         if group._training_state is type(group._training_state).FORWARD:
             return self.frees_after_forward
@@ -188,7 +188,7 @@ class Sharding:
     def gather_as_rows(self) -> None:
         """Makes FSDP2 leave the gathered bytes in rank order when a dim other than 0 is sharded.
 
-        Raises LayoutError if this torch lacks the function that has to be told.
+        Raises LayoutError if this torch lacks the function that this depends on.
         """
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -202,14 +202,14 @@ class Sharding:
             param.fsdp_placement = _CutAsRows(self.dim)
 
 
-_COPY_OUT = "foreach_all_gather_copy_out"  # the function of torch.distributed.fsdp that reads the dim of each placement
+_COPY_OUT = "foreach_all_gather_copy_out"  # torch.distributed.fsdp's function that reads each placement's dim
 
 
 class _CutAsRows(Placement):
-    """Shard(dim) that FSDP2 reads as Shard(0) when it copies gather outputs out, and as it is everywhere else.
+    """Shard(dim) that FSDP2 reads as Shard(0) when it copies gather outputs out, and as Shard(dim) everywhere else.
 
-    For dims other than 0 FSDP2 would rearrange the outputs itself, as if each had the shard's shape and one byte for an
-    element. As Shard(0) they stay in rank order, and the post-hook rearranges them.
+    For dims other than 0, FSDP2 would rearrange the outputs itself, assuming the shard's shape and one byte per
+    element. With Shard(0) they stay in rank order, and the post-hook rearranges them.
     """
 
     @property
@@ -224,7 +224,7 @@ def whole_shape(param: Any) -> tuple[int, ...]:
 
 
 def gathered_parameter(param: Any) -> nn.Parameter | None:
-    """What an FSDPParam gathers into; None before the first gather. FSDP2 makes it in that, and keeps it."""
+    """The parameter that an FSDPParam gathers into; None before the first gather, in which FSDP2 makes it for good."""
     return getattr(param, "_unsharded_param", None)
 
 
@@ -237,12 +237,12 @@ def shard_of(param: Any) -> Any:
 
 
 def trains(param: Any) -> bool:
-    """True for an FSDPParam whose shard has gradients."""
+    """True for an FSDPParam whose shard requires gradients."""
     return bool(param.sharded_param.requires_grad)
 
 
 def gathered_of(param: Any) -> Tensor | None:
-    """The tensor that an FSDPParam gathers into, a rank's part of it if it is a DTensor; None before the first gather.
+    """The tensor that an FSDPParam gathers into, the rank's part if it is a DTensor; None before the first gather.
 
     FSDP2 makes it in the first gather, and keeps it.
     """
@@ -251,7 +251,7 @@ def gathered_of(param: Any) -> Tensor | None:
 
 
 def dtype_of(param: Any) -> torch.dtype | None:
-    """The dtype that an FSDPParam is gathered in: the policy's, or that of its shard; None before the first forward."""
+    """The dtype that an FSDPParam is gathered in: the policy's, or its shard's; None before the first forward."""
     own: torch.dtype | None = getattr(param, "orig_dtype", None)
     return own if own is None or (of_policy := param.param_dtype) is None else of_policy
 
@@ -262,32 +262,31 @@ def name_of(param: Any) -> str:
 
 
 def why_elsewhere(param: Any) -> str:
-    """Why an FSDPParam's shard is not sent as it lies, "" if it is."""
+    """Why an FSDPParam's shard can't be sent directly from its memory; "" if it can."""
     if is_offloaded(param):
         return "it is offloaded to the CPU"
     return f"it is sharded on dim {param.fsdp_placement.dim}" if param.fsdp_placement.dim else ""
 
 
 def why_not_plain(param: Any) -> str:
-    """Why an FSDPParam is not gathered as it is: cut on its first dim, into ordinary memory; "" if it is."""
+    """Why an FSDPParam is not plain, that is, cut on dim 0 and gathered without hooks; "" if it is plain."""
     if hasattr(shard_of(param), "fsdp_pre_all_gather") or len(param.all_gather_outputs) != 1:
         return "it has all-gather hooks of its own"
     return why_elsewhere(param) or (FOR_INFERENCE if param.all_gather_outputs[0].is_inference() else "")
 
 
 def plain_shard_of(param: Any) -> Tensor:
-    """What a plain FSDPParam sends, before it is cast: (numel,), padded to what all ranks send."""
+    """The values that a plain FSDPParam sends, before the cast: (numel,), padded to the size of all ranks."""
     return param._sharded_param_data  # type: ignore[no-any-return]
 
 
 def outputs_of(param: Any) -> list[Tensor]:
-    """What the tensors of an FSDPParam are gathered into: (ranks * numel,), whose storages FSDP2 frees and
-    allocates."""
+    """The gather outputs of an FSDPParam: (ranks * numel,) tensors, whose storages FSDP2 frees and allocates."""
     return param.all_gather_outputs  # type: ignore[no-any-return]
 
 
 def free_outputs(params: Iterable[Any]) -> None:
-    """Frees the bytes that have arrived, as FSDP2 would after the pass; it allocates them anew for the next gather."""
+    """Frees the gathered bytes, as FSDP2 does after the pass; it reallocates them for the next gather."""
     for param in params:
         for output in param.all_gather_outputs:
             storage = output.untyped_storage()
@@ -296,7 +295,7 @@ def free_outputs(params: Iterable[Any]) -> None:
 
 
 def is_offloaded(param: Any) -> bool:
-    """True for an FSDPParam whose shard lies in the host's memory, and is copied to the device for each gather."""
+    """True for an FSDPParam whose shard is in host memory, and is copied to the device for each gather."""
     return bool(param.offload_to_cpu)
 
 
@@ -308,29 +307,29 @@ def is_held(sharding: Sharding) -> bool:
 
 
 def is_in_a_graph(made: Tensor) -> bool:
-    """True for a gathered parameter that autograd, or somebody else, still holds."""
-    return int(made._use_count()) > 1  # type: ignore[attr-defined]  # the other is Python's own
+    """True for a gathered parameter that autograd, or anything else in C++, still holds."""
+    return int(made._use_count()) > 1  # type: ignore[attr-defined]  # one use is Python's
 
 
 def drop_gathered(param: Any) -> None:
-    """Has FSDP2 make what an FSDPParam gathers into anew, in the next gather."""
+    """Drops the gathered parameter of an FSDPParam; FSDP2 makes a new one in the next gather."""
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
 
 
 def drop_outputs(param: Any) -> None:
-    """Has FSDP2 allocate what an FSDPParam's tensors are gathered into anew."""
+    """Drops the gather outputs of an FSDPParam; FSDP2 allocates new ones."""
     param.all_gather_outputs = []
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """How FSDP2 reduces gradients of parameters that it gathers together.
+    """How FSDP2 reduces the gradients of parameters that it gathers together.
 
-    over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
-    same. numel: elements that a rank keeps, padding included. by: what is called in place of a reduce-scatter. params:
-    those that are reduced, as they are sharded. replicas: the ranks that hold the same shard; None: this one alone.
-    among: what stands in for their process group; that group where nothing does.
+    over: the ranks. dtypes: of the gradients, by the policy or the parameters. into: the dtype of their sum; None: the
+    same. numel: elements that a rank keeps, padding included. by: what FSDP2 calls to reduce-scatter. params: the
+    sharded parameters whose gradients are reduced. replicas: the ranks that hold the same shard; None: only this one.
+    among: what FSDP2 calls to all-reduce over replicas, by default their process group.
     """
 
     over: dist.ProcessGroup
@@ -344,7 +343,7 @@ class Reduced:
 
 
 def reductions(module: nn.Module) -> list[Reduced]:
-    """Those of each FSDPParamGroup of a module that fully_shard was called with. Raises as `parameters`."""
+    """The reduction of each FSDPParamGroup of a module that was passed to fully_shard. Raises like `parameters`."""
     states, state_class, mesh_class = _registry()
     state = states[module]() if module in states else None
     found = []
@@ -363,14 +362,14 @@ def reductions(module: nn.Module) -> list[Reduced]:
 
 
 def reduce_among(module: nn.Module, among: Any) -> None:
-    """Has FSDP2 ask something else than the replicas' process group to all-reduce a module's gradients.
+    """Makes FSDP2 all-reduce a module's gradients with `among` instead of the replicas' process group.
 
-    Parameters keep their mesh. Raises as `parameters`, also where FSDP2 finds that process group elsewhere.
+    Parameters keep their mesh. Raises like `parameters`, also if FSDP2 finds that process group elsewhere.
     """
     states, _, _ = _registry()
     for group in _groups(states[module]()):
         _check(group, ("_all_reduce_process_group",))
-        group.mesh_info = copy.copy(group.mesh_info)  # equal to the one before, with which FSDP2 compares it
+        group.mesh_info = copy.copy(group.mesh_info)  # stays equal to the original, with which FSDP2 compares it
         group.mesh_info.replicate_process_group = among
         if group._all_reduce_process_group is not among:
             refuse("FSDPParamGroup takes the process group of replicas from elsewhere than its mesh_info")

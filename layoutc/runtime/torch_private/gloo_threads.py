@@ -1,9 +1,9 @@
-"""Threads of gloo, which must release tensors before Python ends.
+"""Lets gloo's threads release tensors before Python exits.
 
-A thread of a gloo group drops a collective's tensors after the collective's caller goes on, and needs the GIL for that.
-A thread that asks for the GIL once Python ends is killed before Python 3.14, and the process aborts: "terminate called
-without an active exception". `destroy_process_group` ends no thread while a mesh holds the group, as DTensor's caches
-do. Busy cores make it likely, and so does a collective shortly before the end, as an optimizer's step has for amaxes.
+A thread of a gloo group drops a collective's tensors after the caller has moved on, and needs the GIL for that. Before
+Python 3.14, a thread that requests the GIL during exit is killed, and the process aborts: "terminate called without an
+active exception". `destroy_process_group` stops no thread while a mesh holds the group, as in DTensor's caches. Busy
+cores make the abort likely, and so does a collective shortly before exit, such as an optimizer step's, for amaxes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import atexit
 import time
 from pathlib import Path
 
-NAME = "pt_gloo_runloop"  #: what torch calls these threads
-_MILLISECONDS, _AT_REST = 2000, 5  # the most that the end waits; how long all threads have to be at rest
+NAME = "pt_gloo_runloop"  #: torch's name of these threads
+_MILLISECONDS, _AT_REST = 2000, 5  # the longest wait at exit; how long all threads must be idle
 
 
 def _states() -> list[str]:
-    """A letter for each thread of gloo, as Linux has it: R while it runs or wants a core, S while it waits."""
+    """Linux's state letter for each gloo thread: R while it runs or waits for a core, S while it sleeps."""
     found = []
     for stat in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-        except OSError:  # the thread has ended meanwhile
+        except OSError:  # the thread has just ended
             continue
         found += [rest.split()[0]] if name == NAME else []
     return found
@@ -30,12 +30,12 @@ def _states() -> list[str]:
 
 @atexit.register
 def let_go() -> None:
-    """Gives the GIL to gloo's threads until all of them are idle."""
+    """Releases the GIL to gloo's threads until all are idle, for up to 2 s."""
     if not (states := _states()):
         return
     at_rest = 0
     for _ in range(_MILLISECONDS):
-        time.sleep(0.001)  # a waiting thread takes the GIL
+        time.sleep(0.001)  # lets a waiting thread acquire the GIL
         states = _states()
         at_rest = at_rest + 1 if set(states) <= {"S"} else 0
         if at_rest == _AT_REST:

@@ -1,6 +1,6 @@
-"""FSDP2's group of parameters with planned gathers: FSDP2's collectives and streams, with fewer steps around them.
+"""An FSDP2 parameter group with planned gathers: FSDP2's collectives and streams, with less host work around them.
 
-Copying gradients for a reduction may be replaced, too. Everything else is FSDP2's.
+The copy of gradients for a reduction can be replaced too. Everything else is FSDP2's.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _OF_GROUP = (
 )
 
 
-Plan = Any  # a GatherPlan, of a room above: the bytes of a row, what fills it, and what makes parameters of all rows
+Plan = Any  # a GatherPlan, of a higher layer: a row's bytes, how to fill it, and how to make parameters of all rows
 
 
 class _Begun(AllGatherResult):
-    """A gather that a plan began."""
+    """A gather that was started by a plan."""
 
     plan: Plan
 
 
 class PlannedGroup(FSDPParamGroup):
-    """A class for groups that FSDP2 has made. A subclass says which gathers have a plan, in `_plan`."""
+    """A replacement class for existing FSDP2 groups. Subclasses choose which gathers have a plan, in `_plan`."""
 
     @property
     def ranks(self) -> int:
@@ -63,7 +63,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @property
     def is_sharded(self) -> bool:
-        """False from a gather until its results are freed."""
+        """Whether the parameters are sharded: False from a gather until its results are freed."""
         return self._sharded_state is ShardedState.SHARDED
 
     def named(self, label: str) -> str:
@@ -76,12 +76,12 @@ class PlannedGroup(FSDPParamGroup):
         return torch.profiler.record_function(self.named(label)) if profiling() else nullcontext()
 
     def is_eager(self) -> bool:
-        """False under transforms, in CUDA graphs, and where torch.compile traces."""
+        """False under transforms, during CUDA graph capture, and while torch.compile traces."""
         return transform() is None and not capturing(self.device) and not torch.compiler.is_compiling()
 
     # --------------------------------------------------------------------------------------------------------- gathers
     def _plan(self) -> Plan | None:
-        """The plan of the gather that begins, if parameters are at rest; None if FSDP2 must gather."""
+        """The plan for the gather that is starting, if parameters are at rest; None if FSDP2 must gather."""
         raise NotImplementedError
 
     def unshard(self, async_op: bool = False) -> None:
@@ -93,7 +93,7 @@ class PlannedGroup(FSDPParamGroup):
             self._all_gather_result = self._begun(plan, async_op)
 
     def wait_for_unshard(self) -> None:
-        """Makes the parameters whole, if a gather has begun."""
+        """Finishes the gather that was started, if any, and makes the parameters whole."""
         result = self._all_gather_result
         if isinstance(result, _Begun):
             with self.labelled("FSDP::all_gather_copy_out"):
@@ -106,12 +106,12 @@ class PlannedGroup(FSDPParamGroup):
         self._wait_all_gather_streams_on_event(streams.current(self.device, self.device_handle).record_event())
 
     def _to_unsharded(self) -> None:
-        """Puts the gathered parameters into their modules, without asking their class for what FSDP2 compares."""
+        """Puts the gathered parameters into their modules, bypassing their class in FSDP2's comparisons."""
         with without_torch_function():
             super()._to_unsharded()  # type: ignore[no-untyped-call]
 
     def _is_at_rest(self) -> bool:
-        """True for sharded parameters that nothing but this gather waits for."""
+        """True if parameters are sharded, and no other gather or reshard of the group is pending."""
         if self._all_gather_result is not None or not self.is_sharded:
             return False
         if self._reshard_after_forward_event is not None:
@@ -122,7 +122,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def _begun(self, plan: Plan, async_op: bool) -> _Begun:
-        """As FSDP2's foreach_all_gather: the rank's row is filled on one stream, and the collective runs on another."""
+        """Like FSDP2's foreach_all_gather: fills the rank's row on one stream, and runs the collective on another."""
         copies, gathers = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         group, comm, handle = self._all_gather_process_group, self._all_gather_comm, self.device_handle
         with streams.on(copies, handle):
@@ -138,7 +138,7 @@ class PlannedGroup(FSDPParamGroup):
 
     @torch.no_grad()
     def _finish(self, result: _Begun) -> None:
-        """As FSDP2's wait_for_unshard, which says when received bytes may be freed."""
+        """Like FSDP2's wait_for_unshard, with the same events for when received bytes may be freed."""
         context, current = self.comm_ctx, streams.current(self.device, self.device_handle)
         if self.in_forward and (before := context.all_gather_state) is not None:
             self._wait_all_gather_streams_on_event(before.event)
@@ -161,8 +161,8 @@ class PlannedGroup(FSDPParamGroup):
 def take(group: Any, cls: type[PlannedGroup], reduce_scatter: Callable[[int], DefaultReduceScatter]) -> bool:
     """Changes an FSDPParamGroup's class, and replaces FSDP2's default reduce-scatter.
 
-    Returns False for a group of one rank, which gathers nothing. Returns False with a message for a group of a user's
-    class, and for a torch that gathers in other steps.
+    Returns False for a group of one rank, which gathers nothing. Warns and returns False for a group of a user's class,
+    and for a torch whose gathers are unknown.
     """
     if type(group) is not FSDPParamGroup and not isinstance(group, PlannedGroup):
         say_left(name_of(group.fsdp_params[0]), f"its group is a {type(group).__name__}")
@@ -179,7 +179,7 @@ def take(group: Any, cls: type[PlannedGroup], reduce_scatter: Callable[[int], De
 
 
 def unknown(group: Any) -> str:
-    """The names used here that this torch lacks, or has with other parameters; "" if none."""
+    """The names used here that this torch lacks or has changed; "" if none."""
     signatures = {"unshard": ["self", "async_op"], "wait_for_unshard": ["self"]}
     return changed(
         {

@@ -1,9 +1,9 @@
-"""Gradients of a group that are reduced much like in the steps before: FSDP2's own reduction, in fewer steps.
+"""The fast path of a group's gradient reduction: FSDP2's own reduction, with less host work.
 
-FSDP2 goes through a group's parameters four times after each backward, and asks the tensor's class whenever it reads
-the gradient of a quantized weight. Here what is the same in all steps is found once. The same bytes travel, in the same
-collective, on the same streams, so each rank may reduce in one way or the other. FSDP2 is left whatever is not plain:
-gradients that are accumulated, or missing, hooks on them, replicas, offloading, tensor parallelism, and divisors.
+FSDP2 loops over a group's parameters four times after each backward, and dispatches to the tensor's class whenever it
+reads the gradient of a quantized weight. Here whatever does not change between steps is found once. The same bytes are
+sent, in the same collective, on the same streams, so ranks may mix both ways. FSDP2 handles everything that is not
+plain: gradients that are accumulated, missing or hooked, replicas, offloading, tensor parallelism, and divisors.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ _OF_FACTORS = (
 
 
 class Reduction(NamedTuple):
-    """What is the same whenever a group's gradients are reduced. starts: of each gradient in what the rank keeps."""
+    """What all reductions of a group share. starts: each gradient's offset in the elements that the rank keeps."""
 
     params: tuple[Any, ...]
     starts: tuple[int, ...]
-    numel: int  # that a rank keeps, padding included
+    numel: int  # elements that a rank keeps, padding included
     dtype: torch.dtype
     op: Any
 
     def is_of(self, group: FSDPParamGroup, grads: Sequence[Tensor]) -> bool:
-        """False if these gradients are reduced in another dtype."""
+        """Whether these gradients are reduced in this dtype."""
         return self.dtype is (group._reduce_dtype or grads[0].dtype)
 
 
 def unknown(group: FSDPParamGroup) -> str:
-    """What is used here that this torch has under another name, or with other parameters; "" if nothing. FSDP2 of torch
-    2.11 has one reduction in flight, since then there are as many as it is told. Only to be called once the group was
-    gathered for backward.
+    """The names used here that this torch lacks or has changed; "" if none. In torch 2.11, FSDP2 keeps one reduction in
+    flight; later releases keep a configurable number. Call it only after the group was gathered for backward.
     """
     one, several = "reduce_scatter_state", ("reduce_scatter_states", "reduce_scatter_max_input_buffers")
     names = (one,) if hasattr(group.comm_ctx, one) else (*several, "_last_post_reduce_events")
@@ -73,8 +72,7 @@ def unknown(group: FSDPParamGroup) -> str:
 
 
 def gradients_of(group: FSDPParamGroup) -> list[Tensor] | None:
-    """The gradients that backward has left in a group's gathered weights; None if FSDP2 would do more than reduce
-    them."""
+    """The gradients that backward left in a group's gathered weights; None if FSDP2 would do more than reduce them."""
     if group._training_state is not TrainingState.PRE_BACKWARD or not group.reduce_grads:
         return None
     if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
@@ -97,7 +95,7 @@ def gradients_of(group: FSDPParamGroup) -> list[Tensor] | None:
 
 
 def reduction_of(group: FSDPParamGroup, grads: Sequence[Tensor]) -> Reduction | None:
-    """None for a group of which FSDP2 does more than to reduce gradients over its ranks."""
+    """Plans a group's reduction; None if FSDP2 would do more than reduce gradients over its ranks."""
     params, ranks = tuple(group.fsdp_params), group._reduce_scatter_process_group.size()
     replicas = 1 if type(group.mesh_info) is FSDPMeshInfo else 2  # or any other mesh
     cuts = [(param.fsdp_placement.dim, 2 if param.is_dtensor else 1) for param in params]  # or more parts
@@ -117,7 +115,7 @@ def reduction_of(group: FSDPParamGroup, grads: Sequence[Tensor]) -> Reduction | 
 
 
 def take(group: FSDPParamGroup) -> None:
-    """Frees the gathered weights' gradients, which somebody else holds, and the weights, if backward is to do that."""
+    """Clears the gathered weights' gradients, which the caller holds, and reshards if FSDP2 would after backward."""
     group._training_state = TrainingState.POST_BACKWARD
     with without_torch_function():
         for param in group.fsdp_params:
@@ -128,14 +126,14 @@ def take(group: FSDPParamGroup) -> None:
 
 @torch.no_grad()
 def reduce(group: FSDPParamGroup, reduction: Reduction, grads: list[Tensor]) -> None:
-    """As FSDP2's foreach_reduce, and what its post_backward does before and after it. Empties `grads`."""
+    """FSDP2's foreach_reduce, and what its post_backward does before and after it. Empties `grads`."""
     context, handle, over = group.comm_ctx, group.device_handle, group._reduce_scatter_process_group
     current, stream = streams.current(group.device, handle), context.reduce_scatter_stream
-    comm: Any = group._reduce_scatter_comm  # which has `joined`: what ranks send, from gradients
+    comm: Any = group._reduce_scatter_comm  # has `joined`, which makes what ranks send from gradients
     _wait_for_others(context, current)
     group._wait_for_post_backward()  # type: ignore[no-untyped-call]
     sent = comm.joined(grads, over.size(), reduction.numel * over.size(), reduction.dtype)
-    grads.clear()  # they may be freed: they were copied on this stream, or what is sent holds them
+    grads.clear()  # may free them: they were copied on this stream, or `sent` holds them
     stream.wait_stream(current)
     with streams.on(stream, handle):
         summed = torch.empty(reduction.numel, dtype=reduction.dtype, device=group.device)
@@ -152,7 +150,7 @@ def reduce(group: FSDPParamGroup, reduction: Reduction, grads: list[Tensor]) -> 
 
 # ------------------------------------------------------------------------------------------ two generations of FSDP2
 def _wait_for_others(context: Any, current: Any) -> None:
-    """Frees what reductions before have sent, but for as many as may be in flight beside the next."""
+    """Waits for earlier reductions and frees what they sent, except as many as may overlap the next one."""
     if hasattr(context, "reduce_scatter_state"):
         before, context.reduce_scatter_state = context.reduce_scatter_state, None
         if before is not None and before.event is not None:
@@ -166,7 +164,7 @@ def _wait_for_others(context: Any, current: Any) -> None:
 
 
 def _note(context: Any, state: ReduceScatterState, stream: Any, done: Any) -> None:
-    """Leaves a reduction in flight, where FSDP2 looks for it."""
+    """Records a reduction in flight, where FSDP2 looks for it."""
     if hasattr(context, "reduce_scatter_state"):
         context.reduce_scatter_state = state
         return
