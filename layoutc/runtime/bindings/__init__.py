@@ -1,1 +1,1 @@
-"""How files of other programs hold a recipe's planes: as generated code states it, and by name and index."""
+"""Bindings: how other checkpoint formats hold a recipe's planes, by tensor names, indices and configs."""

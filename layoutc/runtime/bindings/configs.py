@@ -1,4 +1,4 @@
-"""The `quantization_config` of folders as programs and people write it: where it stands, how it is spelled."""
+"""Reads the `quantization_config` of checkpoint folders: where it is, and how programs and people spell it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
-# The second in files of compressed-tensors before 0.7, the third in MLX's, which have the first too since 0.20.
+# compressed-tensors before 0.7 writes the second key, MLX the third, and since MLX 0.20 the first too.
 KEYS = ("quantization_config", "compression_config", "quantization")
-# Other spellings of a key that the programs' own readers take.
+# Other spellings of a key that the programs' own readers accept.
 SPELLINGS: Mapping[str, str] = MappingProxyType({"w_bit": "bits", "wbits": "bits", "q_group_size": "group_size"})
-OF_STORAGE = ("bnb_4bit_quant_storage",)  # keys for the dtype by which headers call the bytes of codes, which is kept
-# Other keys for a list of modules that are not quantized, by what bindings call it.
+OF_STORAGE = ("bnb_4bit_quant_storage",)  # keys with the dtype that headers state for the bytes of codes; it is kept
+# Other keys for a list of modules that are not quantized, by the key that bindings use.
 LISTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"modules_to_not_convert": ("ignored_layers",), "ignore": ("exclude_modules", "ignored_layers")}
 )
-OF_FORMAT = ("version", "checkpoint_format")  # keys in whose place newer files have `format`; none: what bindings have
-# What transformers' readers take a key for that is not there.
+OF_FORMAT = ("version", "checkpoint_format")  # older keys for `format`; without any, the binding's format is assumed
+# transformers' defaults for missing keys.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "weight_block_size": [128, 128],
@@ -27,17 +27,17 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-# auto-round's packings that are another program's, and which it is; its own loader takes "auto" as the one here.
+# auto-round's packings that are another program's, with its name; auto-round's loader takes "auto" for this one.
 PACKING, PACKING_AUTO = re.compile(r"auto_round:(?:auto_)?(\w+q)"), "auto_round:auto_gptq"
-# What compressed-tensors' fallback has in weights of 8 bits, by their type: the tensors of these formats.
+# The formats whose tensors compressed-tensors' fallback format has for 8-bit weights, by their type.
 OF_NAIVE: Mapping[Any, str] = MappingProxyType({"float": "float-quantized", "int": "int-quantized"})
-# What auto-round's `data_type` and `bits` are as `format`, where it packs as llm-compressor does.
+# The `format` for auto-round's `data_type` and `bits`, where it packs as llm-compressor does.
 OF_LLM_COMPRESSOR: Mapping[tuple[Any, Any], str] = MappingProxyType(
     {("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized"}
 )
-OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # likewise, in configs without a quant_method: MLX's
+OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # MLX's defaults; its configs have no quant_method
 
-# How programs read their own files as plain weights, by quant_method; None is MLX, whose configs state none.
+# How programs convert their own files to plain weights, by quant_method; None: MLX, whose configs have none.
 READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
     {
         None: "MLX writes plain weights of them: mlx_lm.convert --hf-path FOLDER --mlx-path PLAIN --dequantize",
@@ -50,8 +50,8 @@ READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
 
 
 def holder(config: MutableMapping[str, Any]) -> tuple[MutableMapping[str, Any], str] | None:
-    """The mapping of a config.json that has the `quantization_config`, and its key there: the config itself, or that of
-    a part of the model, such as `text_config`. None without one."""
+    """The mapping of a config.json that contains the `quantization_config`, and its key there. The mapping is the
+    config, or that of a part of the model, such as `text_config`. None without a `quantization_config`."""
     for key in KEYS:
         if isinstance(config.get(key), MutableMapping):
             return config, key
@@ -60,7 +60,7 @@ def holder(config: MutableMapping[str, Any]) -> tuple[MutableMapping[str, Any], 
 
 
 def holders(config: MutableMapping[str, Any]) -> list[MutableMapping[str, Any]]:
-    """The mapping of `holder`, and those of parts of the model that say the same once more; [] without any."""
+    """The mapping of `holder`, and those of model parts that repeat its `quantization_config`; [] without any."""
     first = holder(config)
     return _that_say(config, first[0][first[1]]) if first is not None else []
 
@@ -72,24 +72,24 @@ def _that_say(config: MutableMapping[str, Any], said: Any) -> list[MutableMappin
 
 
 def list_in(config: Mapping[str, Any], plain: str) -> str:
-    """The key of a config for the modules that are not quantized, which a binding calls `plain`."""
+    """A config's key for the modules that are not quantized. plain: the binding's key."""
     return next((key for key in (plain, *LISTS.get(plain, ())) if key in config), plain)
 
 
 def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` with lower-case words, and keys and formats as bindings spell them."""
+    """A `quantization_config` in lower case, with keys and formats spelled as in bindings."""
     found: dict[str, Any] = {key: _lower(value) for key, value in config.items()}
     for other, key in (*SPELLINGS.items(), *(("format", key) for key in OF_FORMAT)):
         if other in found:
             found.setdefault(key, found[other])
     method = str(found.get("quant_method", ""))
-    if True in (found.get("load_in_4bit"), found.get("load_in_8bit")):  # which decide in transformers
+    if True in (found.get("load_in_4bit"), found.get("load_in_8bit")):  # in transformers, these decide
         found["quant_method"] = "bitsandbytes"
-    elif method.startswith("modelopt"):  # vLLM takes those of a kind, and what the file of its own has inside
+    elif method.startswith("modelopt"):  # like vLLM: any variant, and the contents of ModelOpt's separate file
         inner = found.get(KEYS[-1])
         found |= {**(inner if isinstance(inner, Mapping) else {}), "quant_method": "modelopt"}
     elif "auto-round" in method:
-        packing = found.get("packing_format") or found.get("backend") or "auto"  # the second in older ones
+        packing = found.get("packing_format") or found.get("backend") or "auto"  # older configs have `backend`
         form = found.get("data_type"), found.get("bits")
         if known := PACKING.fullmatch(PACKING_AUTO if packing == "auto" else str(packing)):
             found["quant_method"] = known[1]
@@ -99,9 +99,9 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config by each of its schemes: of ModelOpt's `quantized_layers`, with the `quant_algo` of one; of MLX's
-    modules, with what one states; of `config_groups`, with that one alone, and its own `format` where it states one.
-    The config itself without several.
+    """Splits a config into one config per scheme. For ModelOpt's `quantized_layers`, each has the `quant_algo` of one
+    scheme; for MLX's modules, the settings of one; for `config_groups`, one group, and its own `format` if it has one.
+    Without several schemes, returns the config itself.
     """
     if isinstance(layers := config.get("quantized_layers"), Mapping) and layers:
         algos = dict.fromkeys(str(one.get("quant_algo")) for one in layers.values() if isinstance(one, Mapping))
@@ -121,7 +121,7 @@ def schemes_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _format(form: Any, group: Any) -> Any:
-    """A group's format, by the name that bindings have for its tensors."""
+    """A group's format, as bindings name it for its tensors."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if form != "naive-quantized" or not isinstance(weights, Mapping) or weights.get("num_bits") != 8:
         return form
@@ -129,7 +129,7 @@ def _format(form: Any, group: Any) -> Any:
 
 
 def modules_in(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a config of MLX states of single modules, by their names: {} of one that is not quantized."""
+    """The per-module settings of an MLX config, by module name; {} for a module that is not quantized."""
     if "quant_method" in config or "bits" not in config:
         return {}
     stated = {key: one for key, one in config.items() if isinstance(one, Mapping | bool)}
@@ -137,7 +137,7 @@ def modules_in(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with what its program's reader takes a key for that is not there."""
+    """A config with its program's defaults for missing keys."""
     return {**DEFAULTS, **({} if "quant_method" in config else OF_MLX), **config}
 
 

@@ -1,13 +1,13 @@
-"""Bindings as generated code states them: the tensors of another program's files that hold a recipe's planes."""
+"""Bindings as generated code states them: the tensors of another checkpoint format that hold a recipe's planes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-REST = 0  # the size of a dim that takes what is left
-MATRICES = -1  # the size of a dim with an entry for each matrix of a weight of experts
-# Experts of transformers' models, which are stacked there, gate over up.
+REST = 0  # the size of a dim that takes the rest
+MATRICES = -1  # the size of a dim with one entry per matrix of an expert weight
+# transformers' stacked experts, with gate above up.
 EXPERTS = (
     (
         "{module}.experts.gate_up_proj",
@@ -15,17 +15,17 @@ EXPERTS = (
     ),
     ("{module}.experts.down_proj", ("{module}.experts.{expert}.down_proj.weight",)),
 )
-# Modules that engines join into one.
+# Modules that engines fuse into one.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class Codes(NamedTuple):
-    """What codes of a plane's values stand for, where files have quantized these: value of the code * scale of its
-    block + offset, in fp32, rounded after each.
+    """How files quantize a plane's values: codebook[code] * scale of its block + offset, in fp32, rounded after each
+    operation.
 
-    codebook, scale: patterns of the names of tensors, as those of planes. block: codes of one scale, in the order of
-    the file's tensor. offset: the key of the binding's text that has it. values: the codebook of codes that are made,
-    ascending; () if none are.
+    codebook, scale: patterns of tensor names, like those of planes. block: codes per scale, in the order of the file's
+    tensor. offset: its key in the binding's text. values: the codebook of codes that layoutc writes, ascending; () if
+    it writes none.
     """
 
     codebook: str
@@ -40,11 +40,11 @@ class BoundPlane(NamedTuple):
 
     name: a pattern, in which {name} is the parameter's name and {module} that without its last part. dtype: as
     safetensors names it. rows, columns: the sizes that the plane's values are split into, outermost first; REST and
-    MATRICES are not known before the weight. order: the dims of the file's tensor, as indices of these; joined: how
-    many of these make up each dim, () for one. bits: of a value, which is an entry of the plane; or, below 8, a code
-    that is packed otherwise in the file than in the plane, as low_first and plane_low_first say; spread: in the plane,
-    it has a byte of its own. scalar: the tensor has no dims. over, by: the file has over / x or x / by in
-    place of x. codes: it has codes of x.
+    MATRICES depend on the weight. order: the dims of the file's tensor, as indices of these; joined: how many of these
+    make up each dim, () for one each. bits: of a value. A value is an entry of the plane; or, below 8 bits, a code that
+    the file packs differently from the plane, by low_first and plane_low_first. spread: the plane has one code per
+    byte. scalar: the tensor has no dims. over, by: the file has over / x or x / by in place of x. codes: the file has
+    codes of x.
     """
 
     name: str
@@ -65,9 +65,9 @@ class BoundPlane(NamedTuple):
 
 
 class RecordBinding(NamedTuple):
-    """How one container holds a weight: in a tensor of a type of its own, whose bytes are a buffer of records.
+    """How a container format holds a weight: in a tensor of a special type, whose bytes are a buffer of records.
 
-    container: the kind of file. type, number: the type's name, and its number in files. elements, nbytes: of a record.
+    container: the kind of file. type, number: the type's name, and its number in files. elements, nbytes: per record.
     """
 
     name: str
@@ -81,17 +81,16 @@ class RecordBinding(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """How the files of one program hold the planes of a recipe's first source.
+    """How one program's files hold the planes of a recipe's first source.
 
-    shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: those of a tensor with
-    the number of each column's block, and the columns of a block. codebook: those of a tensor with the value of each
-    code, and these. text: the name of a tensor with JSON; the JSON, in which "rows" and "columns" stand for the
-    weight's sizes; and its keys that may have any value. ignored: names of tensors beside
-    a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
-    these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
-    tell these files from others; plain: its key for the modules that are not quantized, or "". fused:
-    modules beside each other, by their own names, that engines join into one, so that their weights share the scale
-    that a whole weight has.
+    shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: the name and dtype of a
+    tensor with each column's block number, and the columns per block. codebook: the name and dtype of a tensor with
+    each code's value, and the values. text: the name of a JSON tensor; the JSON, with "rows" and "columns" in place of
+    the weight's sizes; and its keys that may have any value. ignored: names of a weight's other tensors, which are left
+    alone. parts: (pattern of a parameter, patterns of the parameters that its rows are cut into, in which {expert} is
+    the matrix's number). config: the `quantization_config` of config.json; recognized: its paths that identify these
+    files; plain: its key for the modules that are not quantized, or "". fused: names of sibling modules that engines
+    fuse into one, so their weights share the scale of a whole weight.
     """
 
     name: str

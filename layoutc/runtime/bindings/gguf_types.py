@@ -1,6 +1,6 @@
-"""The types of tensors in GGUF files, as ggml numbers them: names, and the bytes of a run of elements.
+"""The tensor types of GGUF files by ggml's numbers: names, and bytes per run of elements.
 
-Source: enum ggml_type and its block structs in ggml.h and ggml-common.h, which GGUF's definition refers to.
+Source: enum ggml_type and its block structs in ggml.h and ggml-common.h, which the GGUF specification refers to.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 
 class Type(NamedTuple):
-    """A type: `elements` of a row, one after another, are `nbytes` bytes."""
+    """A tensor type: `elements` consecutive elements of a row take `nbytes` bytes."""
 
     name: str
     elements: int
     nbytes: int
 
 
-# Types of plain values: what safetensors calls them.
+# Types of plain values, with safetensors' names.
 PLAIN = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64", "I8": "I8", "I16": "I16", "I32": "I32", "I64": "I64",
 }  # fmt: skip
-# Numbers that are left out were types once, and are no more.
+# Missing numbers are types that ggml has removed.
 TYPES = {
     0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20),
     6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24), 8: Type("Q8_0", 32, 34), 9: Type("Q8_1", 32, 40),

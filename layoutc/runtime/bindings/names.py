@@ -1,5 +1,5 @@
-"""Names of parameters and of the tensors that hold them in other programs' files; and weights that engines join into
-one, by the names of their modules."""
+"""Maps names of parameters to names of tensors in other checkpoint formats, and finds weights that engines fuse by
+their modules' names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Fused = Sequence[Sequence[str]]
 
 
 def tensor_name(pattern: str, parameter: str) -> str:
-    """`{name}_scale_inv` or `{module}.weight_packed`, of a parameter's name."""
+    """The tensor name by a pattern such as `{name}_scale_inv` or `{module}.weight_packed`, for a parameter."""
     return pattern.replace("{name}", parameter).replace("{module}", parameter.rpartition(".")[0])
 
 
 def parameter_name(pattern: str, tensor: str) -> str | None:
-    """The parameter whose tensor by this pattern has this name; None if none can have it. `{module}` is the module of
-    a parameter that is called weight."""
+    """The parameter whose tensor has this name by the pattern; None if the name does not match. With `{module}`, it is
+    the module's parameter `weight`."""
     before, after = re.split(r"{name}|{module}", pattern)
     if not (tensor.startswith(before) and tensor.endswith(after) and len(tensor) > len(before) + len(after)):
         return None
@@ -31,7 +31,7 @@ def parameter_name(pattern: str, tensor: str) -> str | None:
 def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str]:
     """The parameters in the files that hold this one, in the order of its rows: itself, or its parts.
 
-    matrices: of a weight with leading dims; None without any.
+    matrices: the number of matrices of a weight with leading dims; None without leading dims.
     """
     for whole, parts in binding.parts:
         before, after = whole.split("{module}")
@@ -53,14 +53,14 @@ def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str
 
 
 def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
-    """True if a folder's `quantization_config`, or one scheme of several there, has the values that tell this binding's
-    files from others."""
+    """True if a folder's `quantization_config`, or one of its schemes, has the values that identify this binding's
+    files."""
     return not differences(binding, config)
 
 
 def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
-    """The paths that tell this binding's files from others, and at which a config has none of its values: of several
-    schemes, the one that is nearest."""
+    """The paths that identify this binding's files and at which a config has none of the binding's values. With several
+    schemes, those of the closest one."""
     own, paths = spelled(binding.config), [(path, path.split(".")) for path in binding.recognized]
     each = [completed(one) for one in schemes_of(spelled(config))]
     found = [
@@ -71,18 +71,18 @@ def differences(binding: Binding, config: Mapping[str, Any]) -> list[str]:
 
 
 def _agrees(own: Sequence[Any], theirs: Sequence[Any], name: str) -> bool:
-    """True if a config has a binding's value, or leaves out which version of a format it is of."""
+    """True if a config has one of the binding's values, or does not state the version of its format."""
     return any(_of_weights(one) in own for one in theirs) or (name in OF_FORMAT and not theirs)
 
 
 def _of_weights(value: Any) -> Any:
-    """A config's value without what it says of activations that stay as they are, as in ModelOpt's W4A16_NVFP4."""
+    """A config's value without the prefix for unquantized activations, as in ModelOpt's W4A16_NVFP4."""
     return re.sub(r"^w\d+a16_", "", value) if isinstance(value, str) else value
 
 
 def contradicts(binding: Binding, config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first path that tells this binding's files from others, and at which a config has other values alone: the
-    path, and a value of each; None if the config, or one scheme of several there, says the same, or nothing."""
+    """The first identifying path at which a config has only other values than the binding, with a value of the config
+    and one of the binding. None if the config, or one of its schemes, has the same values or none."""
     found = [_contradicts(binding, one) for one in schemes_of(spelled(config))]
     return None if None in found else found[0]
 
@@ -98,7 +98,7 @@ def _contradicts(binding: Binding, theirs: Mapping[str, Any]) -> tuple[str, Any,
 
 
 def values_at(config: Any, path: Sequence[str]) -> list[Any]:
-    """What a path leads to; `*` stands for any key."""
+    """The values at a path; `*` matches any key."""
     if not path:
         return [config]
     if not isinstance(config, Mapping):
@@ -107,8 +107,8 @@ def values_at(config: Any, path: Sequence[str]) -> list[Any]:
 
 
 def joined(name: str, fused: Fused) -> str | None:
-    """A name of a parameter or tensor, with the group that its module is joined with in place of the module's own name:
-    `a.q_proj.weight` is `a.[q_proj, k_proj, v_proj].weight`. None for a module that is in no group."""
+    """The name of a parameter or tensor with its module's name replaced by the joined group: `a.q_proj.weight` becomes
+    `a.[q_proj, k_proj, v_proj].weight`. None for a module in no group."""
     parts = name.split(".")
     for at in reversed(range(len(parts))):
         for group in fused:
@@ -118,7 +118,7 @@ def joined(name: str, fused: Fused) -> str | None:
 
 
 def groups_of(names: Iterable[str], fused: Fused) -> Mapping[str, list[str]]:
-    """The names that are joined with others of these, by what `joined` calls them."""
+    """The names that are joined with other given names, by the group's name from `joined`."""
     found = dict[str, list[str]]()
     for name in names:
         if (group := joined(name, fused)) is not None:

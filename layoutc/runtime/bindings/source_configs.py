@@ -1,4 +1,4 @@
-"""The `quantization_config` of files that are written: a source's, with what has changed, or what bindings state."""
+"""The `quantization_config` of files to write: the source's with the changes, or one made from bindings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layoutc.runtime.bindings.names import recognizes, values_at
 
 
 class Modules(NamedTuple):
-    """Modules by their names in files, of those with a weight that may be quantized. of: those of each of several
-    bindings, whose files may have the same names."""
+    """Names in files of the modules that have a weight that may be quantized. of: the quantized modules of each
+    binding; several bindings may use the same names."""
 
     plain: Collection[str]
     quantized: Collection[str]
@@ -23,7 +23,7 @@ class Modules(NamedTuple):
 
 
 def goes_on(bindings: Collection[Binding], source: Mapping[str, Any]) -> bool:
-    """True if files by these bindings are what a source's config tells of, so that what else it says still holds."""
+    """True if a source's config describes files by these bindings, so the rest of the config still holds."""
     return bool(source and bindings) and all(recognizes(one, source) for one in bindings)
 
 
@@ -32,12 +32,12 @@ def config_of(
 ) -> dict[str, Any] | None:
     """The config of files by these bindings. None if they contradict each other; {} without any.
 
-    source: the config of the files that weights were loaded from, {} without any. Where it tells of files by these
-    bindings, all that it says is kept, such as how activations and caches are quantized, and its list of modules that
-    are not quantized changes by those that are quantized `now`, and were not `before`, or the other way round. Else it
-    is what the bindings state, with a list of the modules that are plain now; of several schemes, one of
-    `config_groups` for each binding, whose targets are its modules; or by `quant_algo` one for each layer, or as MLX
-    has them, the first one's with the modules of others.
+    source: the config of the files that weights were loaded from, {} without any. If it describes files by these
+    bindings, all of it is kept, such as how activations and caches are quantized; only its list of modules that are not
+    quantized is updated from `before` to `now`. Otherwise the result is what the bindings state, with a list of the
+    modules that are plain now. Several schemes become one entry of `config_groups` per binding, whose targets are its
+    modules; or one `quant_algo` per layer; or, in MLX's form, the first binding's config with the modules of the
+    others.
     """
     had = {*before.quantized} if len(schemes_of(source)) > 1 else set[str]()
     moved = any(not had.intersection(those) <= {*was} for those, was in zip(now.of, before.of, strict=True))
@@ -60,7 +60,7 @@ def config_of(
 
 
 def _tells_of(source: Mapping[str, Any], module: str) -> bool:
-    """True if one of several schemes names a module; or modules by their class, which nothing here knows."""
+    """True if one of several schemes names a module, or names modules by class, which can't be resolved here."""
     if isinstance(layers := source.get("quantized_layers"), Mapping):
         return module in layers
     if stated := modules_in(source):
@@ -70,7 +70,7 @@ def _tells_of(source: Mapping[str, Any], module: str) -> bool:
 
 
 def _by_targets(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
-    """The keys by which a config has several schemes, each for its modules; {} for bindings that state one."""
+    """The keys of a config with several schemes, each for its modules; {} for bindings with one scheme."""
     stated = [one.config.get("config_groups") for one in bindings]
     if not all(stated) or all(one == stated[0] for one in stated):
         return {}
@@ -86,8 +86,8 @@ def _by_targets(bindings: Sequence[Binding], modules: Sequence[Collection[str]])
 def _by_layers(
     bindings: Sequence[Binding], modules: Sequence[Collection[str]], source: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keys by which ModelOpt has a scheme for each layer; {} for bindings that state one, or none by name. What the
-    source says of a layer beside its scheme, such as the size of groups, is kept."""
+    """ModelOpt's keys for one scheme per layer; {} for bindings with one scheme, or without `quant_algo`. A scheme's
+    other settings in the source, such as the group size, are kept."""
     algos = [one.config.get("quant_algo") for one in bindings]
     if len({*algos}) < 2 or None in algos:
         return {}
@@ -102,8 +102,8 @@ def _by_layers(
 
 
 def _by_modules(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
-    """The config of files that MLX has in several schemes: the first one's, and that of each module of the others; {}
-    for other bindings, and for those that state one scheme."""
+    """MLX's config for several schemes: the first one's, and one for each module of the others; {} for other bindings,
+    and for those with one scheme."""
     stated = [one.config for one in bindings]
     if any("quant_method" in one or "bits" not in one for one in stated) or all(one == stated[0] for one in stated):
         return {}
@@ -112,8 +112,8 @@ def _by_modules(bindings: Sequence[Binding], modules: Sequence[Collection[str]])
 
 
 def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix: bool) -> list[str]:
-    """A list of modules that are not quantized, after some have changed: without entries for those that are quantized
-    now, and with those that are plain now, and of which it does not tell."""
+    """Updates a list of modules that are not quantized: drops entries for those that are quantized now, and adds those
+    that are plain now and not covered by it."""
     became = [name for name in now.quantized if name in before.plain]
     kept = [entry for entry in listed if not any(is_listed(name, [entry], by_prefix=by_prefix) for name in became)]
     lost = [entry for entry in listed if entry not in kept]
@@ -122,10 +122,10 @@ def _changed(listed: Sequence[str], now: Modules, before: Modules, *, by_prefix:
 
 
 def is_listed(module: str, entries: Collection[str], *, by_prefix: bool) -> bool:
-    """True if a config's list names a module, as programs read such lists.
+    """True if a config's list names a module, by the rules of the programs that read it.
 
-    `ignore` of compressed-tensors and ModelOpt has names, `re:` and an expression, or patterns with `*`. by_prefix:
-    lists that transformers reads have the beginning of a name up to a dot, an expression for one, or its end.
+    `ignore` of compressed-tensors and ModelOpt has names, `re:` and a regular expression, or patterns with `*`.
+    by_prefix: lists that transformers reads have a name's beginning up to a dot, an expression for it, or a name's end.
     """
     return any(_names(entry, module, by_prefix) for entry in entries)
 

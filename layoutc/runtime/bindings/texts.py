@@ -1,4 +1,4 @@
-"""JSON in files that states the sizes of a weight: made of a template with names in their places, and read by it."""
+"""Writes and reads JSON that states a weight's sizes, by a template that has names in place of the sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_sizes(template: Any, sizes: Mapping[str, int]) -> Any:
-    """A value of JSON with numbers in place of the names of sizes."""
+    """The template with numbers in place of the names of sizes."""
     if isinstance(template, dict):
         return {key: with_sizes(one, sizes) for key, one in template.items()}
     if isinstance(template, list):
@@ -16,7 +16,7 @@ def with_sizes(template: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def sizes_in(template: Any, text: Any) -> dict[str, int]:
-    """The numbers in JSON that stand where a template has "rows" and "columns"."""
+    """The numbers in a JSON value where the template has "rows" and "columns"."""
     if template in ("rows", "columns"):
         return {template: text} if type(text) is int and 0 < text < 2**63 else {}
     pairs: list[tuple[Any, Any]] = []
