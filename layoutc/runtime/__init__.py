@@ -1,16 +1,16 @@
-"""The runtime: everything about quantized weights that is the same for all recipes. Needs only torch.
+"""The runtime: the code for quantized weights that all recipes share. Depends only on torch.
 
-Generated code imports its modules, and checks `INTERFACE` when it is imported.
+Generated code imports its modules, and checks `INTERFACE` on import.
 """
 
 INTERFACE = 15
 
-#: Raised when traced graphs change: those that torch has kept on disk are compiled anew.
+#: Incremented when traced graphs change, so that graphs in torch's cache on disk are recompiled.
 GRAPHS = 8
 
 
 def require(interface: int, recipe: str) -> None:
-    """Raises ImportError if generated code was written for another version of this runtime's interface."""
+    """Raises ImportError if generated code was generated for another version of this interface."""
     if interface != INTERFACE:
         raise ImportError(
             f"recipe {recipe} was generated for runtime interface {interface}, but this runtime has {INTERFACE}: "

@@ -1,7 +1,7 @@
-"""Callers: which code called an operator, where torch's own code means something else by it than others do.
+"""Finds which code called an operator, for operators that torch's own code uses with another meaning than users do.
 
-An operator's arguments don't say who called it, so the call stack is read: the frames above a handler, without those
-that only pass operators on.
+An operator's arguments don't tell who called it, so this reads the call stack: the frames above a handler, without
+those that only pass operators on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 from layoutc.runtime.torch_private import ddp_sends_weights
 
 _CONVERTS = nn.Module._apply.__code__  # called by Module.to, half, bfloat16 and float, and by users
-_FRAMES = 16  # the most between nn.Module._apply and a handler: the function that it was given, and DTensor
-_NEAR = 8  # the most frames between a stager and a handler: __torch_dispatch__, and dispatch modes
+_FRAMES = 16  # the most between nn.Module._apply and a handler: its function argument, and DTensor
+_NEAR = 8  # the most between a stager and a handler: __torch_dispatch__ and dispatch modes
 _PLUMBING = ("__torch_dispatch__", "__torch_function__", "handle_torch_function", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
-# From a call to its handler:
+# Modules between a call and its handler:
 _BETWEEN = ("layoutc.", "torch.overrides", "torch._ops", "torch._library", "torch.utils.", "contextlib")
-_OF_MODES = ("torch._compile", "torch._dynamo")  # around a user's __torch_dispatch__, which compilers leave alone
-STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others allocate their copies
+_OF_MODES = ("torch._compile", "torch._dynamo")  # around a user's __torch_dispatch__, which compilers skip
+STAGERS = "torch.distributed._state_dict_utils"  # BlockingAsyncStager and others allocate their copies here
 _CHECKPOINTS = "torch.distributed.checkpoint"
 _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
@@ -35,7 +35,7 @@ def keeps_the_weight() -> bool:
 
 
 def is_near(*modules: str) -> bool:
-    """True if one of these modules, or a module below it, is a few calls up the stack."""
+    """True if one of these modules, or a submodule, is a few calls up the stack."""
     return any(_module(frame).startswith(modules) for frame in islice(_frames(), 2, 2 + _NEAR))
 
 
@@ -45,7 +45,7 @@ def copies_state() -> bool:
 
 
 def calling_module() -> str:
-    """The module that called the function that calls this."""
+    """The module that called this function's caller."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name
 
@@ -56,10 +56,10 @@ def converts_a_module() -> bool:
 
 
 def is_backward_of_a_model() -> bool:
-    """Within a backward pass: true for autograd's own operators, false for a hook's, as of an optimizer that steps
-    there.
+    """Within a backward pass: true for autograd's own operators, false for a hook's, such as an optimizer that steps in
+    backward.
 
-    The engine calls both. There is no frame between it and an operator of its own, or an autograd.Function's backward.
+    The engine calls both, but its own operators, and backward of an autograd.Function, have no frame in between.
     """
     first = next(_above(), None)
     if first is None or _is_engine(first):  # the engine's own threads have no frames
@@ -73,42 +73,42 @@ def is_backward_of_a_model() -> bool:
 
 
 def syncing_replicas() -> FrameType | None:
-    """The frame in which DistributedDataParallel broadcasts a module's parameters, which knows the source rank; else
-    None."""
+    """The frame in which DistributedDataParallel broadcasts a module's parameters, which has the source rank; None
+    elsewhere."""
     first = next(_above(), None)
     return first if first is not None and first.f_code is ddp_sends_weights.__code__ else None
 
 
 def caller() -> FrameType | None:
-    """The frame that called the operator whose handler runs."""
+    """The frame that called the operator whose handler is running."""
     return next((frame for frame in _frames() if not _module(frame).startswith(_BETWEEN)), None)
 
 
 def is_called_from(package: str) -> bool:
-    """True if a module of the package called the operator whose handler runs."""
+    """True if a module of the package called the operator whose handler is running."""
     return _first_outside(_frames(), *_BETWEEN).startswith(package)
 
 
 def parallelizes() -> bool:
-    """True within torch.distributed.tensor.parallel, which cuts a module's weights into parts."""
+    """True within torch.distributed.tensor.parallel, while it cuts a module's weights into parts."""
     return any(_module(frame).startswith("torch.distributed.tensor.parallel") for frame in _frames())
 
 
 def initializes() -> bool:
-    """True if a function of torch.nn.init called the operator whose handler runs, on a tensor or on a DTensor of it."""
+    """True if torch.nn.init called the operator whose handler is running, on a tensor or on a DTensor of it."""
     return _first_outside(_frames(), *_BETWEEN, "torch.distributed.tensor") == "torch.nn.init"
 
 
 def makes_shards() -> bool:
-    """True if code of torch.distributed called the operator whose handler runs, as FSDP2, DTensor and DCP do; false for
-    calls on a DTensor, which DTensor only passes on."""
+    """True if torch.distributed (FSDP2, DTensor, DCP) called the operator whose handler is running; false for calls
+    that DTensor only passes on."""
     between = (*_BETWEEN, *_OF_MODES, "torch.nn.functional", "torch.distributed.tensor._dispatch")
     return _first_outside(_above(), *between).startswith("torch.distributed.")
 
 
 def merging() -> tuple[str, Any]:
-    """The method of an adapter's layer, merge or unmerge, that called the operator whose handler runs, and the layer;
-    "" and None if none did. Such layers have `merged_adapters`, as all of PEFT's do."""
+    """The adapter layer's method, merge or unmerge, that called the operator whose handler is running, and the layer;
+    "" and None if there is none. Adapter layers, such as PEFT's, have `merged_adapters`."""
     for frame in _frames():
         if (name := frame.f_code.co_name) in ("merge", "unmerge"):
             layer = frame.f_locals.get("self")
@@ -118,7 +118,7 @@ def merging() -> tuple[str, Any]:
 
 
 def redistributes() -> bool:
-    """True within `DTensor.redistribute` of a parameter, as SimpleFSDP gathers weights; false within `full_tensor`."""
+    """True within `DTensor.redistribute` of a parameter, which SimpleFSDP gathers with; false within `full_tensor`."""
     frame = find("torch.distributed.tensor._redistribute", "forward")
     if frame is None or find("torch.distributed.tensor._api", "full_tensor") is not None:
         return False
@@ -127,7 +127,7 @@ def redistributes() -> bool:
 
 
 def of_collective() -> str | None:
-    """The module that called the torch.distributed function whose handler runs; None if there is no such function."""
+    """The module that called the torch.distributed function whose handler is running; None if there is none."""
     within = False
     for frame in _frames():
         name = _module(frame)
@@ -138,13 +138,13 @@ def of_collective() -> str | None:
 
 
 def find(module: str, function: str) -> FrameType | None:
-    """The innermost frame of a function on the stack; None if it is not there."""
+    """The innermost frame of a function on the stack; None if there is none."""
     of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)
     return next((frame for frame in of_that_name if _module(frame) == module), None)
 
 
 def _asks_a_class(frame: FrameType) -> bool:
-    """True for what asks a tensor's class before a function of torch runs, and for the class's answer."""
+    """True for torch's dispatch to a tensor's `__torch_function__`, and for that function."""
     return _module(frame) == "torch.overrides" or frame.f_code.co_name == "torch_function"
 
 
@@ -169,7 +169,7 @@ def _above() -> Iterator[FrameType]:
 
 
 def _first_outside(frames: Iterator[FrameType], *modules: str) -> str:
-    """The module of the first frame of none of some modules and what is below them; "" if there is none."""
+    """The module of the first frame outside the given modules and their submodules; "" if there is none."""
     return next((name for frame in frames if not (name := _module(frame)).startswith(modules)), "")
 
 

@@ -1,7 +1,7 @@
-"""CUDA graphs: whether one is being captured.
+"""Tells whether a CUDA graph is being captured.
 
-A replay runs the kernels that were captured, and no Python: what is kept from step to step must then stay in the same
-memory, and nothing that Python has worked out since is seen.
+A replay runs the captured kernels and no Python: state that is kept between steps must stay in the same memory, and a
+replay does not see what Python computed after the capture.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from layoutc.runtime.torch_private import current_card
 
 
 def capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the device's current stream."""
+    """True while a CUDA graph is being captured on the device's current stream."""
     if device.type != "cuda":
         return False
     if device.index is None or device.index == current_card():

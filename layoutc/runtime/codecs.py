@@ -1,6 +1,6 @@
-"""Formats, and the order in which a GEMM reads scales, as generated references name them: functions, made of facts.
+"""Functions that generated references use, made from facts: formats, and the order in which a GEMM reads scales.
 
-A format is two of them, from fp32 to codes and back.
+A format is a pair of functions, from fp32 to codes and back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GemmOrder: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int, 
 
 
 def cast(dtype: torch.dtype, largest: float, nan: int) -> Codec:
-    """A float of 8 bits that torch has. nan: the code that NaN gets."""
+    """An 8-bit float that torch has. nan: the code for NaN."""
     encode = partial(numerics.cast_to_codes, dtype=dtype, largest=largest, nan_code=nan)
     return encode, partial(numerics.cast_from_codes, dtype=dtype)
 
@@ -31,7 +31,7 @@ def half(dtype: torch.dtype, largest: float, nan: int) -> Codec:
 
 
 def integer(bits: int, lowest: int, nan: int, fraction: int = 0, offset: int | None = None) -> Codec:
-    """Integers in steps of 2**-fraction: in two's complement, or steps plus an offset."""
+    """Integers in steps of 2**-fraction: codes are two's complement, or steps plus an offset."""
     encode = partial(
         numerics.to_integer_codes, bits=bits, lowest=lowest, fraction=fraction, nan_code=nan, offset=offset
     )
@@ -39,13 +39,13 @@ def integer(bits: int, lowest: int, nan: int, fraction: int = 0, offset: int | N
 
 
 def table(steps: Sequence[float], values: Sequence[float], sign_bit: int | None, nan: int) -> Codec:
-    """Any float, by the numbers from which on |x| gets the next code, and by the value of each code."""
+    """Any float. steps: thresholds from which |x| gets the next code. values: of each code."""
     encode = partial(numerics.to_codes, thresholds=steps, sign_bit=sign_bit, nan_code=nan)
     return encode, partial(numerics.from_codes, values=values)
 
 
 def codebook(steps: Sequence[float], codes: Sequence[int], values: Sequence[float], nan: int) -> Codec:
-    """A list of values, by the numbers from which on the next of them is nearest; codes: by ascending value."""
+    """A codebook. steps: thresholds from which the next value is nearest. codes: by ascending value."""
     encode = partial(numerics.to_codebook, thresholds=steps, codes=codes, nan_code=nan)
     return encode, partial(numerics.from_codes, values=values)
 
@@ -53,8 +53,8 @@ def codebook(steps: Sequence[float], codes: Sequence[int], values: Sequence[floa
 def by_chance(
     magnitudes: Sequence[float], values: Sequence[float] | torch.dtype, sign_bit: int | None, nan: int
 ) -> Codec:
-    """Any float, rounded by random bits, which `encode` takes after the values. magnitudes: ascending from 0. values:
-    of each code, or torch's dtype."""
+    """Any float, rounded stochastically; `encode` takes the random bits after the values. magnitudes: ascending from 0.
+    values: of each code, or torch's dtype."""
     encode = partial(numerics.to_codes_by_chance, magnitudes=magnitudes, sign_bit=sign_bit, nan_code=nan)
     if isinstance(values, torch.dtype):
         return encode, partial(numerics.cast_from_codes, dtype=values)
@@ -62,14 +62,14 @@ def by_chance(
 
 
 def integer_by_chance(bits: int, lowest: int, nan: int, fraction: int = 0, offset: int | None = None) -> Codec:
-    """As `integer`, rounded by random bits, which `encode` takes after the values."""
+    """`integer`, rounded stochastically; `encode` takes the random bits after the values."""
     encode = partial(
         numerics.to_integer_codes_by_chance, width=bits, lowest=lowest, fraction=fraction, nan_code=nan, offset=offset
     )
     return encode, partial(numerics.from_integer_codes, bits=bits, fraction=fraction, offset=offset)
 
 
-# Formats that torch does not have and most recipes share, by their names. A format without NaN gets its largest.
+# Formats that torch lacks and most recipes share. Formats without NaN encode NaN as their largest value.
 _POWERS = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # the value of each code of e8m0
 _ABOVE_POWERS = (5.877473155409902e-39, *(2.0**e * (1 + 2**-23) for e in range(-126, 127)))
 _BETWEEN_POWERS = (8.81620903246562e-39, *(2.0**e * (1.5 + (e % 2 == 1) * 2**-23) for e in range(-126, 127)))
@@ -81,12 +81,12 @@ UP_TO_E8M0 = table(_ABOVE_POWERS, _POWERS, None, nan=0xFF)
 
 
 def gemm_order(parts: Sequence[Sequence[int]], order: Sequence[int], transposed: Collection[str] = ()) -> GemmOrder:
-    """Functions that put scales (free axis, contraction axis) into the order, 1-D; undo that; and order an
-    orientation's, among buffers.
+    """Three functions: put scales (free axis, contraction axis) into the order, 1-D; undo that; and order the scales of
+    an orientation, given its buffers.
 
-    parts: the sizes of each axis's parts; 0 for the one that takes what is left. order: where each part of the result
-    comes from. transposed: orientations whose buffers have the contraction axis first. The free axis is m for rowwise,
-    k for columnwise.
+    parts: the sizes of each axis's parts; 0 for the one that takes the rest. order: where each part of the result comes
+    from. transposed: orientations whose buffers have the contraction axis first. The free axis is m for rowwise, k for
+    columnwise.
     """
 
     def ordered(scale: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""What layoutc raises at run time.
+"""Exceptions that layoutc raises at run time.
 
-Every message names the recipe, the parameter where it is known, and what would work.
+Each message names the recipe, the parameter if it is known, and what would work.
 """
 
 
 def printable(text: str) -> str:
-    """Text with names from files, safe for a terminal: all that is unprintable is escaped but line breaks."""
+    """Makes text with names from files safe for a terminal: escapes unprintable characters except line breaks."""
     if text.isprintable():
         return text
     return "".join(
@@ -14,30 +14,30 @@ def printable(text: str) -> str:
 
 
 class LayoutError(RuntimeError):
-    """Something that a layout can't do."""
+    """A layout can't do what was requested."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class ShardAlignmentError(LayoutError, ValueError):
-    """A cut between shards would fall inside a block, and ranks could not agree on its scale."""
+    """A cut between shards would fall inside a block, so its ranks could not agree on the block's scale."""
 
 
 class UnsupportedOperator(LayoutError, NotImplementedError):
-    """An operator that is not exact on stored bytes, and that would be wrong on a dequantized copy too."""
+    """An operator is not exact on stored bytes, and would be wrong on a dequantized copy too."""
 
 
 class ImplicitDequantize(LayoutError):
-    """Under layoutc.strict(): an operator would dequantize without being asked to."""
+    """Under layoutc.strict(): an operator would dequantize implicitly."""
 
 
 class MissingOrientation(LayoutError):
-    """An orientation that the tensor does not hold and that does not follow from what it holds."""
+    """The tensor does not hold an orientation, nor planes to compute it from."""
 
 
 class DamagedError(LayoutError, ValueError):
-    """A file's bytes are not those that were written."""
+    """A file's bytes differ from those that were written."""
 
 
 class UnsupportedTorch(LayoutError):
@@ -45,7 +45,7 @@ class UnsupportedTorch(LayoutError):
 
 
 def whole_instead(recipe: str) -> str:
-    """What to write in place of plain values into a shard that knows nothing of the other shards."""
+    """Advice in place of writing plain values into a shard that is not connected to the other shards."""
     return (
         f"write the whole weight, on all ranks: weight.copy_(distribute_tensor({recipe}.quantize(values), "
         "weight.device_mesh, weight.placements, src_data_rank=None))"
@@ -53,7 +53,7 @@ def whole_instead(recipe: str) -> str:
 
 
 def made_of_one_tensor(cls: type) -> TypeError:
-    """For a parameter that another package makes anew by calling the class of the old one."""
+    """The error for packages that recreate a parameter by calling its class with one tensor."""
     return TypeError(
         f"{cls.__name__}(tensor, ...): a quantized weight is several planes, so its class makes none of one tensor, as "
         "accelerate's init_empty_weights, load_checkpoint_and_dispatch and cpu_offload ask for. Call quantize_ once "

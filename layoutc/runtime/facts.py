@@ -1,4 +1,4 @@
-"""Layout facts as generated code states them: what is stored, what a GEMM reads, and what is gathered."""
+"""Layout facts as generated code states them: what a weight stores, what a GEMM reads, and what gathers send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.bindings.facts import Binding, RecordBinding
 
 PassName = Literal["forward", "backward", "both"]
-Group = tuple[int, str, int]  # of weights under one amax: the conversion that made it, its name, how many they are
+Group = tuple[int, str, int]  # weights that share an amax: the conversion that made the group, its name and size
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Facts(NamedTuple):
 class Plane(NamedTuple):
     """How many rows and columns of the weight one entry of a stored plane covers; None: all of them.
 
-    `columns_per_value` is 2 for a plane whose bytes pack two codes each. entries: of a plane that covers all.
+    `columns_per_value` is 2 for a plane that packs two codes per byte. entries: the size of a plane that covers all.
     """
 
     rows_per_value: int | None
@@ -53,17 +53,17 @@ class Plane(NamedTuple):
     entries: int = 1
 
     def shape(self, m: int, k: int, multiple_m: int, multiple_k: int) -> tuple[int, ...]:
-        """Its shape for a matrix of (m, k), whose sizes are multiples of so many."""
+        """Its shape for an (m, k) matrix, whose sizes are multiples of `multiple_m` and `multiple_k`."""
         if self.rows_per_value is None and self.columns_per_value is None:
             return (self.entries,)
         return _count(m, self.rows_per_value, multiple_m), _count(k, self.columns_per_value, multiple_k)
 
 
 def _count(size: int, per: float | None, multiple: int) -> int:
-    """How many entries there are along an axis; no size is rounded up that can't need it, as symbols can't be."""
+    """The number of entries along an axis. Rounds up only where that can matter: symbolic sizes can't be rounded."""
     if per is None or per == 1:
         return 1 if per is None else size
-    if type(per) is float:  # of codes of 6 bits 4 fill 3 bytes
+    if type(per) is float:  # such as 4 / 3: four 6-bit codes fill 3 bytes
         codes, nbytes = Fraction(per).limit_denominator(8).as_integer_ratio()
         return size // codes * nbytes
     whole = int(per)
@@ -71,8 +71,8 @@ def _count(size: int, per: float | None, multiple: int) -> int:
 
 
 class Cards(NamedTuple):
-    """Where a product has a kernel: compute capabilities from `least` up to, not including, `below`; and CPUs, or
-    not."""
+    """Where a product has a kernel: compute capabilities from `least` up to, not including, `below`; and whether CPUs
+    have it."""
 
     least: tuple[int, int]
     below: tuple[int, int] | None = None
@@ -82,8 +82,8 @@ class Cards(NamedTuple):
 class Operand(NamedTuple):
     """How torch's scaled_mm reads an orientation.
 
-    scaling: a name of torch.nn.functional.ScalingType. transposes: the codes lie as (contraction, free) and are
-    transposed first. tensor_scale: the tensor's scale is its amax times this; None: there is none.
+    scaling: a name of torch.nn.functional.ScalingType. transposes: codes are stored as (contraction, free) and are
+    transposed first. tensor_scale: the tensor's scale is its amax times this; None: it has no scale.
     """
 
     scaling: str
@@ -94,19 +94,19 @@ class Operand(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """A kernel of scaled_grouped_mm: the kind of scales that it reads of both operands, and where it runs."""
+    """A kernel of scaled_grouped_mm: the kind of scales that it reads for both operands, and where it runs."""
 
     kind: str
     cards: Cards
 
 
 class Products(NamedTuple):
-    """The products of a recipe's weights in low precision: where each has a kernel, or why it has none; None: the spec
+    """The low-precision products of a recipe's weights: where each has a kernel, or why it has none; None: the spec
     wants it in high precision.
 
-    activation, gradient: the recipes of the other operands, as (name, layout id). grouped: of weights of experts, for
-    the products that have a kernel above, the kernel that multiplies groups of tokens, or why none does. by_columns: of
-    such weights that are stored as `x @ w` reads them, where that differs.
+    activation, gradient: the recipes of the other operands, as (name, layout id). grouped: for expert weights, per
+    product with a kernel above, the kernel that multiplies groups of tokens, or why there is none. by_columns: the same
+    for expert weights that are stored as `x @ w` reads them, if it differs.
     """
 
     activation: tuple[str, str]
@@ -120,7 +120,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherFacts:
-    """What one rank contributes to one pass's all-gather, and the bytes that this costs."""
+    """What one rank contributes to one pass's all-gather, and its size in bytes."""
 
     planes: Mapping[str, Facts]
     serves: tuple[str, ...]
@@ -129,7 +129,7 @@ class GatherFacts:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that a rank contributes, including the padding of short shards and up to the other pass."""
+        """Bytes that a rank contributes, including padding of short shards and up to the other pass's size."""
         return sum(facts.nbytes for facts in self.planes.values()) + self.filling
 
     @property
@@ -142,8 +142,8 @@ class GatherFacts:
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
-    made(m, k): of the buffers, those whose shape or dtype is that of no plane: name -> `Facts`. own_planes(m, k): of a
-    layout whose sizes don't follow from `stored`, its planes.
+    made(m, k): the buffers that no plane equals in shape and dtype: name -> `Facts`. own_planes(m, k): the planes of a
+    layout whose sizes don't follow from `stored`.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Layout:
     spec_sha256: str
     layout_id: str
     language: int = 1  # version of the spec language
-    shard_rows: int = 1  # cuts between shards cost nothing at its multiples
+    shard_rows: int = 1  # cuts between shards at its multiples cost nothing
     shard_reason: str
     column_multiple: int
     multiple_m: int = 1
@@ -161,26 +161,26 @@ class Layout:
     stored: Mapping[str, Plane]
     sources: Mapping[str, tuple[str, ...]]  # orientation -> the planes that its buffers are made from
     forward: tuple[str, ...]  # the planes that forward gathers
-    backward: tuple[str, ...] = ()  # those that backward gathers, where they are others
+    backward: tuple[str, ...] = ()  # the planes that backward gathers, if they differ
     slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool = False
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
-    amax_of_matrices: bool = False  # each matrix of a stack has an amax of its own
-    own_amax: tuple[str, ...] = ()  # orientations whose scales follow from their blocks alone, where others share one
+    amax_of_matrices: bool = False  # each matrix of a stack has its own amax
+    own_amax: tuple[str, ...] = ()  # orientations whose scales depend only on their blocks, while others share an amax
     history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
-    level: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes what is stored of the amax; None: the amax is
+    level: Callable[[torch.Tensor], torch.Tensor] | None = None  # amax -> what is stored of it; None: the amax itself
     pick: str = ""  # which amax of the history decides the scale: max, most-recent
-    as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
+    as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a 1-D buffer is flat
     swizzled: tuple[str, ...] = ()  # buffers that a GEMM reads in another order
     stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
-    not_weights: str = ""  # what the recipe is for, and why weights can't have it; "": they can
-    reduce: str = ""  # the recipe by which ranks send gradients, where `exchange_gradients` is given none
-    extremes: bool = True  # the scales of a block follow from the least and the greatest value of each of its columns
-    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
+    not_weights: str = ""  # what the recipe is for, and why weights can't use it; "": they can
+    reduce: str = ""  # the recipe with which ranks send gradients if `exchange_gradients` gets none
+    extremes: bool = True  # a block's scales depend only on the least and the greatest value of each of its columns
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose code of 0 is not 0 -> its bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized
-    files: Mapping[str, Binding] = field(default_factory=dict)  # how files of other programs hold the first source
-    containers: Sequence[RecordBinding] = ()  # those that hold its records
+    files: Mapping[str, Binding] = field(default_factory=dict)  # how other checkpoint formats hold the first source
+    containers: Sequence[RecordBinding] = ()  # container formats that hold its records
     made: Callable[[int, int], dict[str, Facts]] = lambda m, k: {}
     own_planes: Callable[[int, int], dict[str, Facts]] | None = None
 
@@ -201,7 +201,7 @@ class Layout:
 
     @cached_property
     def _buffer_names(self) -> tuple[str, ...]:
-        """Orientation by orientation, in the order of planes, then of what is made; the amax last."""
+        """Buffers by orientation, then in the order of planes, then of `made`; the amax comes last."""
         places = {name: place for place, name in enumerate((*self.orientations, "amax"))}
         kinds = {name.partition("_")[2]: place for place, name in reversed([*enumerate(self.stored)])}
         names = {**self.as_stored, **self.made(self.multiple_m, self.multiple_k)}
@@ -214,16 +214,16 @@ class Layout:
 
     @property
     def passes_differ(self) -> bool:
-        """True if backward gathers other planes than forward, for weights that are resharded in between."""
+        """True if backward gathers other planes than forward, when weights are resharded in between."""
         return bool(self.backward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        """Itself: what copies a tensor attribute by attribute, as stagers of checkpoints do, copies no facts."""
+        """Returns itself: code that copies a tensor's attributes, such as checkpoint stagers, then copies no facts."""
         return self
 
     @cached_property
     def travels(self) -> Mapping[PassName, tuple[str, ...]]:
-        """The planes that each pass gathers, in the order that they are sent in."""
+        """The planes that each pass gathers, in sending order."""
         both = self.forward + self.backward
         return {"forward": self.forward, "backward": self.backward or self.forward, "both": both}
 
@@ -261,7 +261,7 @@ class Layout:
 
     @cached_property
     def shared_along_rows(self) -> frozenset[str]:
-        """Planes whose values cover whole rows, and so are shared by all columns."""
+        """Planes whose values cover whole rows, so all columns share them."""
         return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
 
     @cached_property
@@ -271,13 +271,13 @@ class Layout:
         return self.shared - self.shared_along_rows
 
     def written(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
-        """The planes that quantizing to orientations writes, in order: name -> shape and dtype. The amax is an
-        input."""
+        """The planes that quantizing to orientations writes, in order: name -> shape and dtype. The amax is not among
+        them: it is an input."""
         names = {name for orientation in orientations for name in self.sources[orientation]}
         return {name: facts for name, facts in self.planes(m, k).items() if name in names and name != "amax"}
 
     def fill_with_zeros(self, name: str, plane: torch.Tensor) -> None:
-        """Writes the codes of 0 into a plane, or a part of one; into other planes, zero bytes."""
+        """Fills a plane, or a part of one, with codes of 0; planes other than codes, with zero bytes."""
         pattern = self.zeros.get(name)
         if pattern is None or not plane.numel():
             plane.zero_()
@@ -287,7 +287,7 @@ class Layout:
 
     @cached_property
     def operand_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes in which scaled_mm reads buffers, by name, where it reads them as they lie."""
+        """The dtypes in which scaled_mm reads buffers, by name, for orientations that it reads without transposing."""
         found: dict[str, torch.dtype] = {}
         for name, operand in self.operands.items():
             if isinstance(operand, Operand) and not operand.transposes:
@@ -299,19 +299,19 @@ class Layout:
         return self.shares_amax and any(one not in self.own_amax for one in orientations)
 
     def amax_shape(self, k: int) -> tuple[int, ...]:
-        """The shape of the amax that shards share: one for the weight, or one for each block of columns."""
+        """The shape of the amax that shards share: one for the weight, or one per block of columns."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
 
     def amaxes_of(self, shape: Sequence[int]) -> int:
-        """How many amaxes a weight of this shape has along its rows: one, or one for each matrix of a stack."""
+        """How many amaxes a weight of this shape has along its rows: one, or one per matrix of a stack."""
         return prod(shape[:-2]) if self.amax_of_matrices else 1
 
     def stored_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """What the `amax` plane holds of an amax: itself, or the level that the recipe's rule makes of it."""
+        """What the `amax` plane stores for an amax: the amax, or the level that the recipe's rule computes from it."""
         return amax if self.level is None else self.level(amax)
 
     def laid_out(self, m: int, k: int, orientations: Collection[str], swizzled: bool = False) -> dict[str, Facts]:
-        """The buffers of orientations that don't equal a plane, in order: name -> shape and dtype. Swizzled ones are
+        """The buffers of orientations that no plane equals, in order: name -> shape and dtype. Swizzled ones are
         flat."""
         made = {}
         for name, facts in self.buffers(m, k).items():
@@ -327,7 +327,7 @@ class Layout:
             raise ValueError(f"{what} is {self.not_weights}")
 
     def check_swizzled(self, swizzled: bool) -> None:
-        """Raises ValueError if scales are asked for in a GEMM's order and the spec states none."""
+        """Raises ValueError if a caller wants swizzled scales and the spec states no swizzle."""
         if swizzled and not self.swizzled:
             raise ValueError(
                 f"{self.name}: swizzled=True needs a spec with gemm: {{scale: {{swizzle: ...}}}}, and this one has none"
@@ -342,7 +342,7 @@ class Layout:
         return (rows, round(columns * (self.stored[codes].columns_per_value or 1))) if type(columns) is int else matrix
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
-        """(m, k) of a weight's shape. Raises ValueError for a shape that the recipe does not take."""
+        """(m, k) of a weight's shape. Raises ValueError for a shape that the recipe does not support."""
         if len(shape) < 2:
             raise ValueError(f"{name}: {self.name} takes weights of 2 dims or more, not shape {tuple(shape)}")
         m, k = prod(shape[:-1]), shape[-1]
@@ -360,7 +360,7 @@ class Layout:
         """What each of `world` ranks contributes to a pass's all-gather: plane -> shape and dtype of the padded shard.
 
         If a cut falls inside a block, the ranks on both sides send the block's scale. Raises ValueError for a shape
-        that the recipe does not take.
+        that the recipe does not support.
         """
         self.check_shape((m, k))
         cuts = Cuts(m, cdiv(m, world), world)
@@ -370,7 +370,7 @@ class Layout:
         return GatherFacts(sent, self.serves[which], world, filling)
 
     def sent(self, which: PassName, cuts: Cuts, k: int) -> Mapping[str, Facts]:
-        """What each rank sends in a pass, of a matrix with k columns: plane name -> shape and dtype."""
+        """What each rank sends in a pass for a matrix with k columns: plane name -> shape and dtype."""
         return _sent(self, which, cuts, k)
 
     def slots(self, which: PassName, cuts: Cuts, k: int) -> tuple[int, ...]:

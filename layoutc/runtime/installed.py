@@ -1,8 +1,8 @@
 """Finds the module of a recipe: by name, by the folder that a build wrote, by its spec, or by a dotted name.
 
 Names are those of `layoutc.recipes`, of entry points of the group `layoutc.recipes`, and of `generated/` in the working
-directory, where `layoutc build` writes. That folder is looked at for names that a caller gives, never for those that a
-file holds: reading a checkpoint imports nothing from the directory where it lies.
+directory, where `layoutc build` writes. That folder is searched only for names that a caller passes, never for names
+from a file: reading a checkpoint imports nothing from the working directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS = "give a name, the folder that `layoutc build` wrote for it, its spec's pa
 
 
 def find(recipe: Recipe) -> ModuleType:
-    """The module of a recipe. Raises ValueError, with the ways to name one, for what is none."""
+    """The module of a recipe. Raises ValueError, with the ways to name one, for anything else."""
     if isinstance(recipe, ModuleType):
         return _checked(recipe)
     if not isinstance(recipe, str | os.PathLike):
@@ -51,7 +51,7 @@ def find(recipe: Recipe) -> ModuleType:
         if _is_package(folder):
             return _of_folder(folder)
     for spec in (SPECS / f"{recipe}{suffix}" for suffix in SUFFIXES):
-        if spec.is_file():  # and not built
+        if spec.is_file():  # not built yet
             return _of_spec(spec)
     if _packages_in(path):
         return _of_folder(path)
@@ -59,12 +59,12 @@ def find(recipe: Recipe) -> ModuleType:
 
 
 def points() -> list[EntryPoint]:
-    """The entry points by which installed packages name their recipes."""
+    """The entry points with which installed packages register their recipes."""
     return list(entry_points(group=GROUP))
 
 
 def load(point: EntryPoint) -> ModuleType:
-    """The module that an entry point names. Raises ValueError, with its distribution, if it names none of a recipe."""
+    """The module that an entry point names. Raises ValueError, with its distribution, if that is not a recipe."""
     try:
         return _checked(point.load())
     except (ImportError, AttributeError, ValueError) as error:
@@ -76,12 +76,12 @@ def load(point: EntryPoint) -> ModuleType:
 
 
 def every() -> list[ModuleType]:
-    """The recipes of `layoutc.recipes` and of installed packages; warns of entry points that name none."""
+    """The recipes of `layoutc.recipes` and of installed packages; warns of entry points that name no recipe."""
     return [*(getattr(_own(), name) for name in _own().RECIPES), *_usable(points())]
 
 
 def named(name: str) -> list[ModuleType]:
-    """Every installed recipe of a name, of which there may be several. Never looks at the working directory."""
+    """All installed recipes with a name; there may be several. Never searches the working directory."""
     own = [getattr(_own(), name)] if name in _own().RECIPES else []
     return [*own, *_usable(point for point in points() if point.name == name)]
 
@@ -106,7 +106,7 @@ def _checked(module: object) -> ModuleType:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant, if any is close."""
+    """The closest name, as a suggestion; None if none is close."""
     folded = {one.replace("_", "-"): one for one in sorted(names)}
     close = difflib.get_close_matches(name.casefold().replace("_", "-")[:80], folded, n=1)
     return folded[close[0]] if close else None
@@ -141,7 +141,7 @@ def _of_folder(folder: Path) -> ModuleType:
 
 @cache
 def _imported(folder: Path) -> ModuleType:
-    """The package in a folder, under the name by which import statements find it, so that it is imported only once."""
+    """The package in a folder, under the name that import statements use, so that it is imported only once."""
     if folder.parent in map(_resolved, _own().__path__):
         return importlib.import_module(f"{_own().__name__}.{folder.name}")
     top = folder
@@ -149,7 +149,7 @@ def _imported(folder: Path) -> ModuleType:
         top = top.parent
     name = ".".join((top.name, *folder.relative_to(top).parts))
     if top.parent not in map(_resolved, sys.path) and not _is_imported_from(top):
-        if top.name in sys.modules or _is_importable(top.name):  # of somebody else
+        if top.name in sys.modules or _is_importable(top.name):  # another package has this name
             hashed = hashlib.sha256(str(top).encode()).hexdigest()[:12]
             name = ".".join((f"{top.name}_{hashed}", *folder.relative_to(top).parts))
         _import_from(top, name.partition(".")[0])
@@ -173,7 +173,7 @@ def _is_importable(name: str) -> bool:
 
 
 def _import_from(folder: Path, name: str) -> None:
-    """Imports the package in a folder that is on no path, under a name."""
+    """Imports the package in a folder that is not on sys.path, under a name."""
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -188,7 +188,7 @@ def _import_from(folder: Path, name: str) -> None:
 
 
 def _of_spec(path: Path) -> ModuleType:
-    """The package built from a spec: in `generated/` here or beside the spec's folder, or shipped."""
+    """The package built from a spec: in `generated/`, here or next to the spec's folder, or an installed one."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file; {WAYS}")
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""How operators of torch.ops.layoutc are defined, as which traced graphs hold what the runtime computes."""
+"""Defines the operators of torch.ops.layoutc, which represent the runtime's computations in traced graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyp
 
 
 def of_weights(schema: str) -> Any:
-    """Defines an operator that the class of a quantized weight computes, in its table."""
+    """Defines an operator that the class of a quantized weight implements, in its table of handlers."""
 
     def no_weight(*_: Any) -> Any:
         raise TypeError(f"layoutc.{schema.partition('(')[0]} takes a quantized weight")
@@ -24,17 +24,17 @@ def of_weights(schema: str) -> Any:
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
-    """Defines an operator of torch.ops.layoutc, and returns it: `run` computes on every device, `fake` gives shapes
+    """Defines an operator of torch.ops.layoutc, and returns it: `run` computes on every device, `fake` returns shapes
     and dtypes.
 
-    What Inductor writes calls `run` itself, under a name beside the operator's.
+    Inductor's code calls `run` directly, as `torch.ops.layoutc.run_` plus the operator's name.
     """
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     setattr(torch.ops.layoutc, f"run_{name}", run)
 
     def traced_as(*args: Any) -> Any:
-        if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or another compiler does it
+        if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or not by Inductor
             call_in_inductor(f"torch.ops.layoutc.{name}.default", f"torch.ops.layoutc.run_{name}")
         return fake(*args)
 
@@ -43,12 +43,12 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags:
 
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
-    """A result as an operator must return it: contiguous, and not an alias of an input."""
+    """Makes a result valid for an operator to return: contiguous, and not an alias of an input."""
     return own_all([made], *inputs)[0]
 
 
 def own_all(made: list[Tensor], *inputs: Tensor | None) -> list[Tensor]:
-    """Results as an operator must return them: contiguous, and no aliases of inputs nor of one another."""
+    """Makes results valid for an operator to return: contiguous, and not aliases of inputs or of one another."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
     owned: list[Tensor] = []
     for one in made:

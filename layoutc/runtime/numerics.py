@@ -21,17 +21,17 @@ F32_MAX = torch.finfo(torch.float32).max
 
 
 def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_code: int) -> Tensor:
-    """fp32 values -> uint8 codes, one in a byte: the number of thresholds that are <= |x|; NaN gives `nan_code`.
+    """fp32 values -> uint8 codes, one per byte: the number of thresholds that are <= |x|; NaN gives `nan_code`.
 
-    sign_bit: the sign's position in the code; None for formats without one. Saturates, since there is no threshold
-    above the largest finite code.
+    sign_bit: the sign's position in the code; None for formats without one. Saturates, since no threshold is above the
+    largest finite code.
     """
     code = torch.bucketize(x.abs().contiguous(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
     return _signed(code, x, sign_bit, nan_code)
 
 
 def _signed(code: Tensor, x: Tensor, sign_bit: int | None, nan_code: int) -> Tensor:
-    """Codes of magnitudes with the signs of x, and NaN. Where the sign bit alone is NaN, zero has no sign."""
+    """Adds the signs of x, and NaN, to codes of magnitudes. If the sign bit alone means NaN, zero has no sign."""
     if sign_bit is not None:
         code |= torch.signbit(x).to(torch.uint8) << sign_bit
         if nan_code == 1 << sign_bit:
@@ -40,13 +40,12 @@ def _signed(code: Tensor, x: Tensor, sign_bit: int | None, nan_code: int) -> Ten
 
 
 def cast_to_codes(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
-    """As `to_codes` for formats that torch has: saturates at `largest`, rounds to nearest even, NaN gives
-    `nan_code`."""
+    """`to_codes` for formats that torch has: saturates at `largest`, rounds to nearest even, NaN gives `nan_code`."""
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
 def to_codebook(x: Tensor, thresholds: Sequence[float], codes: Sequence[int], nan_code: int) -> Tensor:
-    """fp32 values -> the codes of the nearest of a few values, by ascending value in `codes`; NaN gives `nan_code`.
+    """fp32 values -> the codes of the nearest codebook values; NaN gives `nan_code`. codes: by ascending value.
 
     thresholds: entry i is the least number that is nearer to value i + 1 than to value i.
     """
@@ -56,9 +55,9 @@ def to_codebook(x: Tensor, thresholds: Sequence[float], codes: Sequence[int], na
 
 
 def codebook_steps(values: Sequence[float]) -> tuple[float, ...]:
-    """The fp32 numbers from which on the next value of a codebook is nearest, ascending; a tie takes the lower value.
+    """The fp32 thresholds from which a codebook's next value is nearest, ascending; ties go to the lower value.
 
-    A midpoint is rounded to fp32, and is a tie.
+    A midpoint, rounded to fp32, is a tie.
     """
     numbers = torch.tensor(sorted(value for value in values if value == value), dtype=torch.float64)
     middles = ((numbers[:-1] + numbers[1:]) / 2).float()
@@ -66,7 +65,7 @@ def codebook_steps(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def to_half(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
-    """fp32 -> fp16 or bf16, to nearest even: saturates at `largest`, and NaN has the bits `nan_code`."""
+    """fp32 -> fp16 or bf16, to nearest even: saturates at `largest`, and NaN gets the bits `nan_code`."""
     bits = x.clamp(-largest, largest).to(dtype).view(torch.int16)
     return bits.masked_fill_(x.isnan(), nan_code).view(dtype)
 
@@ -74,9 +73,9 @@ def to_half(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Ten
 def to_integer_codes(
     x: Tensor, bits: int, lowest: int, fraction: int, nan_code: int, offset: int | None = None
 ) -> Tensor:
-    """fp32 values -> two's complement codes in steps of 2**-fraction, one in a byte; NaN gives `nan_code`.
+    """fp32 values -> two's complement codes in steps of 2**-fraction, one per byte; NaN gives `nan_code`.
 
-    Rounds to nearest even, and saturates at `lowest` and at the largest code. offset: codes are steps plus it.
+    Rounds to nearest even, and saturates at `lowest` and at the largest code. offset: codes are steps plus offset.
     """
     steps = (x * float(1 << fraction)).round().clamp(lowest, _highest(bits, offset)).nan_to_num(0.0)
     codes = (steps.to(torch.int32) + (offset or 0)) & ((1 << bits) - 1)
@@ -84,16 +83,16 @@ def to_integer_codes(
 
 
 def _highest(bits: int, offset: int | None) -> int:
-    """The largest number of steps that an integer's codes have."""
+    """The largest number of steps that integer codes can represent."""
     return (1 << (bits - 1)) - 1 if offset is None else (1 << bits) - 1 - offset
 
 
 def to_codes_by_chance(
     x: Tensor, bits: Tensor, magnitudes: Sequence[float], sign_bit: int | None, nan_code: int
 ) -> Tensor:
-    """As `to_codes`, rounded by random bits: to the neighbour away from zero as often as |x| is near it.
+    """`to_codes` with stochastic rounding: away from zero as often as |x| is near that neighbor. See `_away`.
 
-    magnitudes: the format's, ascending from 0; code c is magnitudes[c]. See `_away`.
+    magnitudes: the format's, ascending from 0; code c is magnitudes[c].
     """
     size, table = x.abs().contiguous(), x.new_tensor(magnitudes)
     low = torch.bucketize(size, table[1:], right=True)
@@ -106,7 +105,7 @@ def to_codes_by_chance(
 def to_integer_codes_by_chance(
     x: Tensor, bits: Tensor, width: int, lowest: int, fraction: int, nan_code: int, offset: int | None = None
 ) -> Tensor:
-    """As `to_integer_codes` of `width` bits, rounded by random bits. See `_away`."""
+    """`to_integer_codes` of `width` bits with stochastic rounding. See `_away`."""
     steps = (x * float(1 << fraction)).clamp(lowest, _highest(width, offset)).nan_to_num(0.0)
     size = steps.abs()
     low = size.floor()
@@ -116,9 +115,9 @@ def to_integer_codes_by_chance(
 
 
 def _away(share: Tensor, bits: Tensor) -> Tensor:
-    """1 where a magnitude becomes its neighbour away from zero, else 0: where bits + floor(share * 2^32) >= 2^32.
+    """1 where a magnitude is rounded away from zero, else 0: where bits + floor(share * 2^32) >= 2^32.
 
-    share: how far it lies from the neighbour towards zero, in steps, from 0 up to, not including, 1.
+    share: its distance from the neighbor towards zero, in steps, from 0 up to, not including, 1.
     """
     return ((share * 2.0**32).to(torch.int64) + bits) >> 32
 
@@ -137,14 +136,14 @@ def from_codes(codes: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def cast_from_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `from_codes` for formats that torch has."""
+    """`from_codes` for formats that torch has."""
     return codes.view(dtype).float()
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """a / b, rounded once; at least one of them is a tensor.
 
-    Numbers are made tensors first: torch may multiply by the rounded reciprocal of a plain number.
+    Plain numbers become tensors first: torch may multiply by a plain number's rounded reciprocal.
     """
     if isinstance(b, Tensor):
         return (a if isinstance(a, Tensor) else torch.full_like(b, a)) / b
@@ -165,7 +164,7 @@ def _lane(bits: int) -> torch.dtype:
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
     """Packs codes of less than 8 bits along the last dim: (..., n) uint8 -> (..., n * bits / 8) uint8.
 
-    Code c begins at bit c * bits of its row. low_first: bits count from the low end of each byte, else from the high
+    Code c starts at bit c * bits of its row. low_first: bits count from the low end of each byte, else from the high
     end.
     """
     group = 8 // gcd(bits, 8)
@@ -199,11 +198,11 @@ def swizzle(
     joined: Sequence[int],
     picks: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> Tensor:
-    """Values in another order: dims are split into parts, which are put in an order and joined to dims again.
+    """Reorders values: splits dims into parts, permutes the parts, and joins them into dims again.
 
-    parts: the sizes of each dim's parts; 0 for the one that takes what is left. order: where in x each part of the
-    result comes from. joined: how many of them make up each dim of the result. picks: (part of x, the entries that
-    stand at 0, 1, ... of it).
+    parts: the sizes of each dim's parts; 0 for the one that takes the rest. order: where in x each part of the result
+    comes from. joined: how many parts make up each dim of the result. picks: (part of x, its entries in their new
+    order).
     """
     sizes: list[int] = []
     for extent, of in zip(x.shape, parts, strict=True):
@@ -218,15 +217,15 @@ def swizzle(
 
 def in_words(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes (..., n) as words of an integer dtype, (..., n / its size), lowest byte first."""
-    if not packed.numel():  # whose strides no view takes
+    if not packed.numel():  # view(dtype) rejects strides of empty tensors
         return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // dtype.itemsize), dtype=dtype)
     return packed.contiguous().view(dtype)
 
 
 def to_records(values: Sequence[Tensor], records: int, bundles: Bundles) -> Tensor:
-    """Values of planes, each (rows, entries) -> bytes, (rows, bytes): so many records in a row.
+    """Values of planes, each (rows, entries) -> bytes, (rows, bytes), with `records` records per row.
 
-    bundles: slices (number of the plane, first entry, end, lowest bit, bits), whose entries lie in words, first lowest.
+    bundles: slices (plane's number, first entry, end, lowest bit, bits) whose entries share words, the first lowest.
     """
     lanes = [one.contiguous().view(_INTS[one.itemsize]).view(len(one), records, -1) for one in values]
     parts: list[Tensor] = []
@@ -245,7 +244,7 @@ def to_records(values: Sequence[Tensor], records: int, bundles: Bundles) -> Tens
 def from_records(
     joined: Tensor, records: int, bundles: Bundles, planes: Sequence[tuple[int, torch.dtype]]
 ) -> list[Tensor]:
-    """The inverse of to_records. planes: the entries of each in a record, and its dtype."""
+    """The inverse of to_records. planes: each plane's entries per record, and its dtype."""
     rows, at = joined.reshape(len(joined), records, -1), 0
     lanes = [rows.new_zeros(*rows.shape[:2], count, dtype=_INTS[dtype.itemsize]) for count, dtype in planes]
     for bundle in bundles:
@@ -259,12 +258,12 @@ def from_records(
 
 
 def _words(part: Tensor, size: int) -> Tensor:
-    """Words of so many bytes, the first lowest, as int64."""
+    """Words of `size` bytes, the first lowest, as int64."""
     return (part.reshape(*part.shape[:-1], -1, size).long() << torch.arange(size, device=part.device) * 8).sum(-1)
 
 
 def hadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:
-    """(m, k) fp32 values, each group of `size` along an axis multiplied by signs, by a Hadamard matrix, and by `scale`.
+    """Multiplies each group of `size` (m, k) fp32 values along an axis by signs, a Hadamard matrix, and `scale`.
 
     signs: bit i is set where entry i of a group is multiplied by -1. The matrix is a butterfly: sums and differences of
     entries 1 apart, then of those 2 apart, up to size / 2, each rounded to fp32. scale: fp32(1 / sqrt(size)).
@@ -278,7 +277,7 @@ def unhadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Ten
 
 
 def _signs(x: Tensor, axis: int, size: int, signs: int) -> Tensor:
-    """1 or -1 for each step along an axis, to multiply (m, k) values with."""
+    """1 or -1 per entry along an axis, to multiply (m, k) values by."""
     entries = torch.tensor([-1.0 if signs >> i & 1 else 1.0 for i in range(size)], device=x.device)
     along = entries.repeat(x.shape[axis] // size)
     return along[:, None] if axis == 0 else along
@@ -297,8 +296,8 @@ def _added(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
-    """(m, k) -> (m blocks, block_m, k blocks, block_k), with partial blocks padded by zeros; None: one block for
-    all."""
+    """(m, k) -> (m blocks, block_m, k blocks, block_k), with partial blocks padded by zeros. None: a block covers the
+    axis."""
     m, k = x.shape
     block_m, block_k = block_m or max(m, 1), block_k or k
     rows, columns = cdiv(m, block_m), cdiv(k, block_k)
@@ -341,15 +340,15 @@ def block_sum(blocks: Tensor, first: str) -> Tensor:
 
 
 def block_mean(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
-    """The mean of each block of non-negative values, (m blocks, k blocks): their sum as of block_sum, over how many
-    there are."""
+    """The mean of each block of non-negative values, (m blocks, k blocks): block_sum divided by the number of
+    values."""
     blocks = to_blocks(x, block_m, block_k)
     counts = to_blocks(torch.ones_like(x), block_m, block_k).sum(dim=(1, 3))
     return divide(block_sum(blocks, "k"), counts)
 
 
 def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Entry by entry, the values of the candidate with the smallest error; the first one of equal or NaN errors."""
+    """For each entry, the values of the candidate with the smallest error; the first one of equal or NaN errors."""
     best, smallest = candidates[0], errors[0]
     for values, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < smallest
@@ -359,7 +358,7 @@ def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) ->
 
 
 def column_amax(x: Tensor, block_k: int) -> Tensor:
-    """The largest magnitude of each `block_k` columns over all rows: fp32, (1, k blocks). NaN propagates."""
+    """The largest magnitude of each block of `block_k` columns, over all rows: fp32, (1, k blocks). NaN propagates."""
     columns = x.abs().amax(dim=0).float() if x.shape[0] else torch.zeros(x.shape[1], device=x.device)
     blocks = cdiv(x.shape[1], block_k)
     return pad_to(columns, blocks * block_k).view(blocks, block_k).amax(dim=1).view(1, blocks)

@@ -1,4 +1,4 @@
-"""Planes in parts, one of each rank, as a gather of many weights leaves them."""
+"""Planes in parts, one per rank, as a gather of many weights leaves them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from layoutc.runtime.facts import Layout
 
 
 class Parts(NamedTuple):
-    """Planes in parts, as all ranks have sent theirs: the rows of one rank after those of another.
+    """The layout of planes that were gathered in parts, one per rank, in rank order.
 
-    rows: of each part; the last ones may have fewer of the matrix, or none. nbytes: from one part to the next.
+    rows: per part; the last parts may have fewer rows of the matrix, or none. nbytes: from one part to the next.
     """
 
     ranks: int
@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     nbytes: int
 
     def of(self, layout: Layout, planes: Mapping[str, Tensor], part: int, rows: int) -> dict[str, Tensor]:
-        """The planes of one part. planes: those of the first one. rows: how many it has."""
+        """The planes of one part. planes: those of the first part. rows: how many this part has."""
         found = dict(planes)
         for name, plane in planes.items():
             if (per := layout.stored[name].rows_per_value) is not None:

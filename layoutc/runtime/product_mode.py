@@ -1,5 +1,5 @@
-"""How weights are multiplied: in low precision or dequantized; where they are dequantized: by gathers or by layers; and
-what products keep of activations for backward. Set for all weights, or for some."""
+"""The product mode: whether weights multiply in low precision or dequantized; where they are dequantized, on gather or
+in the layer; and what products save of activations for backward. Set for all weights, or for some."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PUBLIC = ("low_precision", "dequantize")
 
 
 class Settings(NamedTuple):
-    """How weights are multiplied, and where they are dequantized. A weight's own may leave out either: None."""
+    """How weights are multiplied, and where they are dequantized. In a per-weight override, either may be None."""
 
     products: Mode | None = None
     dequantize: Where | None = None
 
     def __str__(self) -> str:
-        """What sets it for all weights, after `with`."""
+        """The calls that set this for all weights, to write after `with`."""
         calls = [f'layoutc.products("{self.products}")'] if self.products is not None else []
         if self.dequantize is not None and self.products in (None, "dequantize"):
             calls.append(f'layoutc.dequantize("{self.dequantize}")')
@@ -33,25 +33,25 @@ _saves: Saves | None = None
 
 
 def current() -> Settings:
-    """What is set for all weights now."""
+    """The current setting for all weights."""
     return _all
 
 
 def saves(in_graph: bool) -> Saves:
-    """What products in low precision keep of an activation, for the gradient of the weight. in_graph: of a trace."""
+    """What low-precision products save of an activation for the weight's gradient. in_graph: in a traced graph."""
     return _saves or ("input" if in_graph else "quantized")
 
 
 class Weight(Protocol):
-    """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
+    """A weight with a product mode: quantized or cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    own_products: Settings | None  # its own, as `layoutc.set_products_` sets them; None: what is set for all
+    own_products: Settings | None  # its override by `layoutc.set_products_`; None: the setting for all weights
 
 
 def of(weight: Weight) -> Mode:
-    """The mode that products of a weight follow now: its own, else what is set for all. A weight of a recipe without
-    products is always dequantized."""
+    """The current mode of a weight's products: its override, else the setting for all weights. Weights of a recipe
+    without products are always dequantized."""
     return "dequantize" if weight.LAYOUT.products is None else _mode(weight.own_products)
 
 
@@ -62,21 +62,21 @@ def _mode(own: Settings | None) -> Mode:
 
 
 def in_effect(own: Settings | None) -> Settings:
-    """What a weight follows: its own settings, and what is set for all where it has none."""
+    """A weight's effective settings: its override, and the setting for all weights where that is None."""
     where = own.dequantize if own is not None and own.dequantize is not None else _all.dequantize
     return Settings(mode := _mode(own), where if mode == "dequantize" else None)
 
 
 def gathers_values(own: Settings | None) -> bool | None:
-    """Whether gathers leave values of a weight, not codes, by its own settings. None: where that costs nothing."""
+    """Whether gathers yield a weight's values instead of codes, by its own settings. None: if that costs nothing."""
     if in_effect(own) != ("dequantize", "gather"):
         return False
     return True if own is not None and own.dequantize == "gather" else None
 
 
 def read_as(weight: Weight, orientation: str) -> str:
-    """The orientation whose values are multiplied, where those of one are asked for: the first one of recipes that
-    don't have it; and of weights that are dequantized on gather, whose gathers leave the same values in both passes."""
+    """The orientation to dequantize for a product that needs `orientation`. It is the recipe's first one if the recipe
+    lacks `orientation`, or if an override dequantizes the weight on gather, where both passes get the same values."""
     sources = weight.LAYOUT.sources
     return orientation if orientation in sources and not _always_gathers_values(weight) else next(iter(sources))
 
@@ -86,7 +86,7 @@ def _always_gathers_values(weight: Weight) -> bool:
 
 
 def setting(weight: Weight) -> str:
-    """All that products of a weight follow now: a graph that is traced under one must not run under another."""
+    """A key of all settings that a weight's products depend on: a graph traced under one must not run under another."""
     return _setting(of(weight), _always_gathers_values(weight), _saves)
 
 
@@ -96,7 +96,7 @@ def _setting(mode: str, on_gather: bool, saves: Saves | None) -> str:
 
 
 def checked(mode: Mode | None, where: Where | None = None) -> Settings:
-    """Settings as a user writes them. Raises ValueError for anything else."""
+    """Settings from a user's arguments. Raises ValueError for invalid ones."""
     if mode not in (None, *_PUBLIC):
         raise ValueError(f"products take {' or '.join(_PUBLIC)}, not {mode!r}")
     if where not in (None, *get_args(Where)):
@@ -105,7 +105,7 @@ def checked(mode: Mode | None, where: Where | None = None) -> Settings:
 
 
 class _Set:
-    """Changes what is set for all weights; as a context manager, until its end."""
+    """Changes the setting for all weights; as a context manager, until its end."""
 
     def __init__(self, changed: Settings) -> None:
         global _all
@@ -117,10 +117,10 @@ class _Set:
         _all = _over(before, changed)
 
     def __enter__(self) -> None:
-        """It is set already."""
+        """Does nothing: the constructor has set it."""
 
     def __exit__(self, *error: object) -> None:
-        """Sets what was set before."""
+        """Restores the previous setting."""
         global _all
         _all = _over(_all, self._before)
 
@@ -132,16 +132,16 @@ def _over(settings: Settings, changed: Settings) -> Settings:
 class products(_Set):
     """Sets how quantized weights are multiplied; as a context manager, until its end.
 
-    mode: "low_precision" multiplies codes, if the recipe names one for activations and the card has a kernel, else as
-    "dequantize". "dequantize", the default, multiplies the weight's values in the activations' dtype.
-    `layoutc.dequantize` says where they are dequantized. `layoutc.set_products_` overrides both for single weights.
+    mode: "low_precision" multiplies codes if the spec names a recipe for activations and the card has a kernel, else it
+    acts like "dequantize". "dequantize", the default, multiplies the weight's values in the activations' dtype.
+    `layoutc.dequantize` sets where they are dequantized. `layoutc.set_products_` overrides both for single weights.
 
-    saves: what forward keeps of an activation for the weight's gradient. "quantized": its codes, at most half of bf16's
-    memory. "input": the activation itself, which backward quantizes again to the same bytes. That costs no memory where
-    something else keeps it too, or where the compiler recomputes it. Default: "input" in compiled graphs, where the
+    saves: what forward saves of an activation for the weight's gradient. "quantized": its codes, at most half of bf16's
+    memory. "input": the activation itself, which backward quantizes again to the same bytes. That costs no memory if
+    something else saves it too, or if the compiler recomputes it. Default: "input" in compiled graphs, where the
     compiler recomputes; "quantized" in eager mode.
 
-    Enter it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
+    Enter it around whole steps: activation checkpointing reruns forward in backward, and must find the same mode.
     Raises ValueError for an unknown `mode` or `saves`.
 
     Example:
@@ -163,7 +163,7 @@ class products(_Set):
         self._saved, _saves = _saves, saves
 
     def __exit__(self, *error: object) -> None:
-        """Sets what was set before."""
+        """Restores the previous setting."""
         global _saves
         super().__exit__(*error)
         _saves = self._saved
@@ -172,10 +172,10 @@ class products(_Set):
 class dequantize(_Set):
     """Sets where weights are dequantized, for products not in low precision; as a context manager, until its end.
 
-    where: "gather", the default: FSDP2's gathers yield values, not codes, for groups in which that takes no more memory
-    than a plain model and gives the same bytes. Such a group frees all its weights after forward, has values of 16
-    bits, and gathers the same codes in both passes, in whole blocks of each rank. Layers dequantize all other weights.
-    "layer": gathers yield codes, and each layer dequantizes its own.
+    where: "gather", the default: FSDP2's gathers yield values, not codes, for groups where that needs no more memory
+    than a plain model and gives the same bytes. These groups free all their weights after forward, have 16-bit values,
+    and gather the same codes in both passes, with whole blocks per rank. Layers dequantize all other weights.
+    "layer": gathers yield codes, and each layer dequantizes its own weights.
 
     `layoutc.set_products_` overrides it for single weights, and can choose "gather" for weights of any group. Enter it
     around whole steps. Raises ValueError for any other `where`.
@@ -196,8 +196,8 @@ class dequantize(_Set):
 
 
 class reference_products(products):
-    """As `products("low_precision")`, also where a card has no kernel: both operands are quantized, and their values
-    multiplied in fp32. Slow; what kernels are compared with, by `layoutc test` and by tests."""
+    """`products("low_precision")` without kernels: quantizes both operands and multiplies their values in fp32, also
+    where the card has no kernel. Slow; `layoutc test` and tests compare kernels with it."""
 
     def __init__(self, *, saves: Saves | None = None) -> None:
         super().__init__("low_precision", saves=saves)

@@ -1,7 +1,7 @@
-"""Random bits of elements that are rounded by them: Philox 4x32-10, keyed by a seed. Plain torch, any device.
+"""Random bits for stochastic rounding: Philox 4x32-10, keyed by a seed. Plain torch, any device.
 
-They are a function of the seed, the element's row and column, and the orientation, and of nothing else: Salmon et al.,
-Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), in the constants of which kernels have `tl.philox`.
+They depend only on the seed, the element's row and column, and the orientation. Source: Salmon et al., Parallel Random
+Numbers: As Easy as 1, 2, 3 (SC 2011), with the same constants as `tl.philox` in kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 Seed = int | Tensor
 _MASK, _WIDE = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_RAISE = 0x9E3779B9, 0xBB67AE85  # what is added to the key from one round to the next
+_RAISE = 0x9E3779B9, 0xBB67AE85  # added to the key after each round
 _ROUNDS = 10
-WORDS = 4  # of 32 bits, which a counter gives
+WORDS = 4  # 32-bit words per counter
 
 
 def draw_seed(x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def draw_seed(x: Tensor) -> Tensor:
 
 
 def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
-    """A caller's seed as (1,) int64 on a device. Raises TypeError and ValueError for what is no seed."""
+    """A caller's seed as (1,) int64 on a device. Raises TypeError or ValueError for an invalid seed."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
@@ -38,7 +38,7 @@ def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed, of 64 bits with a sign, that follows from some numbers of 64 bits: by SplitMix64, one after another."""
+    """Mixes 64-bit numbers into a signed 64-bit seed, by one SplitMix64 step per number."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _WIDE
@@ -51,7 +51,7 @@ def seed_of(*numbers: int) -> int:
 def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:
     """32 random bits for each element of an (m, k) matrix: int64, from 0 to 2^32 - 1.
 
-    The counter (column // 4, row, stream, 0) gives four words, and the element takes word column % 4. The key is the
+    The counter (column // 4, row, stream, 0) gives four words, and the element uses word column % 4. The key is the
     seed, (low, high).
     """
     device = seed.device
@@ -67,9 +67,9 @@ def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:
 
 
 def counted_words(words: list[Tensor], low: Seed, high: Seed) -> list[Tensor]:
-    """The four words of Philox for a counter's four, under a key of two, all int64 from 0 to 2^32 - 1.
+    """Philox's four output words for a counter of four words and a key of two, all int64 from 0 to 2^32 - 1.
 
-    Ten rounds: each multiplies two of the four words, and mixes the products with the others and the key.
+    Each of ten rounds multiplies two of the words, and mixes the products with the other two and the key.
     """
     c0, c1, c2, c3 = words
     for _ in range(_ROUNDS):
@@ -80,7 +80,7 @@ def counted_words(words: list[Tensor], low: Seed, high: Seed) -> list[Tensor]:
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and lower 32 bits of a product of numbers of 32 bits. int64 has no room for it with a sign."""
+    """The upper and lower 32 bits of a product of unsigned 32-bit numbers, which would overflow int64."""
     lower = a * (b & 0xFFFF)
     upper = a * (b >> 16) + (lower >> 16)
     return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)

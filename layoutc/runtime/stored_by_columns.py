@@ -1,4 +1,4 @@
-"""Experts that are stored as (experts, k, n), as `x @ w` reads them: which parameters are known to be."""
+"""Tells which parameters are expert weights stored as (experts, k, n), the order that `x @ w` reads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PAIR = ("gate_up_proj", "down_proj")
 
 
 def is_stored_by_columns(module: nn.Module, key: str) -> bool:
-    """True for a parameter of a module that is known to be (experts, k, n), and not (experts, n, k).
+    """True for a module's parameter that is known to be (experts, k, n), not (experts, n, k).
 
-    The modules of transformers say so themselves, in `is_transposed`; and the shapes of a pair of gate_up_proj and
-    down_proj do. Nobody knows it of other parameters, until they are multiplied.
+    Modules of transformers state it in `is_transposed`; the shapes of a gate_up_proj and down_proj pair also show it.
+    For other parameters it is unknown until they are multiplied.
     """
     param = getattr(module, key, None)
     if not isinstance(param, nn.Parameter) or param.dim() != 3:

@@ -1,4 +1,4 @@
-"""Implicit dequantizes, by operators that were not asked to: always counted, and refused under `strict()`."""
+"""Counts operators that dequantize weights implicitly, and rejects them under `strict()`."""
 
 from __future__ import annotations
 
