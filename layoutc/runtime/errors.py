@@ -45,7 +45,7 @@ class UnsupportedTorch(LayoutError):
 
 
 def whole_instead(recipe: str) -> str:
-    """Advice in place of writing plain values into a shard that is not connected to the other shards."""
+    """Advice for writes of plain values into a shard that knows nothing of the other shards."""
     return (
         f"write the whole weight, on all ranks: weight.copy_(distribute_tensor({recipe}.quantize(values), "
         "weight.device_mesh, weight.placements, src_data_rank=None))"

@@ -196,8 +196,8 @@ class dequantize(_Set):
 
 
 class reference_products(products):
-    """`products("low_precision")` without kernels: quantizes both operands and multiplies their values in fp32, also
-    where the card has no kernel. Slow; `layoutc test` and tests compare kernels with it."""
+    """`products("low_precision")` without kernels, on any card: quantizes both operands and multiplies their values in
+    fp32. Slow; `layoutc test` and tests compare kernels with it."""
 
     def __init__(self, *, saves: Saves | None = None) -> None:
         super().__init__("low_precision", saves=saves)

@@ -139,7 +139,7 @@ def _why_not(pair: _Pair) -> str:
             found = call.kernel(name) if getattr(call.plan.ways, name) == "kernel" else None
             if isinstance(found, Grouped) and found.kind != "RowWise":
                 return "a kernel for other blocks than rows"
-    columns = max(pair.up.sizes.k, pair.down.sizes.k)  # gradients of gates: half the columns
+    columns = max(pair.up.sizes.k, pair.down.sizes.k)  # for gate gradients, half of their columns
     reasons = (quantized_rows.why_not(recipe, columns) for recipe in (recipes.activation, recipes.gradient))
     return next(filter(None, reasons), "")
 
