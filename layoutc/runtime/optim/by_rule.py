@@ -1,4 +1,4 @@
-"""Optimizers by a rule: moments and masters in the layout that recipes say, updated with the weights' codes."""
+"""Optimizers with a rule: moments and masters are stored in recipes and updated together with the weights' codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Masters = Literal["fp32", "bf16", "f24"]
 
 
 class _Moments(torch.optim.Optimizer):
-    """Holds groups and moments for what is stepped. ByRule steps it."""
+    """Holds parameter groups and moments. ByRule updates them."""
 
     STEPS_SHARDS = True
 
@@ -39,10 +39,10 @@ class _Moments(torch.optim.Optimizer):
 
 
 class ByRule(MasterWeights):
-    """What `MasterWeights(optimizer_class, params, state=..., masters=...)` makes, and AdamW is."""
+    """The optimizer that `MasterWeights(optimizer_class, params, state=..., masters=...)` makes; base of AdamW."""
 
     _KEPT = (*MasterWeights._KEPT, "_updates")
-    _step_supports_amp_scaling = True  # GradScaler leaves scaling, and steps that it skips, to the launch
+    _step_supports_amp_scaling = True  # GradScaler lets the launch unscale gradients and skip steps
 
     inner: _Moments
     _updates: Mapping[torch.device, Updates] = MappingProxyType({})
@@ -58,7 +58,7 @@ class ByRule(MasterWeights):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """As MasterWeights and AdamW have it. Raises ValueError for classes without a rule (optim/rules.py)."""
+        """Arguments: see MasterWeights and AdamW. Raises ValueError for classes without a rule (optim/rules.py)."""
         masters = masters or "fp32"
         if masters not in get_args(Masters):
             raise ValueError(f"masters must be one of {', '.join(get_args(Masters))}, not {masters!r}")
@@ -94,12 +94,12 @@ class ByRule(MasterWeights):
         self._updates = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As MasterWeights has it. States in fp32 and in other recipes are converted, and so are those of torchao's and
-        bitsandbytes' AdamW, whose bytes are kept where this optimizer's recipe has their layout."""
+        """Like MasterWeights.load_state_dict. Converts states from fp32, other recipes, and torchao's and bitsandbytes'
+        AdamW. The bytes of the latter are kept if this optimizer's recipe has the same layout."""
         super().load_state_dict(foreign_states.translated(state_dict, self._rule.moments))
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
-        """States in other recipes, or in fp32, are converted."""
+        """Converts states that are in fp32 or in other recipes."""
         super()._load_one(param, saved)
         master = self._masters[param]
         stepped = local_of(master) if inner_optimizer.steps_shard(self.inner, master) else master
@@ -107,12 +107,12 @@ class ByRule(MasterWeights):
         for name in self._rule.moments:
             if name in state:
                 state[name] = states.converted(local_of(state[name]), self._forms.recipe(param, name))
-        if state:  # torch's SGD counts no steps
+        if state:  # torch's SGD does not count steps
             step = torch.as_tensor(state.get("step", 1), dtype=torch.float32)
             state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
 
     def explain(self) -> list[Held]:
-        """What this rank holds of each parameter, and whether its launch writes the weight's codes, or why not."""
+        """What this rank stores for each parameter, and whether the update writes the weight's codes, or why not."""
         found = []
         for entry in self._entries():
             state, local, master = self.inner.state.get(entry.stepped, {}), entry.local, local_of(entry.stepped)
@@ -130,7 +130,7 @@ class ByRule(MasterWeights):
 
     # ------------------------------------------------------------------------------------------------------------- step
     def _advance(self, entries: Sequence[Entry]) -> None:
-        """Updates what has a gradient, and rewrites its weights."""
+        """Updates the parameters that have gradients, and rewrites their weights."""
         numbers = {entry: number for number, entry in enumerate(entries)}
         groups = [at for at, group in enumerate(self.param_groups) for _ in group["params"]]
         stepped = [entry for entry in entries if entry.param.grad is not None]
@@ -153,7 +153,7 @@ class ByRule(MasterWeights):
         self._write_back(done)
 
     def _member(self, entry: Entry, number: int, group: int) -> Member:
-        """What a step reads and writes of a parameter. Makes its state, if it has none."""
+        """The tensors that a parameter's step reads and writes. Makes its state if there is none."""
         stepped = entry.stepped
         state, master, target = self.inner.state[stepped], local_of(stepped), None
         if "step" not in state:
@@ -190,14 +190,14 @@ class ByRule(MasterWeights):
         updates(grads, skipped, scale)
 
     def _update(self, member: Member, grad: Tensor) -> None:
-        """The step of one shard in plain torch."""
+        """Steps one shard in plain torch."""
         member.step.add_(1)
         if not member.master.numel():
             return
         step, settings = int(member.step), tuple(map(float, self._rule.settings(self.param_groups[member.group])))
         moments = [states.read(moment) for moment in member.moments]
         values, grad = states.read(member.master).to(torch.float32), as_matrix(grad).to(torch.float32)
-        rounds = member.master.dtype != torch.float32  # by random bits
+        rounds = member.master.dtype != torch.float32  # stochastically
         held = member.master, *member.moments
         quick = rounds or any(isinstance(one, QuantizedTensor) for one in held)
         grad = -grad if settings[-1] else grad
@@ -219,7 +219,7 @@ def _moments(params: Any, **options: Any) -> _Moments:
 
 
 def _runs(member: Member, grad: Tensor) -> bool:
-    """Whether kernels update a shard."""
+    """Whether kernels can update a shard."""
     if type(grad) is not Tensor or grad.dtype not in launch.FLOATS or not grad.is_contiguous():
         return False
     return _has_kernels(member.matrix, member.moments)

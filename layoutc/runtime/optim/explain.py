@@ -1,4 +1,4 @@
-"""What AdamW holds of each parameter, and what writes its weight, in words."""
+"""A readable summary of what AdamW stores for each parameter, and of which launch writes its weight."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Held(NamedTuple):
-    """One parameter: its name (of quantized weights; else "") and shape, and what is held of it on this rank.
+    """One parameter: its name ("" unless it is a quantized weight), its shape, and what this rank stores for it.
 
-    codes: "" if the launch that updates the master writes the weight as well; else why another one does.
+    codes: "" if the launch that updates the master also writes the weight; else why another launch does.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Held(NamedTuple):
 
 
 def form_of(tensor: Tensor) -> str:
-    """A recipe's name, or a dtype's as users write it."""
+    """The name of a tensor's recipe, or of its dtype as users write it."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.LAYOUT.name
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Of all planes."""
+    """The bytes of all planes."""
     return (
         sum(plane.nbytes for plane in tensor.planes().values())
         if isinstance(tensor, QuantizedTensor)

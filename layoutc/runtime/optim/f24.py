@@ -1,10 +1,10 @@
-"""f24: fp32 masters rounded to 24 bits, as a bf16 plane and a byte; its layout, its reference and its tensor.
+"""f24: fp32 masters rounded to 24 bits, stored as a bf16 plane and a byte plane; layout, reference and tensor.
 
-The sign, the exponent and 15 bits of mantissa are kept, rounded to nearest, ties to even. The bf16 is the nearest of
-that value, a tie away from zero. The byte, in two's complement, is what lies between them: the bits of fp32 are
-`(bf16 << 16) + (byte << 8)`. So the bf16 is a weight by itself, as in NVIDIA's apex, which keeps all 16 lower bits this
-way (store_param_remainders), and in FlashOptim (arXiv 2602.23349), which counts its byte in shares of the bf16's
-last place. No spec says this: elements have at most 8 bits there.
+The sign, the exponent and 15 bits of mantissa are kept, rounded to nearest, ties to even. The bf16 is that value
+rounded to nearest, ties away from zero. The byte is the remainder in two's complement: the bits of the fp32 value are
+`(bf16 << 16) + (byte << 8)`. So the bf16 can serve as the weight. NVIDIA's apex stores all 16 lower bits this way
+(store_param_remainders). FlashOptim (arXiv 2602.23349) has a byte too, in fractions of the bf16's last place. f24 is
+not a spec because a spec's elements have at most 8 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYOUT = Layout(
 
 
 class _Reference:
-    """The arithmetic, in plain torch on any device. Kernels (optim/kernels.py) match it byte for byte."""
+    """f24's arithmetic in plain torch, on any device. Kernels (optim/kernels.py) match it byte for byte."""
 
     @staticmethod
     def quantize_reference(
@@ -58,7 +58,7 @@ class _Reference:
     def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
         """Planes -> (m, k) fp32 values."""
         upper = planes["rowwise_data"].contiguous().view(torch.int16).to(torch.int32)
-        rest = (planes["rowwise_rest"].to(torch.int32) << 24) >> 16  # with its sign
+        rest = (planes["rowwise_rest"].to(torch.int32) << 24) >> 16  # sign-extended
         return ((upper << 16) + rest).view(torch.float32)
 
 

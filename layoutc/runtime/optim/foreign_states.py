@@ -1,4 +1,4 @@
-"""States of torchao's and bitsandbytes' AdamW as those of layoutc.AdamW: the same bytes in the same layouts."""
+"""Converts states of torchao's and bitsandbytes' AdamW for layoutc.AdamW; bytes are kept if the layouts match."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from layoutc.runtime.torch_private import spec_of
 from layoutc.runtime.train.steps import local_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_WRAPPED = "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts have what is no DTensor
+_WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes' key for states that are not DTensors
 
 
 class Coded(NamedTuple):
-    """A moment in blocks of its flattened values. codes: of its shape, two of 4 bits in a byte; table: their values."""
+    """A moment quantized in blocks of its flattened values. codes: two 4-bit codes per byte; table: their values."""
 
     codes: Tensor
     scales: Tensor
     block: int
-    table: Tensor | None  # None: codes are values in a dtype of 8 bits
+    table: Tensor | None  # None: codes are values of an 8-bit dtype
     shape: torch.Size
 
 
 def translated(state_dict: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
-    """A state dict of an optimizer whose moments go by AdamW's names, in recipes or in fp32; others as they are.
+    """A state dict with moments under AdamW's names, in recipes or fp32; other entries are unchanged.
 
-    Raises ValueError for states of amsgrad, which layoutc.AdamW does not have.
+    Raises ValueError for amsgrad states, which layoutc.AdamW does not support.
     """
     return {
         **state_dict,
@@ -61,19 +61,19 @@ def _of_parameter(key: Any, saved: Any, moments: Sequence[str]) -> Any:
 
 
 def _of_torchao(value: Any) -> Coded | None:
-    """What torchao's tensors of states hold; None for other tensors."""
+    """The contents of a torchao state tensor; None for other tensors."""
     if not all(isinstance(getattr(value, name, None), Tensor) for name in ("codes", "scale")):
         return None
     return Coded(value.codes, value.scale, value.block_size, getattr(value, "qmap", None), value.shape)
 
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
-    """A shard's moment, as a DTensor where it came as one."""
+    """The local tensor, wrapped in a DTensor like `value` if that is one."""
     return DTensor(local, spec_of(value), requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
 
 
 def _read(held: Coded) -> Tensor:
-    """A moment in the recipe of its layout, with its bytes; in fp32 if there is none."""
+    """A moment with the same bytes in the recipe that has its layout; in fp32 if no recipe does."""
     for cls in (installed.find(name).Tensor for names in FORMS.values() for name in names):
         if _is_layout(cls, held):
             m, k = held.shape[:-1].numel(), held.shape[-1]
@@ -86,14 +86,14 @@ def _read(held: Coded) -> Tensor:
 
 
 def _values(held: Coded) -> Tensor:
-    """In fp32, as its package reads them."""
+    """fp32 values, dequantized as the source package does."""
     codes = torch.stack([held.codes >> 4, held.codes & 15], -1) if _per_byte(held) == 2 else held.codes
     values = codes.float() if held.table is None else held.table.float()[codes.long()]
     return (values.flatten() * held.scales.repeat_interleave(held.block)[: values.numel()]).view(held.shape)
 
 
 def _is_layout(cls: type[QuantizedTensor], held: Coded) -> bool:
-    """Whether codes and scales are a recipe's planes: rows of whole blocks, in which each byte has the same values."""
+    """Whether codes and scales are a recipe's planes: rows are whole blocks, and bytes decode to the same values."""
     per_byte, block = _per_byte(held), held.block
     stored = [plane.columns_per_value for plane in cls.LAYOUT.stored.values()]
     if len(held.shape) < 2 or held.shape[-1] % block or stored != [per_byte, block] or 256 * per_byte % block:

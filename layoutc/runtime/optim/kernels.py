@@ -1,8 +1,8 @@
-"""The kernels of optimizers: what each parameter's step is multiplied by, and the update of a group of weights.
+"""Optimizer kernels: one computes each parameter's step scalars, the other updates a group of weights.
 
-A table (triton/batch.py) has a row for each shard: rows, columns, its slot, and the addresses of its master, of three
-planes of each moment, of six of the weight, or of its rounded values, and of the master's byte. Gradients, which move
-from step to step, have addresses of their own, by slots.
+A table (triton/batch.py) has an entry for each shard: rows, columns, slot, and the addresses of the master, three
+planes of each moment, six planes of the weight (or its rounded values), and the master's byte plane. Gradients move
+between steps, so their addresses are in a separate tensor, indexed by slot.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from layoutc.runtime.triton.blocks import to_float
 from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, store_pieces, to_dtype
 
-SCALARS = 8  # of a slot
+SCALARS = 8  # per slot
 MASTER, FIRST, SECOND, PLANES, REST = (tl.constexpr(at) for at in (3, 4, 7, 10, 16))  # fields of a table
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def fma(a, b, c):
-    """a * b + c, rounded once. The interpreter rounds its own twice."""
+    """a * b + c, rounded once. The interpreter's tl.fma rounds twice."""
     if INTERPRETED:
         product = a.to(tl.float64) * b.to(tl.float64)  # exact
         other = c.to(tl.float64)
@@ -39,7 +39,7 @@ def fma(a, b, c):
 
 @triton.jit
 def divide_by_scalar(x, value, over_value):
-    """x / value, rounded to nearest, of x that is not subnormal: a product is mended by what it lacks (Markstein)."""
+    """x / value, rounded to nearest, if x is not subnormal: corrects x * over_value by its residual (Markstein)."""
     value = tl.broadcast_to(value, x.shape)
     about = x * over_value
     mended = fma(fma(-about, value, x), tl.broadcast_to(over_value, x.shape), about)
@@ -48,7 +48,7 @@ def divide_by_scalar(x, value, over_value):
 
 @triton.jit
 def power(base, exponent):
-    """base^exponent, of fp64 and an integer, by squaring."""
+    """base^exponent by squaring, for an fp64 base and an integer exponent."""
     result = base * 0 + 1.0
     square = base
     for _ in range(0, 30):
@@ -60,10 +60,10 @@ def power(base, exponent):
 
 @triton.jit
 def scalars_kernel(
-    steps,  # (slots,) fp32: steps that each parameter has taken
+    steps,  # (slots,) fp32: how many steps each parameter has taken
     groups,  # (slots,) int32: each parameter's group
-    settings,  # (groups, 8) fp64: what a rule takes (optim/rules.py)
-    skipped,  # fp32: 1 where a gradient is not finite, and no parameter steps
+    settings,  # (groups, 8) fp64: the rule's options (optim/rules.py)
+    skipped,  # fp32: 1 if a gradient is not finite, so that no parameter steps
     scale,  # fp32: what gradients are divided by
     scalars,  # (slots, 8) fp32
     count,
@@ -71,7 +71,7 @@ def scalars_kernel(
     RULE: tl.constexpr,  # "adam", "sgd" or "lion"
     DECOUPLED: tl.constexpr,  # decay shrinks values; else it is added to gradients
 ):
-    """Counts a step of each parameter, and works out what its update multiplies by."""
+    """Counts a step for each parameter, and computes the scalars of its update."""
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = slot < count
     step = tl.load(steps + slot, mask=inside, other=1.0)
@@ -84,7 +84,7 @@ def scalars_kernel(
     lr = tl.load(own, mask=inside, other=0.0)
     first = tl.load(own + 1, mask=inside, other=0.0)  # beta1, or the momentum
     second = tl.load(own + 2, mask=inside, other=0.0)  # beta2, or the dampening
-    third = tl.load(own + 3, mask=inside, other=0.0)  # eps, or whether the momentum is Nesterov's
+    third = tl.load(own + 3, mask=inside, other=0.0)  # eps, or whether momentum is Nesterov
     decay = tl.load(own + 4, mask=inside, other=0.0)
     is_maximized = tl.load(own + 5, mask=inside, other=0.0) != 0.0
     number = step.to(tl.int32)
@@ -113,12 +113,12 @@ def scalars_kernel(
 
 @triton.jit
 def moment_of(moment, g, by, RULE: tl.constexpr, QUICK: tl.constexpr):
-    """(The first moment, as it is kept; what the value moves along)."""
+    """(first moment to store, direction of the update)."""
     one, second, last, fifth, sixth = by[1], by[2], by[3], by[5], by[6]
     if RULE == "adam" and QUICK:
         moment = fma(tl.broadcast_to(one, g.shape), g - moment, moment)
         return moment, moment
-    elif RULE == "adam":  # as torch.lerp: from the end that is nearer
+    elif RULE == "adam":  # like torch.lerp: from the nearer end
         is_near = one < 0.5
         share = tl.broadcast_to(tl.where(is_near, one, one - 1.0), g.shape)
         moment = fma(share, g - moment, tl.where(is_near, moment, g))
@@ -135,7 +135,7 @@ def moment_of(moment, g, by, RULE: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def moved(p, along, square, by, over, HAS_SECOND: tl.constexpr, QUICK: tl.constexpr):
-    """Values after the step. over: 1 / by[5], the correction of square roots."""
+    """Values after the step. over: 1 / by[5], the bias correction of the square root."""
     rate = by[4]
     if not HAS_SECOND:
         return fma(along, tl.broadcast_to(rate, p.shape), p)
@@ -161,20 +161,20 @@ def update_kernel(
     QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
     ROUNDED: tl.constexpr,  # dtype of a plain weight; None: the weight is quantized, or is its own master
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    SPAN_M: tl.constexpr, SPAN_K: tl.constexpr, STRIP: tl.constexpr,  # rows that are updated at a time
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # in which they are quantized: a strip, or several that are read again
-    STAGES: tl.constexpr,  # strips that are on their way at a time
-    KEEP: tl.constexpr,  # masters stay in the card's cache until they are read again, in place of all else
-    EACH: tl.constexpr,  # neighbours that a thread has of moments in codes; 0: there are none
+    SPAN_M: tl.constexpr, SPAN_K: tl.constexpr, STRIP: tl.constexpr,  # STRIP: rows that are updated at a time
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,  # the tile that is quantized: a strip, or several that are read again
+    STAGES: tl.constexpr,  # strips in flight
+    KEEP: tl.constexpr,  # L2 keeps masters until they are read again, and evicts everything else first
+    EACH: tl.constexpr,  # adjacent codes of quantized moments per thread; 0: no moment is quantized
     EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
-    RULE: tl.constexpr, DECOUPLED: tl.constexpr,  # as scalars_kernel
-    QUICK: tl.constexpr,  # arithmetic of masters or moments that are rounded (optim/reference.py)
+    RULE: tl.constexpr, DECOUPLED: tl.constexpr,  # as in scalars_kernel
+    QUICK: tl.constexpr,  # arithmetic for masters or moments that are rounded (optim/reference.py)
 ):  # fmt: skip
     """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
 
-    It goes from strip to strip, with tables of codebooks that it makes once. Blocks of more rows than a strip are
-    quantized after all of their rows are written: masters are read again from the card's cache.
+    It loops over strips and builds its codebook tables once. Blocks with more rows than a strip are quantized after all
+    their rows are written; the masters are then read again from L2.
     """
     fields, row, column, m, k = member_of(table, SPAN_M, SPAN_K, ROWS, ALIGNED)
     slot = tl.load(fields + 2 * ROWS)
@@ -193,7 +193,7 @@ def update_kernel(
         _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
         None, None, None, books_m,
     )  # fmt: skip
-    second = (  # no plane where a rule has one moment
+    second = (  # all None if the rule has one moment
         _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
         _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
         _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
@@ -221,7 +221,7 @@ def update_kernel(
         first_row = tl.load(numbers + slot * 4 + 1)
         first_column = tl.load(numbers + slot * 4 + 2)
         key = (tl.load(seed) & 0xFFFFFFFF) | (tl.load(steps + slot).to(tl.int64) << 32)
-    # Tuples with COVER_M and COVER_K are made inside of calls, where these stay constants.
+    # Tuples with COVER_M and COVER_K are built inside calls, where these stay constexpr.
     FIRST_OUT: tl.constexpr = "evict_first" if KEEP else ""
     LAST_OUT: tl.constexpr = "evict_last" if KEEP else ""
     for done in tl.range(0, SPAN_M, STRIP, num_stages=STAGES):
@@ -278,7 +278,7 @@ def update_kernel(
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
     if QUANTIZE is not None and TILE_M != STRIP:
-        tl.debug_barrier()  # other threads have written what is read now
+        tl.debug_barrier()  # the reads below need other threads' writes
         for done in range(0, (SPAN_M // TILE_M) * (SPAN_K // TILE_K)):
             tile_row = row + done // (SPAN_K // TILE_K) * TILE_M
             tile_column = column + done % (SPAN_K // TILE_K) * TILE_K
@@ -294,7 +294,7 @@ def update_kernel(
 def _plane(
     fields, FIELD: tl.constexpr, NUMBER: tl.constexpr, KINDS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """A pointer to a plane. KINDS: three bits for each: 1 uint8, 2 fp32, 3 fp16, 4 bf16; 0: there are no more."""
+    """A pointer to a plane. KINDS: three bits per plane: 1 uint8, 2 fp32, 3 fp16, 4 bf16; 0: no more planes."""
     KIND: tl.constexpr = (KINDS >> (3 * NUMBER)) & 7
     if KIND == 1:
         return address(fields + (FIELD + NUMBER) * ROWS, tl.uint8, ALIGNED)
@@ -308,7 +308,7 @@ def _plane(
 
 @triton.jit
 def _inside(p, place, EVEN: tl.constexpr):
-    """A tile with zeros outside the matrix, as if it had been loaded."""
+    """A tile with zeros outside the matrix, as a masked load would return."""
     if EVEN:
         return p
     i = place[0] + tl.arange(0, p.shape[0])[:, None]
@@ -322,14 +322,14 @@ def write_master(
     p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of masters, rounded by random bits where they are not fp32; returns it as it is stored, in fp32."""
+    """Writes a tile of masters, rounded stochastically unless they are fp32; returns the stored values in fp32."""
     if master.dtype.element_ty == tl.float32:
         _store_master(master, p, place, EVEN, EVICT, EACH)
         return p
     else:
         key, number, first_row, first_column = chance
         bits = bits_of(tl.where(isnan(p), float("nan"), p)) if INTERPRETED else bits_of(p)
-        bits = tl.minimum(bits, 0x7FC00000)  # of NaN, which has no sign on a card
+        bits = tl.minimum(bits, 0x7FC00000)  # NaN, which has no sign on a card
         bits += chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
         bits &= -65536
         halves = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -339,9 +339,9 @@ def write_master(
 
 @triton.jit
 def _store_master(pointer, tile, at, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
-    """`store`, in pieces of 16 bytes where a thread has EACH neighbours, as many as of codes.
+    """`store`, in 16-byte pieces if each thread holds EACH adjacent values, as it does of codes.
 
-    As one store, Triton would give each thread one piece, and work out again in that order all that leads to it.
+    For one store, Triton would give each thread one piece, and recompute all its inputs in that layout.
     """
     if EACH and EVEN:
         row, column, _, columns = at
@@ -356,13 +356,13 @@ def _store_master(pointer, tile, at, EVEN: tl.constexpr, EVICT: tl.constexpr, EA
 
 @triton.jit
 def joined(upper, rest):
-    """The value of a master in 24 bits (optim/f24.py)."""
-    return float_of(bits_of(upper) + ((rest.to(tl.int32) << 24) >> 16))  # with its sign
+    """The fp32 value of an f24 master (optim/f24.py)."""
+    return float_of(bits_of(upper) + ((rest.to(tl.int32) << 24) >> 16))  # sign-extended
 
 
 @triton.jit
 def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
-    """Writes a tile of masters in 24 bits; returns their bf16, in fp32."""
+    """Writes a tile of f24 masters; returns their bf16 parts in fp32."""
     bits = bits_of(p)
     kept = tl.where(isnan(p), 0x7FC000, (bits + 0x7F + ((bits >> 8) & 1)) >> 8)
     upper = (kept + 0x80) >> 8
@@ -373,9 +373,9 @@ def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr
 
 @triton.jit
 def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """16 random bits for each element, int32: eight elements of a row share a counter of Philox 4x32-10.
+    """16 random bits per element, int32. Eight elements of a row share a Philox 4x32-10 counter.
 
-    key: the seed and the step. number: of the parameter. row, column: in the whole weight; column divides by 8.
+    key: seed and step. number: the parameter's. row, column: position in the whole weight; column is a multiple of 8.
     """
     i = (row + tl.arange(0, ROWS)).to(tl.uint32)[:, None]
     group = (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]

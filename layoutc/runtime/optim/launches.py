@@ -1,4 +1,4 @@
-"""The launches of a step: tables of all shards, made once, and what moves from step to step beside them."""
+"""The launches of a step: tables of all shards, built once, and the arguments that change between steps."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # of planes, as kernels number them
+_KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # plane dtypes, as kernels number them
 _FIELDS = 17  # of a table
-STRIP = 1024  # elements that a program updates at a time; two or four times as many if blocks are quantized after it
-MOST = 8192  # of a tile that is updated and quantized at once
-PER_WARP = 256  # of a strip
-STRIPS = 8  # of a program that loads ahead
+STRIP = 1024  # elements that a program updates at a time; x 2 or x 4 if blocks are quantized after the update
+MOST = 8192  # the most elements of a tile that is updated and quantized at once
+PER_WARP = 256  # elements of a strip per warp
+STRIPS = 8  # per program, if it prefetches
 
 
 class Member(NamedTuple):
-    """A shard that one kernel updates. target: the weight, where the kernel writes it too."""
+    """A shard that a kernel updates. target: its weight, if the kernel writes that too."""
 
     master: Tensor
     moments: tuple[Tensor, ...]
@@ -45,16 +45,16 @@ class Member(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """The master, or its bf16, as kernels see it."""
+        """The master, or the bf16 plane of an f24 master, as kernels see it."""
         return as_matrix(planes_of(self.master)[0])
 
     def tensors(self) -> list[Tensor]:
-        """All that a step writes, as plain tensors."""
+        """All plain tensors that a step writes."""
         return [self.step, *chain.from_iterable(map(planes_of, (self.master, *self.moments, self.target)))]
 
 
 class Form(NamedTuple):
-    """What members of one launch share."""
+    """What the members of a launch share."""
 
     master: torch.dtype
     moments: tuple[type[QuantizedTensor] | None, ...]
@@ -65,12 +65,12 @@ class Form(NamedTuple):
 
     @property
     def is_quick(self) -> bool:
-        """Whether the arithmetic is that of masters or moments that are rounded."""
+        """Whether masters or moments are rounded, so that the `quick` arithmetic applies (optim/reference.py)."""
         return self.master != torch.float32 or any(self.moments)
 
 
 def planes_of(tensor: Tensor | None) -> list[Tensor]:
-    """The tensors that kernels see of one, in the order of the recipe."""
+    """The plain tensors of a tensor, in the order of its recipe."""
     if tensor is None:
         return []
     if not isinstance(tensor, QuantizedTensor):
@@ -79,14 +79,14 @@ def planes_of(tensor: Tensor | None) -> list[Tensor]:
 
 
 def _names(cls: type[QuantizedTensor]) -> list[str]:
-    """The planes that a recipe's kernels know."""
+    """The planes that a recipe's kernels read and write."""
     return [name for name in cls.LAYOUT.stored if name != "amax"]
 
 
 def why_apart(target: QuantizedTensor, rows: RowSharding | None) -> str:
     """Why the launch that updates a master can't write its weight's codes; "": it can.
 
-    rows: how the weight is sharded. If any cut splits a block, all ranks exchange edges, also those without one.
+    rows: how the weight is sharded. If any cut splits a block, all ranks exchange edges, even those with whole blocks.
     """
     layout = target.LAYOUT
     cut = rows is not None and rows.splits_blocks(layout)
@@ -105,13 +105,13 @@ def why_apart(target: QuantizedTensor, rows: RowSharding | None) -> str:
 
 
 class Updates:
-    """Updates members, again and again, for as long as they stay where they are."""
+    """Updates the same members at each step, as long as their addresses do not change."""
 
     def __init__(self, rule: Rule, members: Sequence[Member], grads: Sequence[Tensor], groups: int) -> None:
         self._rule = rule
         device = self._device = members[0].master.device
         steps = torch.stack([member.step.to(device, torch.float32).reshape(()) for member in members])
-        self._steps = steps  # of all, of which members' own are views
+        self._steps = steps  # members' steps are views of it
         self.members = [member._replace(step=step) for member, step in zip(members, steps, strict=True)]
         self._places = _places(self.members)
         self._forms = [_form(member, grad) for member, grad in zip(members, grads, strict=True)]
@@ -124,7 +124,7 @@ class Updates:
         self._numbers = torch.tensor(places, dtype=torch.int32).to(device)
         self._grads = torch.zeros(len(members), dtype=torch.int64, device=device)
         self._addresses: tuple[int, ...] = ()
-        self._every = Plans()  # all launches of a step, by what of the scaler's they are given
+        self._every = Plans()  # all launches of a step, by which of the scaler's tensors there are
         self._kept: list[Tensor] = []  # pinned memory that captured graphs read
         self._seed_given = 0
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -138,15 +138,15 @@ class Updates:
         ]
 
     def holds(self, members: Sequence[Member], grads: Sequence[Tensor]) -> bool:
-        """True if these are the members that it was made for, where they were, and gradients of the same kind."""
+        """True if members have the same addresses as at the start, and gradients the same dtypes and alignment."""
         same = len(members) == len(self.members) and self._places == _places(members)
         same = same and all(form.grad == grad.dtype for form, grad in zip(self._forms, grads, strict=True))
         same = same and self._aligned == tuple(grad.data_ptr() % 16 == 0 for grad in grads)
         return same and (capturing(self._device) or self._stream == stream_of(self._device))
 
     def set_options(self, groups: Sequence[tuple[Any, ...]], seed: int) -> None:
-        """What the rule takes of each group. Numbers are copied to the card when they change;
-        tensors are read on it."""
+        """Sets the rule's options of each group. Numbers are copied to the card when they change; tensors are copied
+        on the card at each call."""
         if seed != self._seed_given:
             self.seed.fill_(seed)
             self._seed_given = seed
@@ -166,8 +166,8 @@ class Updates:
                     self.options[at, position].copy_(one)
 
     def __call__(self, grads: Sequence[Tensor], skipped: Tensor | None, scale: Tensor | None) -> None:
-        """Updates all members by their gradients. skipped, scale: fp32 of one element, as torch.amp.GradScaler sets
-        them."""
+        """Updates all members by their gradients. skipped, scale: one-element fp32 tensors, as torch.amp.GradScaler
+        sets them."""
         from layoutc.runtime.optim.kernels import scalars_kernel
 
         self._point_to(grads)
@@ -192,7 +192,7 @@ class Updates:
         self._addresses = addresses
         if capturing(self._device):
             self._kept.append(row)
-            self._addresses = ()  # what a replay copies, eager steps do not know of
+            self._addresses = ()  # eager steps can't see what a replay copies
 
     def _plans(self, form: Form, grads_aligned: bool, slots: list[int]) -> Iterator[LaunchPlan]:
         from layoutc.runtime.optim.kernels import update_kernel
@@ -215,7 +215,7 @@ class Updates:
             yield LaunchPlan.of(update_kernel, table.programs, args, plan.warps, plan.registers, bound=bound)
 
     def _fields(self, slots: list[int]) -> tuple[list[tuple[int, ...]], list[bool]]:
-        """The columns of a table, and which must be multiples of 16 for threads to move 16 bytes at a time."""
+        """A table's fields, and which of them must be multiples of 16 for threads to move 16 bytes at a time."""
         rows = []
         for slot in slots:
             member = self.members[slot]
@@ -227,21 +227,21 @@ class Updates:
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a program, rows that it updates at a time, and the tiles in which it quantizes then."""
+    """Rows and columns of a program, the rows that it updates at a time, and the tiles that it then quantizes."""
 
     span_m: int
     span_k: int
     strip: int
     tile_m: int
     tile_k: int
-    stages: int  # strips that are on their way at a time
-    keep: bool  # masters in the card's cache, until they are read again to be quantized
+    stages: int  # strips in flight
+    keep: bool  # L2 keeps masters until they are read again to be quantized
     warps: int
-    registers: int | None = None  # the most of a thread
+    registers: int | None = None  # maximum per thread
 
 
 def _tiles(form: Form) -> Tiling:
-    """By what was fastest on an H100 (tests/bench/optimizer_tiles.py), or has the fewest instructions."""
+    """Sizes that were fastest on an H100 (tests/bench/optimizer_tiles.py), or have the fewest instructions."""
     coded = [cls.LAYOUT.column_multiple for cls in form.moments if cls is not None]
     rows, block_k = 1, 1
     if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
@@ -253,7 +253,7 @@ def _tiles(form: Form) -> Tiling:
         warps = min(max(strip * columns // PER_WARP, 1), 16)
         return Tiling(strips * strip, columns, strip, strip, columns, stages, False, warps)
     tile_k = max(block_k, 1 << (MOST // rows).bit_length() - 1)
-    if not coded:  # fewer columns, of which more are in the card's cache when they are quantized
+    if not coded:  # narrower, so that more is still in L2 when it is quantized
         columns = max(128, block_k)
         return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 2, True, 16, 64)
     return Tiling(rows, columns, max(4 * STRIP // columns, 1), rows, tile_k, 2, True, 8, 128)
@@ -261,8 +261,8 @@ def _tiles(form: Form) -> Tiling:
 
 @functools.cache
 def books_of(kernels: Any) -> Tensor | None:
-    """Codebooks of a recipe, and behind them their steps, or what is looked up to find how many a number reaches: fp32.
-    None if there are none."""
+    """fp32: a recipe's codebooks, then their steps, or the lookup words that count the steps a value reaches. None if
+    the recipe has no codebooks."""
     from layoutc.runtime.triton.codebooks import words_of
 
     if kernels is None or not kernels.codebooks:
@@ -289,7 +289,7 @@ def _places(members: Sequence[Member]) -> tuple[int, ...]:
 
 
 def _addresses(tensor: Tensor | None, count: int) -> list[int]:
-    """The address of each plane of a recipe, 0 for those that a tensor does not hold."""
+    """The address of each plane of a recipe; 0 for planes that a tensor does not have."""
     if isinstance(tensor, QuantizedTensor):
         held = [tensor.store.planes.get(name) for name in _names(type(tensor))]
         found = [0 if plane is None else plane.data_ptr() for plane in held]
@@ -299,14 +299,14 @@ def _addresses(tensor: Tensor | None, count: int) -> list[int]:
 
 
 def _kinds(target: Any) -> int:
-    """The dtypes of planes, three bits for each. target: a recipe's class, the dtype of plain values, or None."""
+    """The dtypes of planes, three bits each. target: a recipe's class, the dtype of plain values, or None."""
     if not (isinstance(target, type) and issubclass(target, QuantizedTensor)):
         return 0 if target is None else _KINDS[target]
     return sum(_KINDS[target.LAYOUT.dtypes[name]] << (3 * at) for at, name in enumerate(_names(target)))
 
 
 def _kernels(cls: Any, x: Tensor) -> Any:
-    """A recipe's kernels, where they run on x; else None."""
+    """A recipe's kernels if they can run on x; else None."""
     return cls.quantizing_kernels(x) if isinstance(cls, type) and issubclass(cls, QuantizedTensor) else None
 
 
@@ -315,7 +315,7 @@ def constants_of(
 ) -> tuple[Any, ...]:
     """The constants of `update_kernel`, in its order.
 
-    kernels: of the moments and of the weight, None of what is in no recipe. table: rows, aligned and even of a table.
+    kernels: of the moments and the weight; None where there is no recipe. table: rows, aligned and even of a table.
     """
     from layoutc.runtime.triton.batch import DTYPES
 

@@ -1,4 +1,4 @@
-"""Steps of one shard, in plain torch, on any device: the definition that the kernels follow, byte for byte."""
+"""The step of one shard in plain torch, on any device: the reference that the kernels match byte for byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutc.runtime.random_bits import counted_words
 
 
 class Chance(NamedTuple):
-    """What random bits follow from: a seed, a parameter's number and step, and its shard's first row and column."""
+    """What random bits depend on: seed, the parameter's number and step, and its shard's first row and column."""
 
     seed: int
     number: int
@@ -24,11 +24,11 @@ def adam(
     values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
     quick: bool,
 ) -> None:  # fmt: skip
-    """Updates fp32 values and moments in place, (m, k) each. step: from 1 on. settings: as `Rule.settings`.
+    """Updates fp32 values and moments in place, (m, k) each. step: starts at 1. settings: see `Rule.settings`.
 
-    The order of operations, and what is rounded once, is that of torch.optim with foreach. quick: that of masters or
-    moments that are rounded: one multiplication by a reciprocal, and second moments count from 2^-100 to 2^100, so that
-    cards take roots and reciprocals without branches.
+    Operations are ordered and rounded as in torch.optim with foreach=True. quick: arithmetic for masters or moments
+    that are rounded. It multiplies by one reciprocal and clamps second moments to [2^-100, 2^100], so that cards
+    compute roots and reciprocals without branches.
     """
     (first, second), (lr, beta1, beta2, eps, decay, *_) = moments, settings
     grad = _decayed(values, grad, lr, decay, decoupled)
@@ -49,7 +49,7 @@ def sgd(
     values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
     quick: bool,
 ) -> None:  # fmt: skip
-    """As `adam`, of SGD with momentum."""
+    """Like `adam`, for SGD with momentum."""
     (buffer,), (lr, momentum, dampening, nesterov, decay, *_) = moments, settings
     grad = _decayed(values, grad, lr, decay, decoupled)
     if step == 1:
@@ -63,7 +63,7 @@ def lion(
     values: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, settings: Sequence[float], decoupled: bool,
     quick: bool,
 ) -> None:  # fmt: skip
-    """As `adam`, of Lion (arXiv 2302.06675)."""
+    """Like `adam`, for Lion (arXiv 2302.06675)."""
     (moment,), (lr, beta1, beta2, _, decay, *_) = moments, settings
     grad = _decayed(values, grad, lr, decay, decoupled)
     values.add_(moment.mul(beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)
@@ -71,7 +71,7 @@ def lion(
 
 
 def _decayed(values: Tensor, grad: Tensor, lr: float, decay: float, decoupled: bool) -> Tensor:
-    """The gradient, with what weight decay adds to it; decoupled: values shrink, in place."""
+    """The gradient after weight decay, which is added to it; decoupled: shrinks values in place instead."""
     if decay and not decoupled:
         return grad.add(values, alpha=decay)
     if decay:
@@ -80,18 +80,18 @@ def _decayed(values: Tensor, grad: Tensor, lr: float, decay: float, decoupled: b
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """torch's own, which on CPUs is now and then one bit off."""
+    """torch's sqrt, which is occasionally one bit off on CPUs."""
     return x.sqrt()
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
-    """Rounded to nearest, as on cards."""
+    """A square root rounded to nearest, as on cards."""
     return x.sqrt() if x.is_cuda else x.double().sqrt().float()
 
 
 # ------------------------------------------------------------------------------------------------------------- masters
 def write_master(values: Tensor, master: Tensor, chance: Chance) -> None:
-    """Rounds fp32 (m, k) values by random bits into a bf16 master of the same shape."""
+    """Rounds fp32 (m, k) values stochastically into a bf16 master of the same shape."""
     m, k = values.shape
     bits = (values.view(torch.int32) + chance_bits(chance, m, k, values.device)) & -65536
     bits = torch.where(values.isnan(), 0x7FC00000, bits)
@@ -99,10 +99,10 @@ def write_master(values: Tensor, master: Tensor, chance: Chance) -> None:
 
 
 def chance_bits(chance: Chance, m: int, k: int, device: torch.device) -> Tensor:
-    """16 random bits for each element of (m, k), int32, which depend on where it lies in the whole weight.
+    """16 random bits per element of (m, k), int32. They depend on the element's position in the whole weight.
 
-    Eight elements of a row share a counter of Philox, (column // 8, row, number, 0), under the key (seed, step): each
-    takes half a word, the lower half first.
+    Eight elements of a row share the Philox counter (column // 8, row, number, 0) under the key (seed, step). Each
+    element uses half a word, the lower half first.
     """
     row, column = chance.first
     groups = -(-k // 8)

@@ -1,4 +1,4 @@
-"""How optimizers move a value: the moments that each has, its options, and its step."""
+"""The rules by which optimizers update values: moments, options and step of each."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Update = Callable[[Tensor, Tensor, Sequence[Tensor], int, Sequence[float], bool,
 class Rule:
     """An optimizer's arithmetic.
 
-    name: of the kernels'. moments: names in `optimizer.state`. options: of a parameter group, in the order of kernels.
-    update: in plain torch. decoupled: decay shrinks values; else it is added to gradients.
+    name: what kernels call the rule. moments: names in `optimizer.state`. options: names in a parameter group, in the
+    kernels' order. update: the step in plain torch. decoupled: decay shrinks values; else it is added to gradients.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Rule:
     decoupled: bool
 
     def settings(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a step takes of a parameter group, in the order of kernels; numbers, or tensors of one."""
+        """The options of a parameter group that a step needs, in the kernels' order: numbers or one-element tensors."""
         given = [group.get(name, 0) for name in self.options]
         own = [one for each in given for one in (each if isinstance(each, tuple | list) else (each,))]
         return group["lr"], *own, group["weight_decay"], group.get("maximize") or 0
@@ -42,12 +42,12 @@ SGD = Rule("sgd", ("momentum_buffer",), ("momentum", "dampening", "nesterov"), r
 LION = Rule("lion", ("exp_avg",), _BETAS, reference.lion, True)
 
 _KNOWN = {"lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov"}
-_KNOWN |= {"foreach", "fused", "capturable", "use_triton"}  # how, not what
-_NEUTRAL = {"cautious_factor": 1.0}  # others do nothing where they are false
+_KNOWN |= {"foreach", "fused", "capturable", "use_triton"}  # implementation choices; results are the same
+_NEUTRAL = {"cautious_factor": 1.0}  # other options are neutral if false
 
 
 def of_class(optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Rule, Any]:
-    """The rule of an optimizer, and the options of its groups. Raises ValueError for one that has no rule."""
+    """The rule of an optimizer and the options of its groups. Raises ValueError for optimizers without a rule."""
     probe = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
     given, kind = dict(probe.defaults), type(probe)
     rules: dict[type, Rule] = {torch.optim.AdamW: ADAMW, torch.optim.Adam: ADAM, torch.optim.SGD: SGD}

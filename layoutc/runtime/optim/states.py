@@ -1,4 +1,4 @@
-"""What a state of an optimizer is held in: fp32, or the planes of a recipe for states."""
+"""How optimizer states are stored: in fp32, or as planes of a recipe."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ State = str | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Forms:
-    """The recipes of moments, by their names in `optimizer.state`; a moment without one is fp32.
+    """The recipes of moments, by name in `optimizer.state`; a moment without a recipe is fp32.
 
-    least: the elements that a whole weight must have for it. Smaller ones, and those of one dim, stay in fp32.
+    least: moments of weights with fewer elements, or with one dim, stay in fp32. The whole weight's elements count.
     """
 
     recipes: Mapping[str, type[QuantizedTensor]]
@@ -37,7 +37,7 @@ class Forms:
 
     @classmethod
     def of(cls, state: State, least: int, moments: Sequence[str]) -> Forms:
-        """Of an argument of users. Raises ValueError for what is none."""
+        """Parses the `state` argument of an optimizer. Raises ValueError if it is invalid."""
         if isinstance(state, str):
             if state != "fp32" and state not in FORMS:
                 raise ValueError(
@@ -54,17 +54,17 @@ class Forms:
         return cls({name: _tensor_of(recipe) for name, recipe in names.items()}, least)
 
     def applies(self, param: Tensor) -> bool:
-        """Whether a parameter is large enough, by its whole size, however it is sharded."""
+        """Whether a parameter is large enough for recipes. The whole size counts, however it is sharded."""
         return param.dim() >= 2 and param.numel() >= self.least
 
     def recipe(self, param: Tensor, name: str) -> type[QuantizedTensor] | None:
-        """What a moment of a parameter is held in; None: fp32. The same on any number of ranks."""
+        """The recipe of a parameter's moment; None: fp32. It does not depend on the number of ranks."""
         cls = self.recipes.get(name)
         if cls is None or not self.applies(param):
             return None
         try:
             cls.LAYOUT.check_shape(tuple(param.shape))
-        except ValueError:  # no rows of whole blocks
+        except ValueError:  # rows are not whole blocks
             return None
         return cls
 
@@ -87,12 +87,12 @@ def _tensor_of(recipe: str) -> type[QuantizedTensor]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """A shard as the matrix that kernels see: leading dims flattened; of one dim, a row."""
+    """A shard as the matrix that kernels see: leading dims are flattened, and a vector is one row."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
 def zeros(like: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
-    """A state of zeros for each element of a shard."""
+    """A state of zeros with the shape of a shard."""
     if cls is None:
         return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     layout = cls.LAYOUT
@@ -104,7 +104,7 @@ def zeros(like: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
 
 
 def read(state: Tensor) -> Tensor:
-    """fp32 values of a state, as a matrix; of fp32 that is the state itself."""
+    """A state's fp32 values as a matrix; a view if the state is fp32."""
     if not isinstance(state, QuantizedTensor):
         return as_matrix(state)
     return type(state).matrix_values(
@@ -113,7 +113,7 @@ def read(state: Tensor) -> Tensor:
 
 
 def write(state: Tensor, values: Tensor) -> None:
-    """Writes fp32 values, a matrix, into a state."""
+    """Writes a matrix of fp32 values into a state."""
     if not isinstance(state, QuantizedTensor):
         if state.data_ptr() != values.data_ptr():
             as_matrix(state).copy_(values)
@@ -126,9 +126,9 @@ def write(state: Tensor, values: Tensor) -> None:
 
 
 def converted(value: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
-    """A loaded state of a shard, in the form that this optimizer holds it in: fp32, or a recipe.
+    """A shard's loaded state, converted to the recipe `cls`, or to fp32 if it is None.
 
-    Bytes of the same recipe are kept; others are dequantized, and quantized if this optimizer does.
+    A state in the same recipe keeps its bytes; any other is dequantized, then quantized if there is a recipe.
     """
     if isinstance(value, QuantizedTensor):
         if cls is not None and value.LAYOUT.layout_id == cls.LAYOUT.layout_id:
@@ -142,7 +142,7 @@ def converted(value: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
 
 
 def refuse_masters(param: Tensor, name: str, masters: str) -> None:
-    """Raises LayoutError for shards whose place in the whole weight is neither rows nor columns of it."""
+    """Raises LayoutError for shards that are neither rows of the whole weight nor columns cut at multiples of 8."""
     for mesh_dim, dim in meshes.cuts(param):
         assert isinstance(param, DTensor)
         each = cdiv(param.shape[dim], param.device_mesh.size(mesh_dim))
