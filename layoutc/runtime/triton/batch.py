@@ -1,10 +1,10 @@
-"""Tables of matrices, for one launch that serves many of them. kernels/batches.py makes the tables.
+"""Tables of matrices, so that one launch can process many. kernels/batches.py builds the tables.
 
-A table is int64. It begins with ROWS numbers of 32 bits: the first program of each matrix; entries past the last matrix
-are larger than any program. Then come fields, each with an entry for each of ROWS matrices: rows, columns, one more
-number, and addresses in the order of the kernel's arguments (of x and then planes, or of planes and then buffers). The
-extra number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover; if it
-copies, where the matrix begins in what a rank sends. Matrices are contiguous.
+A table is int64. It begins with ROWS 32-bit numbers: the first program of each matrix; entries past the last matrix
+are larger than any program. Fields follow, each with one entry per matrix (ROWS in all): rows, columns, an extra
+number, and addresses in the order of the kernel's arguments (x, then planes; or planes, then buffers). The extra
+number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover; if it copies,
+the matrix's offset in what a rank sends. Matrices are contiguous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     """(fields, first row, first column, m, k): this program's matrix in the table, and its tile in the matrix.
 
-    ALIGNED: all addresses, and k, are multiples of 16, so that a thread can move 16 bytes at a time.
+    ALIGNED: k and all addresses are multiples of 16, so that a thread can move 16 bytes at a time.
     """
     fields, number, m, k = _member_and_tile(table, ROWS, 1, 16 if ALIGNED else 1)
     row, column = tile_at(number, k, TILE_M, TILE_K)
@@ -33,7 +33,7 @@ def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """As member_of, for tiles that cover more columns than the matrix has. ALIGNED: m is a multiple of 16 too."""
+    """Like member_of, for tiles that cover more columns than the matrix has. ALIGNED: m is a multiple of 16 too."""
     fields, number, m, k = _member_and_tile(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
     row, column = tile_at(number, tl.load(fields + 2 * ROWS).to(tl.int32), TILE_M, TILE_K)
     return fields, row, column, m, k
@@ -41,9 +41,9 @@ def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: t
 
 @triton.jit
 def _member_and_tile(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
-    """(fields, number of the tile, m, k) of this program's matrix. m and k are multiples of UNIT_M and UNIT_K.
+    """(fields, tile number, m, k) of this program's matrix. m and k are multiples of UNIT_M and UNIT_K.
 
-    The hints are given here, at the loads, because Triton drops them from a value that a function returns.
+    The hints are next to the loads because Triton drops them from values that a function returns.
     """
     program = tl.program_id(0)
     starts = table.to(tl.pointer_type(tl.int32))
@@ -74,7 +74,7 @@ def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def plane_like(plane, fields, NUMBER: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to this matrix's plane or buffer of the given number. `plane`: another matrix's, for the dtype."""
+    """A pointer to this matrix's plane or buffer number NUMBER. `plane`: another matrix's, for the dtype."""
     return address(fields + (3 + NUMBER) * ROWS, plane.dtype.element_ty, ALIGNED)
 
 
@@ -93,7 +93,7 @@ def amax_batch_kernel(
     DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """As amax_kernel, for all matrices of a table. `amax` has room for the amaxes of all of them."""
+    """Like amax_kernel, for all matrices of a table. `amax` holds the amaxes of all of them."""
     fields, row, column, m, k = member_of(table, TILE_M, TILE_K // BLOCK_K * BLOCK_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
@@ -103,16 +103,16 @@ def amax_batch_kernel(
 
 @triton.jit
 def rank_chunks_kernel(
-    table,  # of gradients: ranks, elements of a chunk, where chunks begin in a rank's row, which it is, elements in all
-    out,  # (ranks, row), of the gradients' dtype or fp32
+    table,  # of gradients: ranks, elements per chunk, offset of the chunk in a rank's row, gradient number, elements
+    out,  # (ranks, row), in the gradients' dtype or fp32
     row,
     grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7,
     grad8, grad9, grad10, grad11, grad12, grad13, grad14, grad15,
     TILE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """out[rank, start + i] = gradient[rank * chunk + i], flat; zeros beyond its end. Each program copies a tile.
+    """out[rank, start + i] = gradient[rank * chunk + i], flat; zeros past the gradient's end. A program copies a tile.
 
-    ALIGNED: all addresses, and numbers of the table, are multiples of 16.
+    ALIGNED: all addresses and numbers of the table are multiples of 16.
     """
     fields, rank, first, _, chunk = member_of(table, 1, TILE, ROWS, ALIGNED)
     start, which, numel = tl.load(fields + 2 * ROWS), tl.load(fields + 3 * ROWS), tl.load(fields + 4 * ROWS)
@@ -136,13 +136,13 @@ def rank_chunks_kernel(
 @triton.jit
 def copy_in_kernel(
     table,
-    sent,  # the row of this rank: bytes
+    sent,  # this rank's row, in bytes
     SOURCE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """sent[start + i] = tensor[i], as DTYPE, which is SOURCE unless that is fp32. Each program copies a tile.
+    """sent[start + i] = tensor[i], as DTYPE. It is equal to SOURCE unless SOURCE is fp32. A program copies a tile.
 
-    ALIGNED: all numbers and addresses of the table are multiples of 16.
+    ALIGNED: all addresses and numbers of the table are multiples of 16.
     """
     fields, _, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)
     i = first + tl.arange(0, TILE)
@@ -154,13 +154,13 @@ def copy_in_kernel(
 
 @triton.jit
 def copy_out_kernel(
-    table,  # its fifth field has the number of the argument that is the address, from 1 on; 0: it is in the table
-    received,  # the rows of all ranks: bytes
-    row,  # elements of one
-    moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8,  # None: there are fewer
+    table,  # the fifth field says which `moving` argument is the target, from 1; 0: the table has the address
+    received,  # all ranks' rows, in bytes
+    row,  # elements per row
+    moving1, moving2, moving3, moving4, moving5, moving6, moving7, moving8,  # None: unused
     DTYPE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """tensor[rank * numel + i] = received[rank, start + i]. ALIGNED: as of copy_in_kernel."""
+    """tensor[rank * numel + i] = received[rank, start + i]. ALIGNED: as in copy_in_kernel."""
     fields, rank, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)
     i = first + tl.arange(0, TILE)
     at = received.to(tl.pointer_type(DTYPE)) + rank * row + _start(fields, ROWS, ALIGNED) + i

@@ -1,6 +1,6 @@
-"""Blocks of a tile in generated kernels, as Triton functions: the amax, the range and the sum of each.
+"""Triton functions on the blocks of a tile, for generated kernels: amax, range and sum of each block.
 
-bf16 values are compared in pairs, two in a register, as they are loaded.
+bf16 values are compared as pairs, two to a register, as they were loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def to_blocks(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def scale_blocks(values, factors, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of values, each times the factor of its block."""
+    """Multiplies each value of a tile by its block's factor."""
     return from_blocks(to_blocks(values, BLOCK_M, BLOCK_K) * factors[:, None, :, None])
 
 
@@ -33,7 +33,7 @@ def from_blocks(blocks):
 def to_float(tile):
     """fp32, bf16 or fp16 -> fp32, exact.
 
-    bf16 is shifted into place: that is one instruction, and the interpreter's cast is not exact.
+    bf16 is shifted into place: that takes one instruction, and the interpreter's cast is not exact.
     """
     if tl.bfloat16 == tile.dtype:
         return float_of(tile.to(tl.int16, bitcast=True).to(tl.int32) << 16)
@@ -42,18 +42,18 @@ def to_float(tile):
 
 @triton.jit
 def shared_amax(amax):
-    """The amax that all scales share, fp32: the value, or what a pointer leads to, (1,) fp32, bf16 or fp16."""
+    """The amax that all scales share, fp32. amax: the value, or a pointer to one fp32, bf16 or fp16 value."""
     if amax.dtype.is_ptr():
         return to_float(tl.load(amax))
-    else:  # without it, Triton would compile this for pointers, too
+    else:  # without `else`, Triton would compile this for pointers too
         return amax
 
 
 @triton.jit
 def largest_of(amaxes, count, SIZE: tl.constexpr):
-    """The largest of `count` amaxes in memory, fp32; NaN propagates. SIZE: a power of two that is no less than count.
+    """The largest of `count` amaxes in memory, fp32; NaN propagates. SIZE: a power of two, at least count.
 
-    The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
+    The bits of magnitudes sort like the magnitudes, with NaN above infinity.
     """
     at = tl.arange(0, SIZE)
     values = to_float(tl.load(amaxes + at, mask=at < count, other=0.0))
@@ -62,14 +62,14 @@ def largest_of(amaxes, count, SIZE: tl.constexpr):
 
 @triton.jit
 def to_pairs(tile):
-    """(rows, columns) bf16 -> (rows, columns / 2) int32, as in memory: the even column is the low half."""
+    """(rows, columns) bf16 -> (rows, columns / 2) int32, as in memory: the low half is the even column."""
     even, odd = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (tile.shape[0], tile.shape[1] // 2, 2)))
     return (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
 
 
 @triton.jit
 def largest_of_pairs(a, b):
-    """The larger magnitude of each half of two words; NaN propagates. The sign is the exclusive or of both signs."""
+    """The larger magnitude in each half of two words; NaN propagates. The sign is the XOR of both signs."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
         "=r,r,r",
@@ -82,7 +82,7 @@ def largest_of_pairs(a, b):
 
 @triton.jit
 def least_of_pairs(a, b):
-    """The smaller magnitude of each half of two words. The sign is the exclusive or of both signs."""
+    """The smaller magnitude in each half of two words. The sign is the XOR of both signs."""
     return tl.inline_asm_elementwise(
         "min.xorsign.abs.bf16x2 $0, $1, $2;",
         "=r,r,r",
@@ -97,14 +97,14 @@ def least_of_pairs(a, b):
 def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CVT_LEVEL: tl.constexpr):
     """The largest magnitude of each block of a tile in x's dtype, (m blocks, k blocks) fp32; NaN propagates."""
     if not CVT_LEVEL:
-        # The interpreter runs custom reductions one element at a time. tl.max of bits is fast, with the same order.
+        # The interpreter runs custom reductions one element at a time. tl.max of the bits is fast, and sorts the same.
         sizes = bits_of(to_blocks(to_float(tile), BLOCK_M, BLOCK_K)) & 0x7FFFFFFF
         return float_of(tl.max(tl.max(sizes, 3), 1))
     if tl.bfloat16 == tile.dtype:
         WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
         pairs = to_blocks(to_pairs(tile), BLOCK_M, WIDTH)
         largest = tl.reduce(tl.reduce(pairs, 3, largest_of_pairs), 1, largest_of_pairs)
-        even = tl.abs(float_of(largest << 16))  # signs are left over
+        even = tl.abs(float_of(largest << 16))  # abs clears the leftover signs
         odd = tl.abs(float_of(largest & -0x10000))
         if BLOCK_K > 1:
             return maximum(even, odd)
@@ -116,7 +116,7 @@ def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CVT_LEVEL: tl
 
 @triton.jit
 def block_has_nan(blocks):
-    """True for blocks that have a NaN."""
+    """True for blocks that contain a NaN."""
     return tl.max(tl.max(isnan(blocks).to(tl.int32), 3), 1) > 0
 
 
@@ -141,7 +141,7 @@ def _halves(x):
 
 @triton.jit
 def _added(total, x):
-    """total plus the entries of x's last dim, a power of two of them, added one after the other."""
+    """Adds the entries of x's last dim, a power of two, to total one by one."""
     if x.shape[3] == 1:
         return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
     else:
@@ -160,14 +160,14 @@ def _sum_in_order(x):
         runs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], RUNS, 32))
         number = tl.arange(0, RUNS)[None, None, None, :, None]
         for run in range(RUNS):
-            # The sum over runs is exact in any order, since all runs but one are zeros.
+            # The sum over runs is exact in any order because all runs but one are zeros.
             total = _added(total, tl.sum(tl.where(number == run, runs, 0.0), 3))
         return total
 
 
 @triton.jit
 def _sum_by_halves(x):
-    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one entry is left. n: up to 2^14."""
+    """(a, b, n) -> (a, b): adds the halves of the last dim until one entry is left. n: up to 2^14."""
     x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
     for _ in tl.static_range(14):
         if x.shape[3] > 1:
@@ -180,7 +180,7 @@ def _sum_by_halves(x):
 def block_sum(blocks, CONTRACTS_K: tl.constexpr):
     """The sum of each block, (m blocks, k blocks), in the order of numerics.block_sum.
 
-    blocks: magnitudes, so that 0 + x has the bits of x. CONTRACTS_K: sums begin along k; else along m.
+    blocks: magnitudes, so that 0 + x has the bits of x. CONTRACTS_K: sum along k first; else along m.
     """
     if CONTRACTS_K:
         rows = _sum_in_order(blocks)  # (m blocks, rows, k blocks)
@@ -191,7 +191,7 @@ def block_sum(blocks, CONTRACTS_K: tl.constexpr):
 
 @triton.jit
 def spread(values, entries):
-    """Values of super-blocks -> one for each entry of a tile: (rows, columns) of `values` divide those of `entries`."""
+    """Repeats super-blocks' values for each entry of a tile. The dims of `values` divide those of `entries`."""
     ROWS: tl.constexpr = entries.shape[0] // values.shape[0]
     COLUMNS: tl.constexpr = entries.shape[1] // values.shape[1]
     each = tl.broadcast_to(values[:, None, :, None], (values.shape[0], ROWS, values.shape[1], COLUMNS))
@@ -200,7 +200,7 @@ def spread(values, entries):
 
 @triton.jit
 def blocks_inside(at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr):
-    """True for the blocks of a tile that the matrix has, (m blocks, k blocks)."""
+    """True for the blocks of a tile that are inside the matrix, (m blocks, k blocks)."""
     row, column, m, k = at[:4]
     rows = row + tl.arange(0, TILE_M // BLOCK[0]) * BLOCK[0] < m
     columns = column + tl.arange(0, TILE_K // BLOCK[1]) * BLOCK[1] < k
@@ -209,7 +209,7 @@ def blocks_inside(at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def block_mean(values, inside, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The mean of each block of non-negative values that are inside, as numerics.block_mean: (m blocks, k blocks)."""
+    """Each block's mean of the non-negative values that are inside, like numerics.block_mean: (m blocks, k blocks)."""
     total = block_sum(to_blocks(tl.where(inside, values, 0.0), BLOCK_M, BLOCK_K), True)
     counts = tl.sum(tl.sum(to_blocks(inside.to(tl.float32), BLOCK_M, BLOCK_K), 3), 1)
     return divide(total, maximum(counts, 1.0))

@@ -1,4 +1,4 @@
-"""Codebooks in generated kernels, as Triton functions: the counterpart of numerics.py, for tiles."""
+"""Triton functions for codebooks in generated kernels: the counterpart of numerics.py, on tiles."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import triton.language as tl
 from layoutc.runtime.triton.codes import approximately, bits_of, float_of, isnan, like, power_above
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-NO_LINES = tl.constexpr(())  # as a default, Triton 3.6 takes no bare tuple
-COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by one; longer ones are searched by halves
+NO_LINES = tl.constexpr(())  # Triton 3.6 does not accept a bare tuple as a default
+COMPARED = tl.constexpr(16)  # the longest codebook whose steps are compared one by one; others are searched
 
 
 @triton.constexpr_function
 def in_order(codes):
-    """Whether codes count up from the first, and go on at 0 after the last of their bits, as two's complement does."""
+    """Whether codes count up from the first and wrap to 0 after the largest, like two's complement."""
     size = 1 << max(codes).bit_length()
     return all(code == (codes[0] + place) % size for place, code in enumerate(codes))
 
 
 @triton.constexpr_function
 def count_of(values):
-    """How many there are."""
+    """len(), as a constexpr function."""
     return len(values)
 
 
 @triton.constexpr_function
 def reaches_nan(slopes, codes, nan):
-    """Whether what is found by SLOPES for NaN is its code."""
+    """Whether the search by SLOPES finds the right code for NaN."""
     return len(slopes) > 0 and codes[-1] == nan
 
 
 @triton.constexpr_function
 def bits_of_size(x):
-    """The bits of |x|, a normal number of fp32."""
+    """The bits of |x|, a normal fp32 number."""
     above, below = abs(x).as_integer_ratio()
     exponent = above.bit_length() - below.bit_length()
     return ((exponent + 126) << 23) + (above << 183) // (below << (160 + exponent))
@@ -43,13 +43,13 @@ def bits_of_size(x):
 
 @triton.constexpr_function
 def buckets_of(STEPS):
-    """(Bits that number a key's bucket leave, the first bucket, the least and the largest number that differ from those
-    beside them) for `words_of`. No bits: steps are too close for buckets of one each, or subnormal, or -1 or below.
+    """(shift from a key to its bucket, first bucket, least, largest) for `words_of`. x is clamped to [least, largest].
+    Shift 0: no buckets, because steps are subnormal, -1 or below, or too close for one per bucket.
 
-    The key of x is the bits of x, or where steps are negative, those of x less those of -x, no less than the least.
+    The key of x is bits(x). If steps are negative, it is bits(x) - bits(-x), each of at least the least number.
     """
     sizes = [bits_of_size(one) for one in STEPS]
-    for shift in range(20, 8, -1):  # buckets as wide as may be, of one step at most
+    for shift in range(20, 8, -1):  # the widest buckets with at most one step each
         least = (min(sizes) - 1) >> shift << shift
         if len({key >> shift for key in keys_of(STEPS, least)}) == len(STEPS) and least >= 1 << 23 and min(STEPS) > -1:
             first = (least - bits_of_size(1.0) if min(STEPS) < 0 else least) >> shift
@@ -59,7 +59,7 @@ def buckets_of(STEPS):
 
 @triton.constexpr_function
 def keys_of(STEPS, least):
-    """The least key of numbers that reach each step. least: bits of the least number."""
+    """The smallest key that reaches each step. least: bits of the least number."""
     if min(STEPS) > 0:
         return [bits_of_size(one) for one in STEPS]
     return [(bits_of_size(one) - least) * (1 if one > 0 else -1) for one in STEPS]
@@ -67,15 +67,15 @@ def keys_of(STEPS, least):
 
 @triton.constexpr_function
 def of_bits(bits):
-    """The normal number of fp32 that has these bits."""
+    """The normal fp32 number with these bits."""
     return 2.0 ** ((bits >> 23) - 127) * (1 + (bits & 0x7FFFFF) / 2**23)
 
 
 def words_of(steps: Sequence[float]) -> list[int]:
-    """A word for each bucket of keys: in the upper eight bits of its sum with a key, whose low bits are moved below
-    them, is the number of steps that are reached.
+    """A word for each bucket of keys. The upper eight bits of word + (key << (24 - shift)) are the number of steps that
+    the key reaches.
 
-    Without buckets of one step each there are none.
+    Empty if there are no buckets.
     """
     shift, first, least, _ = buckets_of(steps)
     if not shift:
@@ -92,7 +92,7 @@ def words_of(steps: Sequence[float]) -> list[int]:
 
 @triton.constexpr_function
 def last_of_bits(codes):
-    """The largest code that has the bits of the largest of these."""
+    """The largest code with as many bits as the largest of these."""
     return (1 << max(codes).bit_length()) - 1
 
 
@@ -102,9 +102,9 @@ def to_codebook(
     SLOPES: tl.constexpr = NO_LINES, ENDS: tl.constexpr = NO_LINES, SPANS: tl.constexpr = NO_LINES,
     ZERO: tl.constexpr = 0, AT: tl.constexpr = 0, codebooks=None,
 ):  # fmt: skip
-    """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1.
+    """fp32 -> codes of the nearest of COUNT values. CODES: by ascending value. From STEPS[i] on: value i + 1.
 
-    codebooks: memory that has the steps from place AT on; None: the program holds them. The rest: `steps_reached`.
+    codebooks: memory with the steps from index AT on; None: they are constants. Other arguments: see `steps_reached`.
     """
     if COUNT > COMPARED or codebooks is not None:
         reached = steps_reached(x, STEPS, COUNT, SLOPES, ENDS, SPANS, ZERO, codebooks, AT)
@@ -113,7 +113,7 @@ def to_codebook(
         else:
             codes = held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
         if reaches_nan(SLOPES, CODES, NAN) and not INTERPRETED:
-            return codes  # of NaN, which has no sign on a card, that of the largest value
+            return codes  # NaN, which has no sign on a card, has the largest value's code
         return tl.where(isnan(x), NAN, codes)
     codes = tl.full(x.shape, CODES[0], tl.int32)
     for i in tl.static_range(COUNT - 1):
@@ -123,9 +123,9 @@ def to_codebook(
 
 @triton.jit
 def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.constexpr):
-    """Codes -> fp32 values: VALUES[code]. codes: also what `looked_up` gives, which are values already.
+    """Codes -> fp32 values: VALUES[code]. Results of `looked_up` are already values, and returned as they are.
 
-    HELD: the program holds the values in shared memory, unless it has fewer codes.
+    HELD: values are gathered through shared memory, unless the tile has no more codes than there are values.
     """
     if codes.dtype == tl.float32:
         return codes
@@ -143,16 +143,16 @@ def steps_reached(
     x, STEPS: tl.constexpr, COUNT: tl.constexpr, SLOPES: tl.constexpr, ENDS: tl.constexpr, SPANS: tl.constexpr,
     ZERO: tl.constexpr, codebooks, AT: tl.constexpr,
 ):  # fmt: skip
-    """How many of COUNT - 1 ascending STEPS are at most x: int32. By one look at them, or without lines by halves.
+    """How many of COUNT - 1 ascending STEPS are at most x, int32: by one lookup, or by binary search without SLOPES.
 
-    SLOPES, ENDS, SPANS: of parts of |x|, whose sum is about the number of steps above 0 that x reaches: cut off, it is
-    that or one less. ZERO steps lie below 0. The plan finds them (plan/conversions.py). Multiplying and adding takes
-    cards half as long as comparing.
+    SLOPES, ENDS, SPANS: line segments over |x|, whose sum approximates the number of steps above 0 that x reaches.
+    Truncated, it is that number or one less. ZERO: the number of steps below 0. plan/conversions.py finds the segments.
+    On cards, a multiply-add takes half as long as a comparison.
     """
     SIZE: tl.constexpr = power_above(COUNT)
     if codebooks is not None and buckets_of(STEPS)[0] > 0:
         return steps_by_words(x, codebooks, AT, buckets_of(STEPS), ZERO)
-    # No x reaches the steps that fill a table up.
+    # No x reaches the NaN steps that pad a table.
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks
     if count_of(SLOPES) > 0:
         size = tl.abs(x) if ZERO else x
@@ -160,13 +160,13 @@ def steps_reached(
         for i in tl.static_range(count_of(SLOPES)):
             at = tl.fma(from_0_to_1(-size, SLOPES[i], ENDS[i]), like(x, -SPANS[i]), at)
         if ZERO:
-            at = float_of(bits_of(at) | (bits_of(x) & -0x80000000))  # at is not below 0
+            at = float_of(bits_of(at) | (bits_of(x) & -0x80000000))  # `at` was not negative
         below = whole_below(at) + ZERO
         if ZERO:
             below = tl.maximum(below, 0)
         return below + tl.where(x < step_at(below, steps, AT), 0, 1)
     reached = tl.zeros(x.shape, tl.int32)
-    for bit in tl.static_range(7, -1, -1):  # a code has at most 8
+    for bit in tl.static_range(7, -1, -1):  # a code has at most 8 bits
         if 1 << bit < SIZE:
             reached += tl.where(x >= step_at(reached + ((1 << bit) - 1), steps, AT), 1 << bit, 0)
     return reached
@@ -174,7 +174,7 @@ def steps_reached(
 
 @triton.jit
 def steps_by_words(x, codebooks, AT: tl.constexpr, BUCKETS: tl.constexpr, ZERO: tl.constexpr):
-    """`steps_reached`, by a look at the word of x's bucket (`words_of`). On a card NaN reaches all steps."""
+    """`steps_reached`, by looking up the word of x's bucket (`words_of`). On a card, NaN reaches all steps."""
     SHIFT: tl.constexpr = BUCKETS[0]
     if INTERPRETED:
         x = tl.where(isnan(x), 0.0, x)
@@ -187,7 +187,7 @@ def steps_by_words(x, codebooks, AT: tl.constexpr, BUCKETS: tl.constexpr, ZERO: 
 
 @triton.jit
 def upper_bytes(words):
-    """The upper eight bits of 32: uint8."""
+    """The upper eight bits of 32-bit words, uint8."""
     if INTERPRETED:
         return (words >> 24).to(tl.uint8)
     else:
@@ -204,7 +204,7 @@ def upper_bytes(words):
 
 @triton.jit
 def from_0_to_1(x, slope, start):
-    """x * slope + start, no less than 0 and no more than 1; of NaN, 0."""
+    """x * slope + start, clamped to [0, 1]; 0 for NaN."""
     if INTERPRETED:
         value = tl.fma(x, like(x, slope), like(x, start))
         return tl.where(value > 0, tl.where(value < 1, value, 1.0), 0.0)
@@ -221,7 +221,7 @@ def from_0_to_1(x, slope, start):
 
 @triton.jit
 def whole_below(x):
-    """The largest integer that is no more than x, of a few bits: by adding, which takes cards less than converting."""
+    """floor(x) of small x, int32, by an addition: cards do that faster than a conversion."""
     if INTERPRETED:
         return tl.floor(x).to(tl.int32)
     else:
@@ -230,7 +230,7 @@ def whole_below(x):
 
 @triton.jit
 def step_at(places, steps, AT: tl.constexpr):
-    """The step of each place, in memory from place AT on, or in a table that the program holds."""
+    """steps[place] for each place: from a pointer, where steps begin at index AT, or from a table in registers."""
     if isinstance(steps.type, tl.block_type):
         return held_at(places, steps)
     else:
@@ -239,7 +239,7 @@ def step_at(places, steps, AT: tl.constexpr):
 
 @triton.jit
 def held(VALUES: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
-    """A table that the program holds: the first COUNT of VALUES, then FILL, up to the power of two from ROOM on."""
+    """A table in registers: the first COUNT of VALUES, padded with FILL to the power of two at or above ROOM."""
     SIZE: tl.constexpr = power_above(ROOM)
     places = tl.arange(0, SIZE)
     table = tl.full((SIZE,), FILL, DTYPE)
@@ -250,24 +250,24 @@ def held(VALUES: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, FILL: tl
 
 @triton.jit
 def held_at(places, table):
-    """table[place] for each place, by way of shared memory."""
+    """table[place] for each place, through shared memory."""
     return tl.reshape(tl.gather(table, tl.reshape(places, (places.numel,)), 0), places.shape)
 
 
 @triton.jit
 def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The fp32 values of codes in the codebook that begins at FIRST, in memory, and has COUNT values, a power of two.
+    """The fp32 values of codes. The codebook is in memory from index FIRST on, with COUNT values, a power of two.
 
-    Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
+    Invalid codes, as in damaged files, lose their upper bits, so that no load leaves the codebook.
     """
     return gathered(codebooks, codes & (COUNT - 1), FIRST)
 
 
 @triton.jit
 def gathered(table, places, FIRST: tl.constexpr):
-    """table[FIRST + place], fp32, for each place of a tile, whose values stay in the threads that have the places.
+    """table[FIRST + place], fp32, for each place of a tile. Each thread gets the values of the places that it holds.
 
-    As loads, Triton would give neighbours to different warps, and all of the tile would move through shared memory.
+    For tl.load, Triton would assign neighbors to different warps, and move the whole tile through shared memory.
     """
     if INTERPRETED:
         return tl.load(table + FIRST + places)
@@ -284,5 +284,5 @@ def gathered(table, places, FIRST: tl.constexpr):
 
 @triton.constexpr_function
 def joined(before, number, after):
-    """An instruction with a number in it."""
+    """An instruction's text around a number."""
     return f"{before}{number}{after}"

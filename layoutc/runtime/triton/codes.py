@@ -1,8 +1,8 @@
-"""Encoding and decoding in generated kernels, as Triton functions: the counterpart of numerics.py, for tiles.
+"""Triton functions that encode and decode in generated kernels: the counterpart of numerics.py, on tiles.
 
 Values are fp32. Codes are int32 until they are stored. Every function gives the same bytes as its counterpart in
-numerics.py. With `CVT_LEVEL`, casts are the card's. Without it they are integer arithmetic, which gives the same bytes
-on every card and in Triton's interpreter, whose own casts to bf16 and fp8 do not round to nearest even.
+numerics.py. With `CVT_LEVEL`, the card converts. Without it, integer arithmetic gives the same bytes on every card and
+in Triton's interpreter, whose casts to bf16 and fp8 do not round to nearest even.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 F32_MAX = tl.constexpr(3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # in place of an offset
+TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # instead of an offset
 
 
 @triton.constexpr_function
@@ -42,7 +42,7 @@ def bits_of_half(x):
 
 @triton.jit
 def as_stored(entries, DTYPE: tl.constexpr):
-    """fp32 values, codes, or the bits of fp16 or bf16 values, int32 -> what a plane or buffer of DTYPE holds."""
+    """fp32 values, codes, or int32 bits of fp16 or bf16 values -> DTYPE, as a plane or buffer stores them."""
     if entries.dtype == tl.int32 and (tl.float16 == DTYPE or tl.bfloat16 == DTYPE):
         return entries.to(tl.int16).to(DTYPE, bitcast=True)
     return entries.to(DTYPE)
@@ -50,7 +50,7 @@ def as_stored(entries, DTYPE: tl.constexpr):
 
 @triton.jit
 def like(x, value):
-    """A tensor of x's shape, filled with `value`; fp32."""
+    """An fp32 tensor of x's shape, filled with `value`."""
     return tl.full(x.shape, value, tl.float32)
 
 
@@ -62,11 +62,11 @@ def divide(a, b):
 
 @triton.jit
 def root(x):
-    """The square root of each value, rounded to nearest even; of numbers below 0, that of 0."""
+    """The square root of max(x, 0), rounded to nearest even."""
     x = maximum(x, 0.0)
     if INTERPRETED:
         return tl.sqrt_rn(x) + 0.0  # no negative zero
-    else:  # without a branch, as `root_inside`
+    else:  # branch-free, like `root_inside`
         is_small = x < 2.0**-100
         inside = tl.where(is_small, x * 2.0**64, x)
         near = _root(inside, tl.maximum(inside, 2.0**-100))
@@ -76,9 +76,9 @@ def root(x):
 
 @triton.jit
 def root_inside(x):
-    """The square root of 2^-100 to 2^100, rounded to nearest even.
+    """The square root of x in [2^-100, 2^100], rounded to nearest even.
 
-    As `tl.sqrt_rn`, whose branch for other numbers keeps a thread from working on several at a time.
+    `tl.sqrt_rn` is equal, but its branch for other numbers keeps a thread from interleaving several roots.
     """
     if INTERPRETED:
         return tl.sqrt_rn(x)
@@ -88,7 +88,7 @@ def root_inside(x):
 
 @triton.jit
 def _root(x, positive):
-    """The square root of 2^-100 and above, and of 0, for which `positive` is another number."""
+    """The square root of x, which is 2^-100 or more, or 0. `positive` is x, or any positive number if x is 0."""
     over = approximately("rsqrt.approx.ftz.f32 $0, $1;", positive)
     near = x * over
     return tl.fma(tl.fma(negative(near), near, x), 0.5 * over, near)
@@ -96,7 +96,7 @@ def _root(x, positive):
 
 @triton.jit
 def inverse_inside(x):
-    """1 / x of 2^-100 to 2^100, rounded to nearest even; without a branch, as `root_inside`."""
+    """1 / x for x in [2^-100, 2^100], rounded to nearest even; branch-free, like `root_inside`."""
     if INTERPRETED:
         return rdiv(1.0, x)
     else:
@@ -106,19 +106,19 @@ def inverse_inside(x):
 
 @triton.jit
 def negative(x):
-    """-x. Triton's own subtracts from 0."""
+    """-x, by the sign bit. Triton's `-x` is 0 - x."""
     return float_of(bits_of(x) ^ -0x80000000)
 
 
 @triton.jit
 def approximately(INSTRUCTION: tl.constexpr, x):
-    """What an instruction makes of each value."""
+    """Applies a PTX instruction to each value."""
     return tl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def rdiv(value, x):
-    """value / x, for a number and a tensor, correctly rounded."""
+    """value / x for a number and a tensor, correctly rounded."""
     if value == 1 and not INTERPRETED:
         return approximately("rcp.rn.f32 $0, $1;", x)
     return divide(like(x, value), x)
@@ -126,7 +126,7 @@ def rdiv(value, x):
 
 @triton.jit
 def divide_by(x, value):
-    """x / value, for a tensor and a number, correctly rounded."""
+    """x / value for a tensor and a number, correctly rounded."""
     if value == 1:
         return x
     return divide(x, like(x, value))
@@ -164,11 +164,11 @@ def floor_power_of_two(x):
 
 @triton.jit
 def floor_power_of_two_over(value, x, overflow):
-    """value / x rounded down to a power of two, or `overflow` where the quotient is infinite; without dividing.
+    """value / x rounded down to a power of two, without a division. Rounds down `overflow` if the quotient is infinite.
 
-    value: a number, at least 4. x: 0, or positive and finite; what it is otherwise, the caller must replace. The
-    mantissa of value over that of x is at least 1, or below: then it is at most 1 - 2^-24, so that rounding to fp32
-    never reaches the next power of two, and exponents alone decide.
+    value: a number, at least 4. x: 0, or positive and finite; the caller must replace results of other x. The quotient
+    of the mantissas is at least 1, or at most 1 - 2^-24, so that rounding to fp32 never reaches the next power of two.
+    Exponents and a comparison of mantissas therefore suffice.
     """
     whole = bits_of(like(x, value))
     exponent = (whole >> 23) + 127 - ((bits_of(x) + (0x7FFFFF - (whole & 0x7FFFFF))) >> 23)
@@ -177,7 +177,7 @@ def floor_power_of_two_over(value, x, overflow):
 
 @triton.jit
 def over_power_of_two(x):
-    """1 / x for normal powers of two, exact: 2^127 gives a subnormal number."""
+    """1 / x for normal powers of two, exact; subnormal for x = 2^127."""
     bits = 0x7F000000 - bits_of(x)
     return float_of(tl.where(bits == 0, 0x400000, bits))
 
@@ -185,9 +185,9 @@ def over_power_of_two(x):
 # ---------------------------------------------------------------------------------------------------------------- codes
 @triton.jit
 def cast_to_codes(x, DTYPE: tl.constexpr, NAN: tl.constexpr, CANONICAL: tl.constexpr):
-    """fp32 -> codes by the card's conversion: to nearest even, saturating.
+    """fp32 -> codes by the card's conversion, to nearest even, saturating.
 
-    NAN: the code for NaN. CANONICAL: the code that the card's conversion gives NaN.
+    NAN: the code for NaN. CANONICAL: the code that the card gives NaN.
     """
     codes = x.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
     if NAN != CANONICAL:
@@ -214,9 +214,9 @@ def to_small_codes(
 ):
     """fp32 -> codes of a signed format with a mantissa and subnormals, well inside fp32's range.
 
-    To nearest even, saturating. Adding 1.5 * 2^(23 - MANTISSA) times the binade of |x| rounds |x| to the format's grid;
-    the low bits of the sum then count steps of the grid. `x` must be the result of an operation, so that on the card
-    its NaN has no sign. LAST: the largest finite code.
+    Rounds to nearest even, saturating. Adding 1.5 * 2^(23 - MANTISSA) times the binade of |x| rounds |x| to the
+    format's grid; the low bits of the sum then count grid steps. `x` must be the result of an operation, so that its
+    NaN has no sign on the card. LAST: the largest finite code.
     """
     LEAST: tl.constexpr = 128 - BIAS
     size = tl.minimum(tl.abs(x), MAX)
@@ -227,7 +227,7 @@ def to_small_codes(
     codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
     if NAN == 1 << SIGN_BIT:
         codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
-    # On the card, tl.minimum has replaced NaN by MAX, and NaN has no sign.
+    # On the card, NaN has no sign, and tl.minimum has replaced it by MAX.
     if NAN != LAST or not CVT_LEVEL:
         codes = tl.where(isnan(x), NAN, codes)
     return codes
@@ -244,9 +244,9 @@ def to_codes(
     NAN: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """fp32 -> codes of any floating-point format, saturating, by integer arithmetic.
+    """fp32 -> codes of any floating-point format by integer arithmetic, saturating.
 
-    ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1 for a format without sign. LAST: the largest finite
+    ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1 for an unsigned format. LAST: the largest finite
     code.
     """
     LEAST: tl.constexpr = (128 if SUBNORMALS else 127) - BIAS
@@ -284,7 +284,7 @@ def from_codes(
     NAN_FROM: tl.constexpr,
     MINUS_ZERO: tl.constexpr = True,
 ):
-    """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite, from NAN_FROM on NaN.
+    """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite; from NAN_FROM on, NaN.
 
     MINUS_ZERO: false if the sign bit alone is NaN.
     """
@@ -301,7 +301,7 @@ def from_codes(
 
 @triton.jit
 def to_exponents(x, BIAS: tl.constexpr, LAST: tl.constexpr, NAN: tl.constexpr, ROUNDING: tl.constexpr):
-    """Non-negative fp32 -> codes of a format that has only exponents, and no zero; saturating at both ends."""
+    """Non-negative fp32 -> codes of an exponent-only format without zero, saturating at both ends."""
     is_small = bits_of(x) < 0x00800000
     normal = bits_of(tl.where(is_small, x * 4294967296.0, x))
     codes = (normal >> 23) + tl.where(is_small, BIAS - 159, BIAS - 127)
@@ -323,7 +323,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def from_exponents(codes, BIAS: tl.constexpr, NAN_FROM: tl.constexpr):
-    """Codes of a format that has only exponents, and no zero -> fp32 powers of two, exact."""
+    """Codes of an exponent-only format without zero -> fp32 powers of two, exact."""
     return tl.where(codes >= NAN_FROM, float("nan"), power_of_two(codes - BIAS))
 
 
@@ -342,7 +342,7 @@ def to_integer_codes(
     NAN: tl.constexpr,
     OFFSET: tl.constexpr = TWOS_COMPLEMENT,
 ):
-    """fp32 -> two's complement in steps of 2^-FRACTION: to nearest even, saturating. OFFSET: codes are steps plus it.
+    """fp32 -> two's complement in steps of 2^-FRACTION, to nearest even, saturating. With OFFSET: steps + OFFSET.
 
     Adding 12582912 = 1.5 * 2^23 rounds to an integer.
     """
@@ -355,7 +355,7 @@ def to_integer_codes(
 
 @triton.jit
 def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr, OFFSET: tl.constexpr = TWOS_COMPLEMENT):
-    """Two's complement codes, or steps plus an OFFSET -> fp32, exact."""
+    """Two's complement codes, or steps + OFFSET -> fp32, exact."""
     if OFFSET != TWOS_COMPLEMENT:
         return (codes - OFFSET).to(tl.float32) * (1.0 / (1 << FRACTION))
     HALF: tl.constexpr = 1 << (BITS - 1)

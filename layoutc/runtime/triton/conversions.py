@@ -1,9 +1,9 @@
-"""Formats by their names, and conversions of cards with compute capability 10, which older cards do not have.
+"""Conversions named by format, and the conversion instructions that are new with compute capability 10.
 
-An instruction converts two values. Functions that convert one value pass 0 as the other, whose code is 0 in every
-format here. The bytes are those of to_small_codes and to_exponents: COMPARISONS are the pairs, which take a tile of
-fp32 values and return int32 of equal shapes. launch.hardware verifies them on each card before kernels rely on them.
-The instructions are those of PTX ISA 8.6, cvt.
+An instruction converts two values. Functions that convert one value pass 0 as the other; its code is 0 in every format
+here. The bytes equal those of to_small_codes and to_exponents. COMPARISONS lists the pairs of functions; both map a
+tile of fp32 values to int32 of the same shape. launch.hardware verifies them on each card before kernels use them.
+Source of the instructions: PTX ISA 8.6, cvt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layoutc.runtime.triton.tiles import pack
 
 @triton.jit
 def _convert(x, CODE: tl.constexpr):
-    """fp32 -> int32, by the assembly CODE."""
+    """fp32 -> int32 by the PTX in CODE."""
     return tl.inline_asm_elementwise(CODE, "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -40,13 +40,13 @@ def convert_to_e2m1(x):
 
 @triton.jit
 def convert_to_e2m3(x):
-    """fp32 -> e2m3 codes, as convert_to_e2m1."""
+    """fp32 -> e2m3 codes, like convert_to_e2m1."""
     return _convert(x, "{ .reg .b16 code; cvt.rn.satfinite.e2m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }")
 
 
 @triton.jit
 def convert_to_e3m2(x):
-    """fp32 -> e3m2 codes, as convert_to_e2m1."""
+    """fp32 -> e3m2 codes, like convert_to_e2m1."""
     return _convert(x, "{ .reg .b16 code; cvt.rn.satfinite.e3m2x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }")
 
 
@@ -58,7 +58,7 @@ def convert_up_to_e8m0(x):
 
 @triton.jit
 def to_e2m1_words(x, LOW_FIRST: tl.constexpr):
-    """(rows, columns) fp32 -> (rows, columns / 8) int32, each of eight e2m1 codes, rounded as by convert_to_e2m1."""
+    """(rows, columns) fp32 -> (rows, columns / 8) int32: eight e2m1 codes per word, rounded like convert_to_e2m1."""
     lanes = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 2, 2, 2))
     v0246, v1357 = tl.split(lanes)
     v04, v26 = tl.split(v0246)
@@ -77,7 +77,7 @@ def to_e2m1_words(x, LOW_FIRST: tl.constexpr):
 def _eight_codes(v0, v1, v2, v3, v4, v5, v6, v7):
     """Eight fp32 values -> their e2m1 codes in one word, the first lowest.
 
-    An instruction puts the code of its first operand above that of its second.
+    An instruction puts its first operand's code above its second's.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3; "
@@ -133,7 +133,7 @@ def to_e2m1(x, CVT_LEVEL: tl.constexpr):
 
 @triton.jit
 def from_e2m1(codes, CVT_LEVEL: tl.constexpr):
-    """e2m1 codes -> fp32, exact; on all cards alike."""
+    """e2m1 codes -> fp32, exact; the same on all cards."""
     return from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
 
 
@@ -302,7 +302,7 @@ def _e8m0(x):
     return up_to_e8m0(tl.abs(x), 0)
 
 
-# (PTX's name of a conversion, the conversion, the arithmetic), by the level that uses it (launch.level_of).
+# (PTX name of a conversion, the conversion, the arithmetic), by the level that uses it (launch.level_of).
 COMPARISONS = {
     90: (("e4m3x2", _cast_to_e4m3, _e4m3), ("e5m2x2", _cast_to_e5m2, _e5m2)),
     100: (
@@ -320,9 +320,8 @@ COMPARISONS = {
 def count_kernel(
     x, one, counts, CONVERT: tl.constexpr, EXPECT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sets counts[program] to how many results of CONVERT differ from EXPECT's, in a tile (ROWS, COLUMNS) of x * one.
-
-    one: 1. The compiler does not know that, so values are results of an operation, as they are in kernels.
+    """Sets counts[program] to the number of results of CONVERT that differ from EXPECT in a (ROWS, COLUMNS) tile of
+    x * one. one: 1, which the compiler can't know, so that values are results of an operation, as in kernels.
     """
     program = tl.program_id(0)
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -1,4 +1,4 @@
-"""Hadamard transforms of a tile's rows or columns in generated kernels, as Triton functions: those of numerics.py."""
+"""Triton functions for Hadamard transforms of a tile's rows or columns, as in numerics.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def hadamard(x, AXIS: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr, SCALE: tl.constexpr):
-    """A tile of fp32 values, (TILE_M, TILE_K), transformed in groups of SIZE along an axis, 0 or 1.
+    """Transforms an fp32 tile (TILE_M, TILE_K) in groups of SIZE along an axis, 0 or 1.
 
-    SIGNS: bit i is set where entry i of a group changes its sign. SCALE: fp32(1 / sqrt(SIZE)).
+    SIGNS: bit i flips the sign of entry i of a group. SCALE: fp32(1 / sqrt(SIZE)).
     """
     return _added(_signed(x, AXIS, SIZE, SIGNS), AXIS, SIZE) * SCALE
 
@@ -23,7 +23,7 @@ def unhadamard(x, AXIS: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr, S
 
 @triton.jit
 def _signed(x, AXIS: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr):
-    """Entries whose bit is set, times -1. Triton's `-x` is 0 - x, which gives no negative zero."""
+    """Multiplies entries whose bit is set by -1. Triton's `-x` is 0 - x, which never gives negative zero."""
     at = tl.arange(0, x.shape[AXIS]) % SIZE
     signs = 1.0 - 2.0 * ((tl.full((x.shape[AXIS],), SIGNS, tl.int64) >> at.to(tl.int64)) & 1).to(tl.float32)
     if AXIS == 0:
@@ -34,7 +34,7 @@ def _signed(x, AXIS: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr):
 
 @triton.jit
 def _added(x, AXIS: tl.constexpr, SIZE: tl.constexpr):
-    """Sums and differences of entries 1 apart, then of those 2 apart, up to SIZE / 2."""
+    """Sums and differences of entries 1 apart, then 2 apart, up to SIZE / 2."""
     for bit in tl.static_range(5):
         if 1 << bit < SIZE:
             x = _apart(x, AXIS, 1 << bit)
@@ -44,7 +44,7 @@ def _added(x, AXIS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _apart(x, AXIS: tl.constexpr, STEP: tl.constexpr):
-    """Entries i and i + STEP of each 2 * STEP: their sum in place of the first, their difference in the second's."""
+    """Replaces entries i and i + STEP of each 2 * STEP by their sum and their difference."""
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
     if AXIS == 0:

@@ -1,9 +1,9 @@
-"""The kernels that call a recipe's tile functions: they find the tile, and the matrix, that a program works on.
+"""The kernels that call a recipe's tile functions: they find each program's matrix and tile.
 
 A recipe has up to six planes (p0 to p5, in the layout's order) and makes up to six buffers (b0 to b5). Planes and
-buffers that the recipe does not have, or that the caller did not ask for, are None and cost nothing. at: (row, column,
-m, k): where a tile begins, and the sizes of its matrix; quantizing appends COVER_M and COVER_K. Tile functions are
-generated (kernels.py of each recipe).
+buffers that the recipe lacks, or that the caller did not request, are None and cost nothing. at: (row, column, m, k):
+where a tile begins, and the size of its matrix; quantizing appends COVER_M and COVER_K. Tile functions are generated
+(kernels.py of each recipe).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from layoutc.runtime.triton.tiles import (
 
 @triton.jit
 def quantize_kernel(
-    table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, x
+    table,  # of a batch: sizes and addresses of all matrices; None: one matrix, x
     x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16
-    cover_k,  # the columns that tiles cover: k, and the padding of all buffers that are written
-    amax, input_max,  # fp32: shared, the largest value of x's dtype
-    seed,  # (1,) int64, of random bits that elements are rounded by
+    cover_k,  # the columns that tiles cover: k and the padding of all buffers that are written
+    amax, input_max,  # fp32: the shared amax, the largest value of x's dtype
+    seed,  # (1,) int64, for stochastic rounding
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources to write; order of scales
     PLANES: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
-    AMAXES: tl.constexpr,  # of one matrix: amax is that of each row, and this a power of two that is no less; 0: one
-    ROWWISE_ROWS: tl.constexpr, COLUMNWISE_ROWS: tl.constexpr,  # of blocks that span all columns, if written; 0: none
-    RANGES: tl.constexpr,  # a bit for each: its scales depend on the lowest and the highest value, not on an amax
+    AMAXES: tl.constexpr,  # of one matrix, if amax has an entry per row: a power of two, at least m; 0: a single amax
+    ROWWISE_ROWS: tl.constexpr, COLUMNWISE_ROWS: tl.constexpr,  # rows per block, if blocks span all columns; else 0
+    RANGES: tl.constexpr,  # a bit per source: scales depend on the lowest and highest value instead of an amax
 ):  # fmt: skip
-    """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer.
+    """Quantizes: each program reads one tile of x and writes its part of every plane and buffer.
 
-    Where blocks span all columns, a program has whole rows, of several tiles. It reads them twice: first for what
-    scales depend on, and then, from the card's cache where they fit, to quantize them.
+    If blocks span all columns, a program processes whole rows of several tiles. It reads them twice: first to find
+    scales, then to quantize, from the card's cache if they fit.
     """
     STEP_M: tl.constexpr = COVER_M if COVER_M else TILE_M
     STEP_K: tl.constexpr = COVER_K if COVER_K else TILE_K
     WHOLE_ROWS: tl.constexpr = ROWWISE_ROWS + COLUMNWISE_ROWS > 0
-    planes = (p0, p1, p2, p3, p4, p5, None)  # elements search codebooks that the program holds
+    planes = (p0, p1, p2, p3, p4, p5, None)  # None: codebooks to search are constants
     if ROWS:
         fields, row, column, m, k = member_of(table, STEP_M, 0 if WHOLE_ROWS else STEP_K, ROWS, ALIGNED)
         x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
@@ -70,7 +70,7 @@ def quantize_kernel(
         amax = largest_of(amax, m, AMAXES)
     source = (x, stride_m, stride_k)
     buffers = (b0, b1, b2, b3, b4, b5)
-    # COVER_M and COVER_K stay constants because tuples with them are made inside of calls.
+    # COVER_M and COVER_K stay constexpr because tuples with them are built inside calls.
     if WHOLE_ROWS:
         rowwise = 0  # nothing reads it
         columnwise = 0
@@ -109,7 +109,7 @@ def _plane_of(
 ):
     """A pointer to a plane of a matrix in a table.
 
-    DTYPES: two bits for each plane: 0 uint8, 1 fp32, 2 fp16, 3 bf16. SCALARS: a bit for each plane of one value.
+    DTYPES: two bits per plane: 0 uint8, 1 fp32, 2 fp16, 3 bf16. SCALARS: a bit per plane, set if it has one value.
     """
     WIDE: tl.constexpr = ALIGNED and (SCALARS >> NUMBER) & 1 == 0
     KIND: tl.constexpr = (DTYPES >> (2 * NUMBER)) & 3
@@ -125,21 +125,21 @@ def _plane_of(
 
 @triton.jit
 def dequantize_kernel(
-    table,  # of a batch; the other arguments are of one of its weights. None: that weight alone
+    table,  # of a batch; other arguments are then one weight's. None: a single weight
     out, m, k,  # (m, k) values to write
     amax,  # (1,) fp32, of the whole weight, if decoding reads it; of a batch: the first weight's
     p0, p1, p2, p3, p4, p5,
     codebooks,  # fp32 values of all codebooks that are looked up in memory
-    part_rows, part_bytes,  # of planes in parts: rows of each part, and bytes from one part of a plane to the next
+    part_rows, part_bytes,  # of planes in parts: rows per part, and bytes from one part of a plane to the next
     DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
-    PARTED: tl.constexpr,  # a bit for each plane in parts; 0: all are whole
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source to read
+    PARTED: tl.constexpr,  # a bit per plane, set if it is in parts; 0: all are whole
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes: each program reads one tile of codes and its scales, and writes their values.
 
-    Of planes in parts, tiles cover each part: the rows of one rank after those of another.
+    If planes are in parts, tiles cover one part after another: each part holds one rank's rows.
     """
     planes = (p0, p1, p2, p3, p4, p5)
     if ROWS:
@@ -176,21 +176,21 @@ def dequantize_kernel(
 
 @triton.jit
 def _in_part(plane, part, part_bytes):
-    """A pointer to the first entry of a plane in a part."""
+    """A pointer to a plane's first entry in a part."""
     return plane + part * (part_bytes // (plane.dtype.element_ty.primitive_bitwidth // 8))
 
 
 @triton.jit
 def lay_out_kernel(
-    table,  # of a batch; the other arguments are of one of its weights. None: that weight alone
-    m, k, cover_k,  # cover_k: the columns that tiles cover: k, and the padding of all buffers
-    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # the planes that are read, and the buffers
+    table,  # of a batch; other arguments are then one weight's. None: a single weight
+    m, k, cover_k,  # cover_k: the columns that tiles cover: k and the padding of all buffers
+    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # planes to read, buffers to write
     LAY_OUT: tl.constexpr,  # the recipe's lay_out_tile
-    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are read; scales are in the GEMM's order
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # codes can be moved in words of 32 bits
+    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are read; whether scales are in the GEMM's order
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # WORDS: codes can be moved in 32-bit words
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Lays out: each program moves one tile of codes, and the scales of its blocks, into every buffer."""
+    """Lays out: each program moves one tile of codes and its blocks' scales into every buffer."""
     planes = (p0, p1, p2, p3, p4, p5)
     buffers = (b0, b1, b2, b3, b4, b5)
     if ROWS:
@@ -212,21 +212,21 @@ def lay_out_kernel(
 @triton.jit
 def quantize_rows_kernel(
     x,  # (ranks, n) in fp32, bf16 or fp16
-    rest,  # (ranks, n) fp32 that is added to x, and takes what codes miss of the sum; None: x alone
-    p0, p1, p2,  # (ranks, entries) to write: planes of (ranks, k), for n filled up with zeros to k
-    seed,  # (1,) int64, of random bits; None: elements are rounded to nearest
+    rest,  # (ranks, n) fp32: added to x, then set to the quantization error of the sum; None: x alone
+    p0, p1, p2,  # (ranks, entries) to write: planes of (ranks, k), where rows of n are padded with zeros to k
+    seed,  # (1,) int64, for stochastic rounding; None: round to nearest
     input_max,  # the largest value of x's dtype, if scales depend on it
-    none,  # None: Triton takes no literal one in tuples
-    ranks, n, k, gap0, gap1, gap2,  # gap: entries between the end of a plane's row and the next one's begin
+    none,  # None: Triton does not accept a literal None in tuples
+    ranks, n, k, gap0, gap1, gap2,  # gap: entries between a plane's rows
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
     TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes what each rank is sent: a program reads TILE values of a row, and writes their codes and scales."""
+    """Quantizes what is sent to each rank: a program reads TILE values of a row and writes their codes and scales."""
     row, column = tile_of(ranks, k, 1, TILE)
     tile = load_runs(x, (row, column, ranks, n), (n, 1), (1, TILE), PIECES, EVEN)
     if rest is not None:
         tile = to_float(tile) + load_runs(rest, (row, column, ranks, n), (n, 1), (1, TILE), 1, EVEN)
-    p0 += row * gap0  # tile functions place a row as if nothing lay between rows
+    p0 += row * gap0  # tile functions assume that there are no gaps
     if p1 is not None:
         p1 += row * gap1
     if p2 is not None:
@@ -237,7 +237,7 @@ def quantize_rows_kernel(
         QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
     )  # fmt: skip
     if rest is not None:
-        tl.debug_barrier()  # other threads have written what this one reads
+        tl.debug_barrier()  # the reads below need other threads' writes
         planes = (p0, p1, p2, none, none, none, none)
         missed = tile - DEQUANTIZE(
             planes, none, (row, column, ranks, k), DequantizeOptions(True, False, 1, TILE, EVEN, CVT_LEVEL)
@@ -247,11 +247,11 @@ def quantize_rows_kernel(
 
 @triton.jit
 def sum_rows_kernel(
-    p0, p1, p2,  # planes of n values of each rank, as quantize_rows_kernel writes them
+    p0, p1, p2,  # planes of each rank's n values, as quantize_rows_kernel writes them
     out,  # (n,) to write
-    seed,  # (1,) int64, which becomes the next; None: stays
+    seed,  # (1,) int64 to increment; None: no seed
     none, ranks, n, k, stride0, stride1, stride2,  # entries from one rank's part of a plane to the next
-    number,  # that the sum is divided or multiplied by
+    number,  # the sum is divided or multiplied by it
     DEQUANTIZE: tl.constexpr, DIVIDE: tl.constexpr,
     TILE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Codes of 4 bits in generated kernels, as Triton functions: made through e4m3, by cards that convert only to that."""
+"""Triton functions for 4-bit codes in generated kernels, through e4m3 on cards that convert only to that."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def store_nibbles(
     LOW_FIRST: tl.constexpr,
     CARD_CONVERTS: tl.constexpr,
 ):
-    """As store_codes of ENCODE(scaled), for a tile of fp32 values: eight codes at a time, if the card has conversions.
+    """Like store_codes of ENCODE(scaled) for a tile of fp32 values; eight codes at a time if the card has conversions.
 
-    CARD_CONVERTS: the format is e2m1, which cards of level 100 convert to.
+    CARD_CONVERTS: the format is e2m1, to which cards convert at level 100.
     """
     if CVT_LEVEL >= 100 and CARD_CONVERTS:
         put_words(to_e2m1_words(scaled, LOW_FIRST), plane, transposed_out, at, 4, EVEN, CVT_LEVEL)
@@ -67,10 +67,10 @@ def store_fp4(
     CARD_CONVERTS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """As store_nibbles, with the amaxes of blocks, which allow a shorter way.
+    """Like store_nibbles, but faster because the blocks' amaxes are known.
 
     scaled: the tile times the multipliers. source: (x, stride_m, stride_k). tile: of x, in its dtype. amax, multiplier:
-    of each block. BOUNDED: amax * multiplier rounds to at most MAX.
+    one per block. BOUNDED: amax * multiplier rounds to at most MAX.
     """
     if CVT_LEVEL and not (CVT_LEVEL >= 100 and CARD_CONVERTS):
         FORM: tl.constexpr = (MANTISSA, BIAS, MAX, LOW_FIRST)
@@ -85,11 +85,11 @@ def store_fp4(
 
 @triton.jit
 def _put_nibbles_of_blocks(into, source, tile, scales, at, EVEN: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """Writes the codes of a tile of x times the multipliers of its blocks, as put_words.
+    """Writes the codes of a tile of x times its blocks' multipliers, like put_words.
 
     into: (plane, transposed_out). scales: (amax, multiplier). BLOCK: (rows, columns, BOUNDED). FORM: (MANTISSA, BIAS,
-    MAX, LOW_FIRST). bf16 takes a shorter way, which is wrong for blocks with NaN, infinities or extreme multipliers: a
-    program whose tile has such a block reads the tile again, and overwrites its codes.
+    MAX, LOW_FIRST). bf16 has a fast path, which is wrong for blocks with NaN, infinities or extreme multipliers. If a
+    tile has such a block, its program reads the tile again and overwrites the codes.
     """
     x, stride_m, stride_k = source
     amax, multiplier = scales
@@ -110,17 +110,17 @@ def _put_nibbles_of_blocks(into, source, tile, scales, at, EVEN: tl.constexpr, B
 
 @triton.jit
 def _values_to_nibbles(tile, multiplier, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """As _pairs_to_nibbles for any dtype, any values and any multipliers."""
+    """Like _pairs_to_nibbles, for any dtype, values and multipliers."""
     blocks = to_blocks(to_float(tile), BLOCK[0], BLOCK[1])
     return to_nibbles(from_blocks(blocks * multiplier[:, None, :, None]), FORM[0], FORM[1], FORM[2], FORM[3])
 
 
 @triton.jit
 def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """(rows, columns) fp32 -> (rows, columns / 8) int32, each of eight codes of 4 bits, rounded as by to_small_codes.
+    """(rows, columns) fp32 -> (rows, columns / 8) int32: eight 4-bit codes per word, rounded like to_small_codes.
 
-    For cards that convert to e4m3. |x| is scaled so that the format's lowest binade becomes e4m3's, and rounded to the
-    format's grid. e4m3 represents the result exactly, and the code is the upper bits of the byte's magnitude.
+    For cards that convert to e4m3. |x| is scaled so that the format's lowest binade becomes e4m3's, then rounded to the
+    format's grid. e4m3 represents the result exactly; the code is the upper bits of the byte's magnitude.
     """
     size = _to_grid(tl.minimum(tl.abs(x), MAX) * (2.0 ** (BIAS - 7)), MANTISSA)
     signed = float_of(bits_of(size) | (bits_of(x) & (-1 << 31)))
@@ -130,10 +130,10 @@ def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
 
 @triton.jit
 def _pairs_to_nibbles(pairs, factor, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """As to_nibbles for bf16 in pairs, (rows, columns / 2) int32.
+    """Like to_nibbles, for bf16 in pairs, (rows, columns / 2) int32.
 
-    factor: multipliers that also scale the format's lowest binade to e4m3's. Magnitudes are clamped two at a time,
-    before they are scaled. Signs are merged four at a time, afterwards. Factors must be normal, and values not NaN.
+    factor: multipliers that also scale the format's lowest binade to e4m3's. Magnitudes are clamped two at a time
+    before scaling. Signs are merged four at a time afterwards. Factors must be normal, and values not NaN.
     """
     BLOCK_K: tl.constexpr = BLOCK[1]
     MANTISSA: tl.constexpr = FORM[0]
@@ -147,7 +147,7 @@ def _pairs_to_nibbles(pairs, factor, BLOCK: tl.constexpr, FORM: tl.constexpr):
     blocks = to_blocks(pairs, BLOCK[0], WIDTH)
     if not BLOCK[2]:
         MOST: tl.constexpr = FORM[2] * 2.0 ** (BIAS - 7)
-        even_most = bits_of(_reciprocal(even_factor) * MOST)  # gives MAX when scaled, or slightly more
+        even_most = bits_of(_reciprocal(even_factor) * MOST)  # MAX, or slightly more, after scaling
         odd_most = bits_of(_reciprocal(odd_factor) * MOST)
         most = ((even_most >> 16) & 0xFFFF) | (odd_most & -0x10000)
         blocks = least_of_pairs(blocks, most[:, None, :, None])
@@ -168,7 +168,7 @@ def _pairs_to_nibbles(pairs, factor, BLOCK: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _to_grid(size, MANTISSA: tl.constexpr):
-    """Magnitudes rounded to MANTISSA bits, to nearest even. Below 2^-6, steps are those of [2^-6, 2^-5).
+    """Rounds magnitudes to MANTISSA bits, to nearest even. Below 2^-6, steps are those of [2^-6, 2^-5).
 
     anchor = 2^(23 - MANTISSA) * size is a multiple of the step in size's binade, and an even multiple if size is midway
     between two steps. Subtracting it and adding it back rounds size to that step, or to a finer one next to a power of
@@ -192,7 +192,7 @@ def _bytes_of_four(x):
 
 @triton.jit
 def _merged(even, odd, MANTISSA: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Signed e4m3 bytes of even and of odd columns -> words of nibbles, the bytes' sign and upper bits."""
+    """Signed e4m3 bytes of even and odd columns -> words of nibbles, which are the bytes' sign and upper bits."""
     SHIFT: tl.constexpr = 3 - MANTISSA
     low = even if LOW_FIRST else odd
     high = odd if LOW_FIRST else even
@@ -227,7 +227,7 @@ def load_nibbles(
     BIAS: tl.constexpr,
     LOW_FIRST: tl.constexpr,
 ):
-    """A tile of codes -> fp32 values: eight codes at a time, or by DECODE if the card does not convert e4m3."""
+    """Loads a tile of codes as fp32 values: eight codes at a time, or by DECODE if the card does not convert e4m3."""
     row, column, m, k = at
     if CVT_LEVEL:
         words_at = plane.to(tl.pointer_type(tl.int32))
@@ -252,7 +252,7 @@ def from_nibbles(words, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LOW_FIRST: t
 
 @triton.jit
 def _four_values(bytes_):
-    """Four e4m3 bytes in a word -> their fp32 values, that of the lowest byte first."""
+    """Four e4m3 bytes in a word -> their fp32 values, the lowest byte's first."""
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second; mov.b32 {low, high}, $4;
         cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {a, b}, first; mov.b32 {c, d}, second;

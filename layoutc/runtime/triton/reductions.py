@@ -1,5 +1,5 @@
-"""What reduces more than a tile: kernels for the amaxes of a matrix, and of blocks of columns; functions for amaxes and
-ranges of blocks of whole rows; sums over ranks.
+"""Reductions over more than a tile: kernels for amaxes of a matrix or of blocks of columns, and for sums over ranks;
+a function for amaxes or ranges of blocks of whole rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from layoutc.runtime.triton.units import largest_of_units, smallest_of_units
 def raise_amax(
     x, amaxes, at, strides, BLOCK_K: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr
 ):
-    """Reads a tile of x, and raises the amax of each of its column blocks by an atomic maximum.
+    """Reads a tile of x and raises the amax of each of its column blocks by an atomic maximum.
 
-    amaxes: (amax, columns, WHOLE), as of amax_kernel.
+    amaxes: (amax, columns, WHOLE), as in amax_kernel.
     """
     TILE_M: tl.constexpr = TILE[0]
     BLOCKS: tl.constexpr = TILE[1] // BLOCK_K
@@ -47,8 +47,8 @@ def amax_kernel(
 ):  # fmt: skip
     """Raises amax, (1, columns) fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
 
-    WHOLE: there is one amax, for all columns. Each program reads one tile, and does one atomic maximum for each of the
-    tile's column blocks. The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
+    WHOLE: all columns share one amax. Each program reads one tile, with one atomic maximum per column block. The bits
+    of magnitudes sort like the magnitudes, with NaN above infinity.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K // BLOCK_K * BLOCK_K)
     at = (row, column, m, k)
@@ -60,11 +60,11 @@ def measured_rows(
     source, at, BLOCK: tl.constexpr, RANGES: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     EVEN: tl.constexpr, COVER: tl.constexpr,
 ):  # fmt: skip
-    """What scales of blocks of whole rows depend on, of TILE[0] rows from at[0] on: of each BLOCK rows, over all
-    columns, the largest magnitude; with RANGES the lowest and the highest value, where 0 counts as one. NaN propagates.
+    """The amax of each BLOCK rows over all columns, for TILE[0] rows from at[0] on; with RANGES, the lowest and the
+    highest value of each BLOCK rows and 0. NaN propagates.
 
-    source: (x, stride_m, stride_k). (m blocks, 1) fp32, with their number rounded up to a power of two. Other
-    arguments: as of load_runs.
+    Returns (m blocks, 1) fp32, with m blocks rounded up to a power of two. source: (x, stride_m, stride_k). Other
+    arguments: see load_runs.
     """
     x, stride_m, stride_k = source
     row, _, m, k = at

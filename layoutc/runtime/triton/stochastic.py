@@ -1,4 +1,4 @@
-"""Rounding by random bits in generated kernels, as Triton functions: the counterpart of random_bits.py, for tiles."""
+"""Triton functions for stochastic rounding in generated kernels: the counterpart of random_bits.py, on tiles."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from layoutc.runtime.triton.codes import TWOS_COMPLEMENT, bits_of, isnan
 
 @triton.jit
 def random_bits(seed, at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, STREAM: tl.constexpr):
-    """32 random bits for each element of a tile, (TILE_M, TILE_K) uint32.
+    """32 random bits per element of a tile, (TILE_M, TILE_K) uint32.
 
-    seed: int64. at: (row, column, m, k, and the two of COVER). Four elements of a row share a counter, unless tiles may
-    begin inside of four: then each takes its own word of a counter that is computed for it alone.
+    seed: int64. at: (row, column, m, k, COVER_M, COVER_K). Four elements of a row share a counter. If tiles may begin
+    between them, each element computes the counter separately and uses its own word of it.
     """
     row = (at[0] + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
     COVER_K: tl.constexpr = at[5]
@@ -38,7 +38,7 @@ def _words(seed, row, group, STREAM: tl.constexpr):
 
 @triton.jit
 def _away(share, bits):
-    """1 where bits + share carries out of 32 bits, else 0."""
+    """1 if bits + share overflows 32 bits, else 0."""
     return (bits + share < share).to(tl.int32)
 
 
@@ -52,13 +52,13 @@ def to_codes_by_chance(
     LAST: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """fp32 -> codes of any floating-point format with subnormals, rounded by random bits; saturating.
+    """fp32 -> codes of any floating-point format with subnormals, rounded stochastically, saturating.
 
     LAST: the largest finite code.
     """
     LEAST: tl.constexpr = 128 - BIAS
     size = tl.abs(x)
-    if LEAST >= 34 + MANTISSA:  # numbers that fp32 has as subnormals are less than 2^-32 steps
+    if LEAST >= 34 + MANTISSA:  # fp32's subnormals are less than 2^-32 steps
         exponent = bits_of(size) >> 23
         normal = bits_of(size)
     else:
@@ -68,7 +68,7 @@ def to_codes_by_chance(
     fraction = ((normal & 0x7FFFFF) | 0x800000).to(tl.uint64)
     binade = tl.maximum(exponent, LEAST)
     drop = tl.minimum(23 - MANTISSA + binade - exponent, 63)
-    # |x| in steps of its binade, with 32 bits behind the point; those of chance carry into the steps.
+    # |x| in steps of its binade, with 32 fraction bits; adding the random bits carries into the steps.
     steps = (((fraction << 32) >> drop.to(tl.uint64)) + bits.to(tl.uint64)) >> 32
     codes = tl.minimum(((binade - LEAST) << MANTISSA) + steps.to(tl.int32), LAST)
     codes = tl.where(size == 0, 0, codes)
@@ -89,8 +89,8 @@ def to_integer_codes_by_chance(
     NAN: tl.constexpr,
     OFFSET: tl.constexpr = TWOS_COMPLEMENT,
 ):
-    """fp32 -> two's complement in steps of 2^-FRACTION, rounded by random bits; saturating. OFFSET: codes are steps
-    plus it."""
+    """fp32 -> two's complement in steps of 2^-FRACTION, rounded stochastically, saturating. With OFFSET: steps +
+    OFFSET."""
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1 if OFFSET == TWOS_COMPLEMENT else (1 << BITS) - 1 - OFFSET
     ADDED: tl.constexpr = 0 if OFFSET == TWOS_COMPLEMENT else OFFSET
     steps = tl.minimum(tl.maximum(x * (1 << FRACTION), LOWEST), HIGHEST)

@@ -1,4 +1,4 @@
-"""Filling swizzled buffers in generated kernels, as Triton functions: each position looks up where its value is."""
+"""Triton functions that fill swizzled buffers in generated kernels: each position finds its value in the plane."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton.language as tl
 
 from layoutc.runtime.triton.tiles import round_up
 
-AT_ONCE = tl.constexpr(512)  # the most bytes, or values, that a program looks up at a time
+AT_ONCE = tl.constexpr(512)  # the most bytes or values that a program looks up at a time
 
 
 @triton.jit
 def scales_of_128x4(free, contracted, free_count, contracted_count):
-    """The flat index of the scale of (free, contracted) in tiles of 128 x 4, as cards of compute capability 10 read
-    them: (rt a b) (ct c) -> rt ct b a c."""
+    """The flat index of scale (free, contracted) in 128 x 4 tiles, as cards with compute capability 10 read them:
+    (rt a b) (ct c) -> rt ct b a c."""
     at_b = free % 32
     at_a = free // 32 % 4
     at_rt = free // 128
@@ -38,12 +38,12 @@ def move_swizzled(
 ):
     """Fills a tile's share of a buffer from a plane; does nothing if the buffer is None.
 
-    ORIGIN: the recipe's function from a position in the buffer, m and k to the number of a value of the plane, and
-    whether there is one; the rest is zeros. PER: the rows and columns that an entry of the padded buffer is for, 0 for
-    an axis that has one entry. PAD: what the counts of entries are rounded up to. BITS: of a code of less than 8 bits;
-    8: values of the plane's dtype. WHOLE: the plane has a byte for each code, which the buffer packs.
+    ORIGIN: the recipe's function (position in the buffer, m, k) -> (index of a value in the plane, whether there is
+    one); other positions are zeros. PER: rows and columns per entry of the padded buffer; 0 for an axis with one entry.
+    PAD: what the counts of entries are rounded up to. BITS: of a code, if less than 8; 8: values of the plane's dtype.
+    WHOLE: the plane has a byte per code, and the buffer packs codes.
 
-    Entries are shared out by their number: entry (i, j) of a matrix of as many rows and columns of entries.
+    Programs share entries by number, as if entry number i * columns + j were at row i and column j of a matrix.
     """
     row, column, m, k = at
     if out is not None:
@@ -66,7 +66,7 @@ def move_swizzled(
 
 @triton.jit
 def _put_group(planes, number, mine, sizes, ORIGIN: tl.constexpr, FORM: tl.constexpr):
-    """Writes a group of codes, which fill whole bytes, where `mine` is set: those of group `number`.
+    """Writes group `number` of codes, which fills whole bytes, where `mine` is set.
 
     planes: (plane, to). sizes: (m, k). FORM: (BITS, GROUP, LOW_FIRST, WHOLE).
     """
@@ -90,11 +90,11 @@ def _put_group(planes, number, mine, sizes, ORIGIN: tl.constexpr, FORM: tl.const
 
 @triton.jit
 def _code_at(plane, value, there, BITS: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Code number `value` of a plane whose rows are whole bytes, int32; 0 where there is none."""
+    """Code number `value` of a plane whose rows are whole bytes, int32; 0 unless `there`."""
     byte = value * BITS // 8
     begins = (value * BITS % 8).to(tl.int32)
     lane = tl.load(plane + byte, mask=there, other=0).to(tl.int32)
-    if 8 % BITS:  # it may go on in the next byte
+    if 8 % BITS:  # a code may continue in the next byte
         after = tl.load(plane + byte + 1, mask=there & (begins + BITS > 8), other=0).to(tl.int32)
         lane = lane | (after << 8) if LOW_FIRST else (lane << 8) | after
     WIDTH: tl.constexpr = 16 if 8 % BITS else 8

@@ -1,8 +1,8 @@
-"""Tiles in generated kernels, as Triton functions: loads and stores.
+"""Triton functions that load and store tiles in generated kernels.
 
-A program works on a tile of TILE_M rows and TILE_K columns, or TILE[0] and TILE[1], of a matrix (m, k). at: (row,
-column, m, k): where the tile begins, and the sizes of the matrix. strides: from one of its rows, or columns, to the
-next. Tuples are made inside of calls, where their constants stay constants. EVEN: every tile is inside the matrix.
+A program processes a tile of TILE_M rows and TILE_K columns, or TILE[0] and TILE[1], of a matrix (m, k). at: (row,
+column, m, k): where the tile begins, and the size of the matrix. strides: from one row, or column, of the matrix to
+the next. Callers build tuples inside calls, where constants stay constexpr. EVEN: every tile is inside the matrix.
 COVER: the rows and columns of a tile that hold whole blocks. The others are idle: they are neither loaded nor stored.
 (0, 0): no row or column is idle.
 """
@@ -23,8 +23,8 @@ USUAL = tl.constexpr("")  # default of EVICT
 
 
 class QuantizeOptions(NamedTuple):
-    """Constants of a recipe's quantize_tile: the sources that are written, whether scales are swizzled, whether every
-    tile is inside the matrix, and which conversions are the card's. Made inside of the call, where they stay constants.
+    """Constants of a recipe's quantize_tile: sources to write, whether scales are swizzled, whether every tile is
+    inside the matrix, and the conversion level. Build it inside the call, where fields stay constexpr.
     """
 
     ROWWISE: Any
@@ -35,7 +35,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class DequantizeOptions(NamedTuple):
-    """Constants of a recipe's dequantize_tile: the source that is read, the tile's sizes, and as of QuantizeOptions."""
+    """Constants of a recipe's dequantize_tile: the source to read, the tile's size, and as in QuantizeOptions."""
 
     ROWWISE: Any
     COLUMNWISE: Any
@@ -46,7 +46,7 @@ class DequantizeOptions(NamedTuple):
 
 
 class LayOutOptions(NamedTuple):
-    """Constants of a recipe's lay_out_tile: as of the others. WORDS: codes can be moved in words of 32 bits."""
+    """Constants of a recipe's lay_out_tile, as in the other options. WORDS: codes can be moved in 32-bit words."""
 
     SWIZZLED: Any
     WORDS: Any
@@ -78,7 +78,7 @@ def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
 def load(
     pointer, at, strides, TILE: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVICT: tl.constexpr = USUAL
 ):
-    """A tile of a matrix, with zeros outside the matrix. EVICT: what the card's caches make of it."""
+    """Loads a tile of a matrix, with zeros outside the matrix. EVICT: Triton's eviction_policy."""
     row, column, rows, columns = at
     i = tl.arange(0, TILE[0])[:, None]
     j = tl.arange(0, TILE[1])[None, :]
@@ -92,7 +92,7 @@ def load(
 
 @triton.jit
 def _covered(i, j, at, EVEN: tl.constexpr, COVER: tl.constexpr):
-    """True for entries (i, j) of a tile that are not idle and inside the matrix."""
+    """True for entries (i, j) of a tile that are inside the matrix and not idle."""
     row, column, rows, columns = at
     covered = (i < COVER[0]) & (j < COVER[1])
     if EVEN:
@@ -104,9 +104,9 @@ def _covered(i, j, at, EVEN: tl.constexpr, COVER: tl.constexpr):
 def load_runs(
     pointer, at, strides, TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL
 ):
-    """As load, with PIECES (1, 2 or 4) adjacent pieces of 16 bytes of a row in one thread.
+    """Like load, with PIECES (1, 2 or 4) adjacent 16-byte pieces of a row per thread.
 
-    Each piece is a load of its own. That way, fewer threads share a block along a row, and compute its scale.
+    Each piece is a separate load. So fewer threads share a block along a row and compute its scale.
     """
     if PIECES == 1:
         return load(pointer, at, strides, TILE, EVEN, COVER)
@@ -117,7 +117,7 @@ def load_runs(
         row, column, rows, columns = at
         WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
         RUNS: tl.constexpr = TILE_K // (PIECES * WIDTH)
-        # These shapes matter: with two dims for one row, or three for several, Triton moves data or repeats amaxes.
+        # These shapes matter: with two dims for one row, or three for more, Triton moves data or repeats amaxes.
         if TILE_M == 1:
             i = tl.zeros((1, 1, 1), tl.int32)
             j = tl.arange(0, RUNS)[None, :, None] * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
@@ -142,7 +142,7 @@ def load_runs(
 
 @triton.jit
 def _swap_last_dims(x):
-    """x, of 3 to 5 dims, with the last two swapped."""
+    """Swaps the last two dims of x, which has 3 to 5."""
     if len(x.shape) == 3:
         return tl.permute(x, (0, 2, 1))
     elif len(x.shape) == 4:
@@ -153,7 +153,7 @@ def _swap_last_dims(x):
 
 @triton.jit
 def _load_piece(pointers, inside, EVEN: tl.constexpr):
-    """The values that pointers refer to, with zeros outside the matrix."""
+    """Loads from pointers, with zeros outside the matrix."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0)
@@ -161,7 +161,7 @@ def _load_piece(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVICT: tl.constexpr = USUAL):
-    """Writes a tile into a contiguous matrix, in the matrix's dtype; nothing outside it. EVICT: as of `load`."""
+    """Writes a tile into a contiguous matrix in the matrix's dtype, and nothing outside it. EVICT: as in `load`."""
     row, column, rows, columns = at
     i = tl.arange(0, tile.shape[0])[:, None]
     j = tl.arange(0, tile.shape[1])[None, :]
@@ -177,7 +177,7 @@ def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVIC
 
 @triton.jit
 def store_pieces(pointers, groups, EVICT: tl.constexpr):
-    """Writes groups of neighbours, (n, rows, each), from where pointers lead, (n, rows, 1): 16 bytes at a time."""
+    """Writes groups of adjacent values, (n, rows, each), to the pointers of their firsts, (n, rows, 1), in 16 bytes."""
     EACH: tl.constexpr = groups.shape[2]
     if EACH * groups.dtype.primitive_bitwidth <= 128:
         tl.store(pointers + tl.arange(0, EACH)[None, None, :], groups, eviction_policy=EVICT)
@@ -190,7 +190,7 @@ def store_pieces(pointers, groups, EVICT: tl.constexpr):
 
 @triton.jit
 def store_words(pointer, words, at, NBYTES: tl.constexpr, LOW_FIRST: tl.constexpr, COVER: tl.constexpr = ALL):
-    """Writes packed words of NBYTES bytes into rows of words. at: as for `store`, in words."""
+    """Writes packed words of NBYTES bytes into rows of words. at: as in `store`, in words."""
     row, word, rows, row_words = at
     i = tl.arange(0, words.shape[0])[:, None]
     j = tl.arange(0, words.shape[1])[None, :]
@@ -209,7 +209,7 @@ def store_words(pointer, words, at, NBYTES: tl.constexpr, LOW_FIRST: tl.constexp
 
 @triton.jit
 def load_words(pointer, at, TILE: tl.constexpr, NBYTES: tl.constexpr, LOW_FIRST: tl.constexpr, WIDE: tl.constexpr):
-    """Inverse of store_words: a tile of words, int64 if WIDE, else int32; zeros outside the matrix."""
+    """Inverse of store_words: loads a tile of words, int64 if WIDE, else int32; zeros outside the matrix."""
     row, word, rows, row_words = at
     i = tl.arange(0, TILE[0])[:, None]
     j = tl.arange(0, TILE[1])[None, :]
@@ -227,7 +227,7 @@ def load_words(pointer, at, TILE: tl.constexpr, NBYTES: tl.constexpr, LOW_FIRST:
 
 @triton.jit
 def store_packed(pointer, codes, at, BITS: tl.constexpr, LOW_FIRST: tl.constexpr, COVER: tl.constexpr = ALL):
-    """Writes a tile of codes of BITS bits into contiguous rows, packed in groups that fill whole bytes."""
+    """Writes a tile of BITS-bit codes into contiguous rows, packed in groups that fill whole bytes."""
     GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
     NBYTES: tl.constexpr = BITS * GROUP // 8
     words = pack(codes, BITS, GROUP, LOW_FIRST) if GROUP > 1 else codes
@@ -248,9 +248,9 @@ def load_codes(
     LOW_FIRST: tl.constexpr = True,
     EVEN: tl.constexpr = False,
 ):
-    """Inverse of store_packed: a tile of codes, (TILE_M, TILE_K) int32.
+    """Inverse of store_packed: loads a tile of codes, (TILE_M, TILE_K) int32.
 
-    EVEN only has an effect on codes of 8 bits.
+    EVEN affects only 8-bit codes.
     """
     row, column, rows, columns = at
     if BITS == 8:
@@ -273,10 +273,10 @@ def load_blocks(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr = NO_UNITS,
 ):
-    """The entries of a tile's blocks, (m blocks, k blocks), from a plane with an entry for each block.
+    """Loads the entries of a tile's blocks, (m blocks, k blocks), from a plane with one entry per block.
 
-    at: begins with (row, column, m, k): where the tile begins, and the sizes of the matrix. BLOCK: rows and columns of
-    a block; 0 for the whole axis. If the tile is not whole blocks, their numbers are rounded up to powers of two.
+    at: begins with (row, column, m, k): where the tile begins, and the size of the matrix. BLOCK: rows and columns of
+    a block; 0 for the whole axis. If a tile is not whole blocks, their counts are rounded up to powers of two.
 
     UNIT: rows and columns of a unit. With it, the result has an entry for each unit of the tile, (m units, k units),
     and blocks may begin or end outside the tile.
@@ -310,10 +310,10 @@ def _block_of_units(first, TILE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.con
 
 @triton.jit
 def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Inverse of load_blocks; nothing if the plane is None.
+    """Inverse of load_blocks; does nothing if the plane is None.
 
-    at: (row, column, m, k, and the two of COVER). An axis with BLOCK 0 has one entry, so tiles must span the axis, or
-    all have the same entry.
+    at: (row, column, m, k, COVER_M, COVER_K). An axis with BLOCK 0 has one entry, so tiles must span the axis, or all
+    have the same entry.
     """
     row, column, m, k = at[:4]
     COVER_M: tl.constexpr = at[4]
@@ -341,9 +341,9 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scatter(pointer, places, values):
-    """pointer[place] = value, fp32, for each place of a tile, by all threads that have the value.
+    """pointer[place] = value, fp32, for each place of a tile. Every thread that has a value stores it.
 
-    As stores, Triton would move values to threads in another order, through shared memory and two barriers.
+    For tl.store, Triton would first move values to other threads, through shared memory with two barriers.
     """
     tl.inline_asm_elementwise(
         "{ .reg .u64 at; mad.wide.s32 at, $2, 4, $1; st.global.f32 [at], $3; mov.u32 $0, 0; }",
@@ -368,7 +368,7 @@ def to_dtype(values, DTYPE: tl.constexpr, CVT_LEVEL: tl.constexpr):
 # -------------------------------------------------------------------------------------------------------- packed codes
 @triton.jit
 def pack(codes, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Codes (rows, columns) -> words (rows, columns / GROUP) of GROUP codes each, which together fill whole bytes."""
+    """Codes (rows, columns) -> words (rows, columns / GROUP). The GROUP codes of a word fill whole bytes."""
     lanes = tl.reshape(codes, (codes.shape[0], codes.shape[1] // GROUP, GROUP))
     if GROUP * BITS >= 32:
         lanes = lanes.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Laying out planes in generated kernels, as Triton functions: transposed codes, repeated scales, zero padding."""
+"""Triton functions that lay out planes in generated kernels: transposed codes, repeated scales, zero padding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _swap_bytes(a, b, CVT_LEVEL: tl.constexpr):
 
 @triton.jit
 def _transpose_four(words, CVT_LEVEL: tl.constexpr):
-    """Transposes 4 x 4 bytes: words are four rows before, and four columns after."""
+    """Transposes 4 x 4 bytes: four words that are rows become columns."""
     a, b, c, d = words
     a, c = _swap_halves(a, c, CVT_LEVEL)
     b, d = _swap_halves(b, d, CVT_LEVEL)
@@ -59,7 +59,7 @@ def _transpose_four(words, CVT_LEVEL: tl.constexpr):
 
 @triton.jit
 def _transpose_eight(words, CVT_LEVEL: tl.constexpr):
-    """Transposes 8 x 8 nibbles, as _transpose_four does bytes. Low bits come first."""
+    """Transposes 8 x 8 nibbles, like _transpose_four with bytes. Low bits come first."""
     a, b, c, d, e, f, g, h = words
     a, e = _swap_halves(a, e, CVT_LEVEL)
     b, f = _swap_halves(b, f, CVT_LEVEL)
@@ -78,9 +78,9 @@ def _transpose_eight(words, CVT_LEVEL: tl.constexpr):
 
 @triton.jit
 def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
-    """Writes N words of codes, (G, W) each, of rows n, N + n, ... in order, transposed into a contiguous (k, m).
+    """Transposes N words of codes into a contiguous (k, m). Word n, (G, W), has rows n, N + n, and so on.
 
-    Each column of a word is a store of its own, so that Triton's layout along the rows goes back to the loads.
+    Each column of a word is a separate store, so that Triton propagates the layout along rows back to the loads.
     """
     row, column, m, k = at[:4]
     columns = _transpose_four(words, CVT_LEVEL) if N == 4 else _transpose_eight(words, CVT_LEVEL)
@@ -97,7 +97,7 @@ def _put_columns(words, out, at, N: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL:
 
 @triton.jit
 def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
-    """Writes words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
+    """Transposes words (rows, w) of 4- or 8-bit codes into a contiguous (k, m)."""
     rows: tl.constexpr = words.shape[0]
     w: tl.constexpr = words.shape[1]
     if BITS == 8:
@@ -121,10 +121,10 @@ def _put_transposed(words, out, at, BITS: tl.constexpr, EVEN: tl.constexpr, CVT_
 
 @triton.jit
 def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr):
-    """Writes a tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), unless it is None.
+    """Writes a tile of codes, in words, into a plane (m, k), and transposed into a buffer (k, m); either may be None.
 
-    at: (row, column, m, k, and the two of COVER): where the tile begins, the sizes of the matrix, and the rows and
-    columns of the tile that are written. BITS: 4 or 8.
+    at: (row, column, m, k, COVER_M, COVER_K): where the tile begins, the size of the matrix, and the rows and columns
+    of the tile to write. BITS: 4 or 8.
     """
     N: tl.constexpr = 32 // BITS
     row, column, m, k = at[:4]
@@ -138,10 +138,10 @@ def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def to_words(codes):
-    """(rows, columns) codes of 8 bits -> (rows, columns / 4) int32, the first code lowest.
+    """(rows, columns) 8-bit codes -> (rows, columns / 4) int32, the first code lowest.
 
-    Codes are narrowed to bytes before threads exchange them. That is faster, and also avoids a fault: with whole words,
-    the assembler of CUDA 12.8 mixes up registers on sm_90 if codes of NaN have been selected.
+    Codes are narrowed to bytes before threads exchange them. That is faster, and works around a bug: with whole words,
+    CUDA 12.8's ptxas mixes up registers on sm_90 if codes of NaN have been selected.
     """
     lanes = tl.reshape(codes.to(tl.uint8), (codes.shape[0], codes.shape[1] // 4, 2, 2)).to(tl.int32)
     c02, c13 = tl.split(lanes)
@@ -161,7 +161,7 @@ def store_codes(
     BITS: tl.constexpr = 8,
     LOW_FIRST: tl.constexpr = True,
 ):
-    """As put_words, for a tile of codes of any width. With a buffer: of 8 bits, or of 4 bits with low bits first."""
+    """Like put_words, for codes of any width. A buffer needs 8-bit codes, or 4-bit codes with low bits first."""
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
         put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, CVT_LEVEL)
@@ -174,8 +174,8 @@ def store_codes(
 
 @triton.jit
 def _row_words(pointer, at, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr):
-    """Loads words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, with zeros outside the matrix. at: in
-    words."""
+    """Loads words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, with zeros outside the matrix. Columns
+    of `at` count words."""
     row, word, rows, row_words = at
     i = tl.arange(0, GROUPS)[:, None] * N + FIRST
     j = tl.arange(0, WORDS)[None, :]
@@ -185,10 +185,10 @@ def _row_words(pointer, at, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.con
 
 @triton.jit
 def transpose_words(data, out, at, TILE: tl.constexpr, BITS: tl.constexpr, CVT_LEVEL: tl.constexpr):
-    """Transposes codes of 8 bits, or of 4 with low bits first, of a tile of (m, k) into a contiguous (k, m). m and k
-    must be multiples of as many codes as a word has.
+    """Transposes a tile of (m, k) into a contiguous (k, m). Codes have 8 bits, or 4 with low bits first. m and k must
+    be multiples of the codes per word, N.
 
-    N x N codes are transposed in N words, which takes an Nth of the accesses to shared memory that codes would take.
+    N x N codes are transposed in N words, with 1/N of the shared memory accesses of single codes.
     """
     N: tl.constexpr = 32 // BITS
     source = data.to(tl.pointer_type(tl.int32))
@@ -214,10 +214,10 @@ def repack_codes(
     PAD: tl.constexpr = NO_PADDING,
     WORDS: tl.constexpr = False,
 ):
-    """Moves a tile of codes of a plane (m, k) into a buffer; does nothing if the buffer is None.
+    """Moves a tile of codes from a plane (m, k) into a buffer; does nothing if the buffer is None.
 
     DIMS: "mk" or "km". PAD: what the buffer's sizes are rounded up to; the padding is filled with zeros. WORDS: codes
-    can be transposed in words of 32 bits, without padding.
+    can be transposed in 32-bit words, without padding.
     """
     row, column, m, k = at
     if out is not None:
@@ -235,7 +235,7 @@ def repack_codes(
 
 @triton.jit
 def _entries(first, TILE: tl.constexpr, STEP: tl.constexpr):
-    """The numbers of the entries that begin in a tile, along one axis, if STEP is not a power of two; then 2^31."""
+    """The numbers of entries that begin in a tile along an axis, padded with 2^31, if STEP is not a power of two."""
     LANES: tl.constexpr = TILE // power_below(STEP) if STEP < TILE else 1
     entry = tl.cdiv(first, STEP) + tl.arange(0, LANES)
     return tl.where(entry * STEP < first + TILE, entry, 1 << 31)
@@ -255,10 +255,10 @@ def move_scales(
     FREE: tl.constexpr = ROWS_FREE,
     SWIZZLE: tl.constexpr = None,
 ):
-    """Moves a tile's scales from a plane into a buffer, as _put_scales; does nothing if the buffer is None.
+    """Moves a tile's scales from a plane into a buffer, like _put_scales; does nothing if the buffer is None.
 
-    The plane has one scale for each BLOCK of rows and columns. BLOCK and PER are 0 for an axis that is one block; its
-    only entry is written by the first tiles.
+    The plane has one scale per BLOCK of rows and columns. BLOCK and PER are 0 for an axis that is one block; the first
+    tiles write its only entry.
     """
     row, column, m, k = at
     if out is not None:
@@ -292,7 +292,7 @@ def store_scales_expanded(
     FREE: tl.constexpr = ROWS_FREE,
     SWIZZLE: tl.constexpr = None,
 ):
-    """Writes the scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales, unless it is None."""
+    """Writes a tile's block scales, (m blocks, k blocks), into a buffer, like _put_scales, unless it is None."""
     row, column, m, k = at[:4]
     if out is not None:
         shape: tl.constexpr = (scales.shape[0], BLOCK[0] // PER[0], scales.shape[1], BLOCK[1] // PER[1])
@@ -305,11 +305,11 @@ def store_scales_expanded(
 
 @triton.jit
 def _put_scales(values, out, at, PER: tl.constexpr, PAD: tl.constexpr, ORDER: tl.constexpr, SWIZZLE: tl.constexpr):
-    """Writes entries of a buffer with one entry for each PER[0] rows and PER[1] columns.
+    """Writes entries of a buffer with one entry per PER[0] rows and PER[1] columns.
 
-    at: (i, j, m, k): the numbers of the entries, and the sizes of the matrix. PAD: what the counts of entries are
+    at: (i, j, m, k): the numbers of the entries, and the size of the matrix. PAD: what the counts of entries are
     rounded up to. ORDER: (DIMS, FREE). DIMS: "mk" or "km". SWIZZLE: the recipe's swizzled_index, for a buffer in the
-    GEMM's order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
+    GEMM's order; None: DIMS is the order. FREE: the axis, "m" or "k", that the product keeps, if there is a SWIZZLE.
     """
     i, j, m, k = at
     out_m = tl.cdiv(tl.cdiv(m, PER[0]), PAD[0]) * PAD[0] if PER[0] else 1

@@ -1,9 +1,9 @@
-"""Blocks whose sizes are not powers of two in generated kernels, as Triton functions: blocks are cut into units.
+"""Triton functions for blocks whose sizes are not powers of two, in generated kernels: blocks are cut into units.
 
 The sizes of a Triton tensor are powers of two. So tiles are cut into units, whose sizes are the largest powers of two
-that divide the sizes of a block: 8 x 16 for blocks of 24 x 48, which have 3 x 3 units each. Amaxes of units are joined
-into those of blocks, and what is computed for a block is copied to its units. A tile holds as many whole blocks as fit;
-its other lanes are never stored.
+that divide a block's: blocks of 24 x 48 have 3 x 3 units of 8 x 16. A block's amax is the largest of its units', and
+what is computed for a block is copied to its units. A tile holds as many whole blocks as fit; other lanes are never
+stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def power_below(size):
 # ---------------------------------------------------------------------------------------------------------------- units
 @triton.jit
 def _keys(x):
-    """fp32 -> int32 in the same order, with NaN above all other values."""
+    """fp32 -> int32 that sort the same, with NaN above all other values."""
     bits = bits_of(x)
     return tl.where(isnan(x), 0x7FC00000, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -37,9 +37,9 @@ def _values(keys):
 
 @triton.jit
 def _picked(x, at):
-    """The columns of x, (rows, columns), with the numbers in `at`, (n,) -> (rows, n). n: at least as many as columns.
+    """Columns `at`, (n,), of x, (rows, columns) -> (rows, n). n >= columns.
 
-    Columns are repeated until there are n, because Triton 3.7 fails to compile some gathers from fewer.
+    Columns are repeated until there are n because Triton 3.7 fails to compile some gathers from fewer.
     """
     TIMES: tl.constexpr = at.shape[0] // x.shape[1]
     if TIMES > 1:
@@ -52,8 +52,8 @@ def _picked(x, at):
 def _joined(keys, UNITS: tl.constexpr):
     """The largest of each UNITS entries of a row: (rows, entries) int32 -> (rows, blocks).
 
-    The number of blocks is rounded up to a power of two; the last entries are no block's. So is the number of units of
-    a block, with units of the same block, which do not change its maximum.
+    The number of blocks is rounded up to a power of two; entries past the last block have no meaning. The number of
+    units per block is rounded up too, by repeating one of the block's units, which does not change the maximum.
     """
     if UNITS == 1:
         return keys
@@ -67,7 +67,7 @@ def _joined(keys, UNITS: tl.constexpr):
 
 @triton.jit
 def largest_of_units(x, UNITS: tl.constexpr):
-    """The largest of each UNITS[0] x UNITS[1] entries, one for each unit of a tile; NaN propagates.
+    """The largest of each UNITS[0] x UNITS[1] entries; a tile has one entry per unit. NaN propagates.
 
     x: (m units, k units) fp32. Returns (m blocks, k blocks), each rounded up to a power of two.
     """
@@ -76,13 +76,13 @@ def largest_of_units(x, UNITS: tl.constexpr):
 
 @triton.jit
 def smallest_of_units(x, UNITS: tl.constexpr):
-    """As largest_of_units, the smallest."""
+    """Like largest_of_units, for the smallest."""
     return -largest_of_units(-x, UNITS)
 
 
 @triton.jit
 def _copied(x, COUNT: tl.constexpr, UNITS: tl.constexpr):
-    """(rows, blocks) -> (rows, COUNT): for each unit, the entry of its block."""
+    """(rows, blocks) -> (rows, COUNT): each unit gets its block's entry."""
     if UNITS == 1:
         return x
     else:
@@ -91,7 +91,7 @@ def _copied(x, COUNT: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def to_units(entries, units, UNITS: tl.constexpr):
-    """(m blocks, k blocks) -> (m units, k units): the entry of each unit's block. units: a tile, as from to_blocks."""
+    """(m blocks, k blocks) -> (m units, k units): each unit gets its block's entry. units: a tile from to_blocks."""
     rows = tl.trans(_copied(tl.trans(entries), units.shape[0], UNITS[0]))
     return _copied(rows, units.shape[2], UNITS[1])
 
@@ -99,7 +99,7 @@ def to_units(entries, units, UNITS: tl.constexpr):
 # --------------------------------------------------------------------------------------------------------------- blocks
 @triton.jit
 def _filled(x, SIZE: tl.constexpr):
-    """(rows, columns) fp32 -> the same, with each SIZE columns filled up with zeros to a power of two."""
+    """Pads each SIZE columns of a (rows, columns) fp32 tile with zeros to a power of two."""
     if SIZE & (SIZE - 1) == 0:
         return x
     else:
@@ -115,7 +115,7 @@ def _filled(x, SIZE: tl.constexpr):
 def whole_blocks(units, BLOCK: tl.constexpr):
     """A tile in units, as from to_blocks -> its blocks, (m blocks, rows, k blocks, columns) fp32.
 
-    All sizes are rounded up to powers of two; blocks of BLOCK rows and columns are filled up with zeros.
+    All sizes are rounded up to powers of two; blocks of BLOCK rows and columns are padded with zeros.
     """
     columns = _filled(from_blocks(units), BLOCK[1])
     both = tl.trans(_filled(tl.trans(columns), BLOCK[0]))
