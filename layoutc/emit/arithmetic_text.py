@@ -17,12 +17,12 @@ from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, th
 from layoutc.spec.rule_constants import CONSTANTS, constant
 
 LONGEST = 120  # of a line with its comment, as files are formatted
-_LONG = 32  # entries of a table that a formula takes the place of, where there is one
+_LONG = 32  # tables with more entries are printed as a formula, if there is one
 
 
 @dataclass(frozen=True)
 class CandidatesText:
-    """How a rule that tries several scales chooses one."""
+    """How a rule that tries several scales chooses one of them."""
 
     name: str
     tried: str
@@ -47,10 +47,10 @@ class RuleText:
 
 @dataclass(frozen=True)
 class ArithmeticText:
-    """Codecs and the scale rule of one quantization. `suffix`: of the names of its functions.
+    """Codecs and the scale rule of one quantization. `suffix`: of its functions' names.
 
-    codecs: a line for each format, with a comment. levels: how its scales, and zero points, are stored under scales of
-    their own.
+    codecs: one line per format, with a comment. levels: how scales and zero points are stored under scales of
+    super-blocks.
     """
 
     suffix: str
@@ -61,7 +61,7 @@ class ArithmeticText:
 
 @dataclass(frozen=True)
 class LevelText:
-    """The functions that store scales, or zero points, under scales of their own."""
+    """The functions that store scales, or zero points, under scales of super-blocks."""
 
     name: str
     doc: str
@@ -89,7 +89,7 @@ def arithmetic_text(quantization: Quantization, suffix: str) -> ArithmeticText:
 
 
 def _level(kind: str, level: Level, suffix: str) -> LevelText:
-    """How values of blocks become what is stored of them, and back."""
+    """Functions that encode blocks' values under their level, and decode them."""
     q, of = level.quantization, level_suffix(kind, suffix)
     block, factor = f"{q.block.m}, {q.block.k}", rule_text.factor(q)
     stored = ["codes", "scale", *(["offset"] if level.centered else [])]
@@ -137,13 +137,13 @@ def _rule(quantization: Quantization, suffix: str) -> RuleText:
 
 
 def _steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The rule's steps; those that make the stored level of an amax are a function of their own."""
+    """The rule's steps, except those that compute an amax's stored level, which are a separate function."""
     lines, levels = rule_text.steps(quantization, suffix), len(quantization.definition.tensor)
     return ["tensor_level = level_of(tensor_amax)", *lines[levels:]] if levels else lines
 
 
 def _levels_of_results(quantization: Quantization) -> list[Level | None]:
-    """How the scale is stored, and the zero point, if there is one."""
+    """How scales are stored, and zero points, if there are any."""
     return [quantization.scales, *([quantization.zeros] if quantization.zero else [])]
 
 
@@ -162,7 +162,7 @@ def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | Non
 
 
 def _coded(quantization: Quantization) -> Iterator[tuple[str, Format, str]]:
-    """What is stored as codes, their format and how they are rounded; not scales and zero points that have levels."""
+    """What is stored as codes, with format and rounding; scales and zero points under levels are left out."""
     yield "element", quantization.element, quantization.element_rounding
     if not (quantization.scales or quantization.scale.is_f32):
         yield "scale", quantization.scale, quantization.rounding
@@ -171,7 +171,7 @@ def _coded(quantization: Quantization) -> Iterator[tuple[str, Format, str]]:
 
 
 def _codec(what: str, fmt: Format, rounding: str, suffix: str) -> Lines:
-    """How codes of a format are encoded and decoded: by torch's dtype, or by tables of thresholds and values."""
+    """Lines that encode and decode a format: by torch's dtype, or by tables of thresholds and values."""
     prefix, by_chance = f"{rule_text.prefix_of(suffix)}{what.upper()}", rounding == "stochastic"
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
     nan: dict[str, str | int] = {"nan": f"0x{fmt.nan_code:02X}"}
@@ -192,14 +192,14 @@ def _codec(what: str, fmt: Format, rounding: str, suffix: str) -> Lines:
         made = call(f"codecs.{function}", f"torch.{fmt.torch}", repr(fmt.max), **nan)
     else:
         made = call("codecs.table", f"{prefix}_STEPS", f"{prefix}_VALUES", str(sign_bit), **nan)
-    # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
+    # A format without NaN encodes NaN as its largest positive value, the most conspicuous code.
     doc = f"{fmt.name}, {rule_text.ROUNDED[rounding]}" + ("" if fmt.nan or fmt.is_wide else "; no NaN: the largest")
     of = f"{'' if what == 'element' else f'_{what}'}{suffix}"
     return commented(f"encode{of}, decode{of} = {made}", doc, LONGEST)
 
 
 def _named(fmt: Format, rounding: str) -> str:
-    """The name by which the runtime has a format whose tables no reference then states; or "" for others."""
+    """The runtime's name of a format, whose tables the reference then omits; "" for other formats."""
     names = conversions.named(fmt, rounding)
     return names.codec if names else ""
 
@@ -220,7 +220,7 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
             by_formula = _steps_by_formula(fmt)
             if by_formula:
                 add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
-            count = len(fmt.values)  # of the list: the table has a 0 for each code beyond it
+            count = len(fmt.values)  # the list's; the table has 0 for each code past its end
             listed = "" if count == 1 << fmt.bits else f"[:{count}]"
             by_values = f"num.codebook_steps({prefix}{kind}_VALUES{listed})"
             steps = by_values if by_formula else table_of_codebook_steps(fmt)
@@ -244,7 +244,7 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
     return constants
 
 
-# ---------------------------------------------------- tables: made once for each format, since most recipes share a few
+# ------------------------------------------------- tables: built once per format, because recipes share a few formats
 @cache
 def table_of_values(fmt: Format) -> str:
     """The value of each code."""
@@ -253,7 +253,7 @@ def table_of_values(fmt: Format) -> str:
 
 @cache
 def table_of_magnitudes(fmt: Format) -> str:
-    """The finite values without a sign, ascending."""
+    """The finite magnitudes, ascending."""
     return _table(fmt.magnitudes)
 
 
@@ -270,13 +270,13 @@ def table_of_codebook_steps(fmt: Format) -> str:
 
 
 def _steps_by_formula(fmt: Format) -> bool:
-    """True if a codebook's table of thresholds would be long, and follows from its values."""
+    """True if a codebook's table of thresholds would be long, and can be computed from its values."""
     return len(fmt.values) > _LONG and fmt.ties == "down"
 
 
 @cache
 def table_of_codebook_codes(fmt: Format) -> str:
-    """The codes of a codebook's numbers, by ascending value."""
+    """A codebook's codes, by ascending value."""
     order = codebook_order(fmt)
     if len(order) > _LONG and order == tuple(range(len(order))):
         return f"tuple(range({len(order)}))"
@@ -284,7 +284,7 @@ def table_of_codebook_codes(fmt: Format) -> str:
 
 
 def _table(values: Iterable[float]) -> str:
-    """A tuple of fp32 values as code: a formula if one gives exactly these values, else the values themselves."""
+    """A tuple of fp32 values as code: a formula that gives exactly these values if there is one, else the values."""
     items = list(values)
     if len(items) > _LONG and items[1] > 0:
         for formula in _formulas(items):
@@ -296,7 +296,7 @@ def _table(values: Iterable[float]) -> str:
 
 
 def _lines(text: str) -> str:
-    """Entries, each with a comma after it, as a tuple."""
+    """A tuple from entries that each end in a comma."""
     if len(text) <= 80:
         return f"({text[:-1] if text.count(',') > 1 else text})"
     lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)

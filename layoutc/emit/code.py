@@ -11,13 +11,13 @@ Lines = tuple[str, ...]
 
 
 def call(function: str, *values: str, **constants: str | int | float | bool) -> str:
-    """A call: positional arguments as they are, and constants as keyword arguments."""
+    """A call with values as positional arguments and constants as keyword arguments."""
     named = (f"{name}={value if isinstance(value, str) else repr(value)}" for name, value in constants.items())
     return f"{function}({', '.join([*values, *named])})"
 
 
 def converted(conversion: Conversion, value: str, prefix: str) -> str:
-    """The call that converts a value. prefix: of the format's named constants, as `SCALE`."""
+    """The call that converts a value. prefix: of the format's named constants, such as `SCALE`."""
 
     def spelled(constant: Constant) -> str:
         match constant:
@@ -39,20 +39,20 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
 
 
 def commented(line: str, doc: str, longest: int) -> Lines:
-    """A line with a comment: at its end, or above if the line would be longer than that."""
+    """A line with a comment: at its end, or above it if the result would exceed `longest`."""
     ended = f"{line}  # {doc}"
     return (ended,) if len(ended) <= longest else (f"# {doc}", line)
 
 
 def indented(lines: Lines, steps: int = 1) -> Lines:
-    """Lines, indented by some steps."""
+    """Indents lines by some steps."""
     return tuple(f"{'    ' * steps}{line}" if line else "" for line in lines)
 
 
 def wrapped(lines: Lines, width: int) -> Lines:
-    """Breaks lines that are longer than `width` and are one call, with as many arguments per line as fit.
+    """Breaks lines longer than `width` that are one call, with as many arguments per line as fit.
 
-    The formatter would write one argument per line, which fmt: skip prevents.
+    `fmt: skip` keeps the formatter from writing one argument per line.
     """
     broken: list[str] = []
     for line in lines:
@@ -63,7 +63,7 @@ def wrapped(lines: Lines, width: int) -> Lines:
             broken.append(line)
             continue
         room = width - len(start) - 4
-        kept = rf"\([^()]{{,{room // 2}}}\)"  # of these, each stays on one line
+        kept = rf"\([^()]{{,{room // 2}}}\)"  # each of these stays on one line
         whole = re.sub(kept, lambda one: one[0].replace(" ", "\0"), f"{arguments},")
         parts = re.split(rf" (?=\w+=\([^()]{{{room // 2 + 1},}}\))", whole)  # a longer one begins on a new line
         filled = [
@@ -75,7 +75,7 @@ def wrapped(lines: Lines, width: int) -> Lines:
 
 
 def balanced(text: str) -> bool:
-    """True if no parenthesis in a text closes one that was opened before the text."""
+    """True if a text closes no parenthesis that was opened before it."""
     depth = 0
     for character in text:
         depth += (character == "(") - (character == ")")

@@ -1,4 +1,4 @@
-"""Renders a plan to files. The result has no dates, no versions, and nothing that depends on the machine."""
+"""Renders a plan to files. The result has no dates or versions, and does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from layoutc.plan.kernels import NoKernels, plan_kernels
 from layoutc.plan.plan import Plan
 
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
-OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # and of gradients: nothing gathers them
+OF_STATE = ("__init__.py", "layout.py", "reference.py", "tensor.py")  # of states and gradients, which are not gathered
 KERNELS = "kernels.py"  # of recipes that have kernels
-SHARED = ("reference.py", "dispatch.py", KERNELS)  # what follows from the layout alone
-BINDINGS = "files.py"  # of recipes whose specs state files of other programs
+SHARED = ("reference.py", "dispatch.py", KERNELS)  # files that depend on the layout alone
+BINDINGS = "files.py"  # of recipes whose specs state other checkpoint formats
 LINE_LENGTH = 120
 
-# What templates import for text that may use it; what a file doesn't use is taken out of it.
+# Imports that a template's text may need; imports that a file does not use are removed.
 _FACTS = ("Cards", "Facts", "Grouped", "Layout", "Operand", "Plane", "Products", "cdiv", "up")
 _NAMES = re.compile(rf"(?<!\.)\b(?:{'|'.join(_FACTS)})\b")
 _IMPORTS = f"from layoutc.runtime.facts import {', '.join(_FACTS)}"
@@ -40,7 +40,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         auto_reload=False,
-        optimized=False,  # folding constants takes longer than it saves
+        optimized=False,  # constant folding costs more than it saves
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -53,14 +53,14 @@ def _environment() -> Environment:
 
 @cache  # recipes share most sentences
 def _wrap(text: str, indent: int = 0) -> str:
-    """A paragraph of a docstring, broken at the line length. The template indents its first line."""
+    """Wraps a paragraph of a docstring. The template indents its first line."""
     lines = textwrap.wrap(text, LINE_LENGTH - indent, break_long_words=False, break_on_hyphens=False)
     return ("\n" + " " * indent).join(lines)
 
 
 def emit(plan: Plan, sha256: str, base: str | None = None) -> dict[str, str]:
-    """A plan -> {file name: text}, not yet formatted. `sha256`: that of the spec file. base: a recipe beside this one,
-    with the same layout: its arithmetic, kernels and cuts are taken from there."""
+    """A plan -> {file name: text}, not yet formatted. `sha256`: the spec file's. base: a recipe in the same package
+    with the same layout, from which arithmetic, kernels and cuts are imported."""
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
     state = plan.layout.use != "weight"
@@ -93,7 +93,7 @@ def _render(template: str, shown: Mapping[str, object]) -> str:
 
 
 def _without_unused_imports(text: str) -> str:
-    """The text with those imports of facts, and of torch, that its code uses."""
+    """The text without imports of facts, and of torch, that its code does not use."""
     code = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#.*', "", text.replace(_IMPORTS, ""))
     words = set(_NAMES.findall(code))
     facts = [name for name in _FACTS if name in words]
@@ -102,7 +102,7 @@ def _without_unused_imports(text: str) -> str:
 
 
 def format_files(files: dict[str, str]) -> dict[str, str]:
-    """{path: text} -> the same, formatted by one call of ruff. Raises RuntimeError if a file is not valid Python."""
+    """Formats {path: text} by one call of ruff. Raises RuntimeError if a file is not valid Python."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for name, text in files.items():
@@ -117,7 +117,7 @@ def format_files(files: dict[str, str]) -> dict[str, str]:
 
 
 def _ruff() -> list[str]:
-    """The command that runs ruff: the one installed with layoutc, whose version is pinned, before any other.
+    """The command that runs ruff. Prefers the one installed with layoutc, whose version is pinned.
 
     Raises RuntimeError if there is none.
     """

@@ -1,4 +1,4 @@
-"""What files.py says: how files of other programs hold the recipe's planes."""
+"""The contents of files.py: how other checkpoint formats hold the recipe's planes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layoutc.layout.layout import Layout
 from layoutc.runtime.bindings.facts import EXPERTS, FUSED, MATRICES, REST, Binding, BoundPlane, Codes, RecordBinding
 from layoutc.spec.notation import AS_STORED, FileLayout
 
-CODEBOOK = "CODEBOOK"  # the name of the elements' own
+CODEBOOK = "CODEBOOK"  # the name of the elements' codebook
 LINE = 116  # characters of values
 Fact = Binding | BoundPlane | Codes | RecordBinding
 Names = Sequence[tuple[object, str]]
@@ -18,13 +18,13 @@ _SIZES: Names = [(MATRICES, "MATRICES"), (REST, "REST")]
 
 
 def files_lines(layout: Layout) -> list[str]:
-    """The entries of FILES, a line each; none for a recipe that states no files."""
+    """The entries of FILES, one per line; none for a recipe that states no files."""
     names: Names = [(EXPERTS, "EXPERTS"), (FUSED, "FUSED"), *_codebooks(layout).items()]
     return [line for files in layout.files for line in _binding(files, names)]
 
 
 def codebook_lines(layout: Layout) -> dict[str, list[str]]:
-    """The codebooks that bindings state, by name, their values in as few lines as hold them."""
+    """The codebooks that bindings state, by name, with values in as few lines as possible."""
     return {
         name: textwrap.wrap(", ".join(map(repr, values)) + ",", LINE, break_on_hyphens=False)
         for values, name in _codebooks(layout).items()
@@ -32,12 +32,12 @@ def codebook_lines(layout: Layout) -> dict[str, list[str]]:
 
 
 def container_lines(layout: Layout) -> list[str]:
-    """The entries of CONTAINERS, a line each; none for a recipe whose records no container holds."""
+    """The entries of CONTAINERS, one per line; none if no container holds the recipe's records."""
     return [f"RecordBinding({', '.join(_arguments(one, ()))},)," for one in layout.containers]
 
 
 def _codebooks(layout: Layout) -> dict[tuple[float, ...], str]:
-    """The values of codes -> the name that they have in files.py."""
+    """The values of codes -> their name in files.py."""
     found = {one.binding.codebook[2]: CODEBOOK for one in layout.files if one.binding.codebook}
     for files in layout.files:
         for plane, name in files.codebooks.items():
@@ -60,7 +60,7 @@ def _comment(order: FileLayout | None) -> str:
 
 
 def code(fact: object, names: Names) -> str:
-    """A fact as code. names: of values that have one."""
+    """A fact as code. names: values -> the names that replace them."""
     if (name := next((name for value, name in names if value == fact), None)) is not None:
         return name
     if not isinstance(fact, tuple):
@@ -73,7 +73,7 @@ def code(fact: object, names: Names) -> str:
 
 
 def _arguments(fact: Fact, names: Names) -> list[str]:
-    """Arguments of a fact with fields: those that are not as usual."""
+    """The arguments of a fact with fields, except defaults."""
     usual, stated = fact._field_defaults, list[str]()
     for key, value in fact._asdict().items():
         if key not in usual or value != usual[key]:

@@ -1,4 +1,4 @@
-"""The words of the FSDP2 hooks: which planes a pass gathers, and what becomes of them."""
+"""Docstrings of the FSDP2 hooks: which planes a pass gathers, and what happens to them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from layoutc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class HooksText:
-    """What a recipe sends, and what becomes of it, in words."""
+    """Sentences about what a recipe sends, and what happens to it."""
 
     pre_doc: str
     post_doc: str
 
 
 def gather_lines(plan: Plan) -> list[str]:
-    """What each pass gathers, in words, as one paragraph."""
+    """A paragraph about what each pass gathers."""
     cost = f"{float(plan.forward.bytes_per_element):.6g} B/element"
     forward, backward = (_listed(gather.planes) for gather in (plan.forward, plan.backward))
     if not plan.passes_differ:
@@ -31,7 +31,7 @@ def gather_lines(plan: Plan) -> list[str]:
 
 
 def _listed(planes: Sequence[Plane]) -> str:
-    """Names of planes as a list in a sentence."""
+    """Plane names as a list in a sentence."""
     *others, last = (plane.name for plane in planes)
     return f"{', '.join(others)} and {last}" if others else last
 

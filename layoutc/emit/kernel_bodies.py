@@ -1,4 +1,4 @@
-"""The text of the tile functions, which quantize, dequantize and lay out what one program works on."""
+"""The text of the tile functions, which quantize, dequantize and lay out one program's tile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, SourceKe
 
 @dataclass(frozen=True)
 class TileFunction:
-    """A function of generated code that works on one tile."""
+    """A function of generated code that processes one tile."""
 
     name: str
     parameters: str
@@ -85,7 +85,7 @@ def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
 
 
 def _shared_lines(kernels: Kernels) -> list[str]:
-    """Lines that give names to what all scales share."""
+    """Lines that name the inputs that all scales share."""
     lines = (
         ["tensor_amax = lt.shared_amax(shared[0])  # (1,) float32, or x's dtype; or its value"]
         if kernels.layout.tensor_amax
@@ -110,7 +110,7 @@ def _shared_lines(kernels: Kernels) -> list[str]:
 
 
 def _block(source: SourceKernel) -> tuple[str, str]:
-    """Rows and columns of a block, or of a unit, inside a tile: all of the tile's, along an axis that blocks span."""
+    """Rows and columns of a block, or of a unit, in a tile; the tile's size along an axis that blocks span."""
     block = source.source.quantization.block
     m, k = source.units.sizes if source.units else (block.m, block.k)
     return str(m or "tile.shape[0]"), str(k or "tile.shape[1]")
@@ -123,15 +123,15 @@ def _tile(source: SourceKernel) -> str:
 
 
 def _to_units(entries: str, source: SourceKernel) -> str:
-    """An expression for the entries of blocks, as entries of their units; the same if blocks are not cut into units."""
+    """An expression that copies blocks' entries to their units; unchanged if blocks are not cut into units."""
     if source.units is None:
         return entries
     return call("lt.to_units", entries, "blocks", UNITS=str(source.units.counts))
 
 
 def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
-    """Lines from a tile of x to the planes, and buffers, of one source."""
-    # A tile with idle lanes sticks out of the matrix, with blocks that the matrix does not have.
+    """Lines from a tile of x to the planes and buffers of one source."""
+    # A tile with idle lanes extends past the matrix, and contains blocks outside it.
     even = "False" if any(one.units for one in kernels.sources) else "EVEN"
     sized = any(one.units for one in kernels.sources if one.suffix == source.suffix)
     lines = [*_find_scales(source, even, sized), *_put_elements(source, codebooks_of(kernels.layout))]
@@ -151,7 +151,7 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
 def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     """Lines that compute `scale`, `multiplier` or `divisor`, and the `scaled` tile.
 
-    even: an expression that is true if a tile's blocks are inside the matrix. sized: block_error takes a block's size.
+    even: an expression that is true if a tile's blocks are inside the matrix. sized: block_error has a BLOCK argument.
     """
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
     results, inputs = rule_text.results(q), source.inputs
@@ -194,7 +194,7 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
 
 
 def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
-    """Lines that compute what the scales of blocks depend on, `block_amax` or `lowest` and `highest`, or take it."""
+    """Lines that compute, or read, what blocks' scales depend on: `block_amax`, or `lowest` and `highest`."""
     name, counts = source.source.name, {"UNITS": str(source.units.counts)} if source.units else {}
     at, block = ("at", "tile.shape[0]", "tile.shape[1]", even), blocks_of(source)
     if source.amax_from == "rows" and source.inputs.block_range:
@@ -214,7 +214,7 @@ def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
 
 
 def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str], sized: bool) -> Lines:
-    """Lines that choose, of several scales, the first with the least sum of errors."""
+    """Lines that choose the first scale with the least sum of errors."""
     q, suffix = source.source.quantization, source.suffix
     contracts_k = repr(source.source.name == "rowwise")
     first, *others = rule_text.candidates(q, suffix)
@@ -261,12 +261,12 @@ def _put_elements(source: SourceKernel, codebooks: Codebooks) -> Lines:
 
 
 def _bytes_text(layout: Layout) -> str:
-    """How many bytes quantizing writes, besides reading x."""
+    """A sentence about the bytes that quantizing writes, besides reading x."""
     parts = [f"{float(bytes_of(source)):.6g} ({source.name})" for source in layout.sources]
     return f"Bytes per element: {', '.join(parts)}."
 
 
 def bytes_of(source: Source) -> Fraction:
-    """Bytes of a source's planes per element of a large weight of whole blocks."""
+    """The bytes of a source's planes per element, for a large weight of whole blocks."""
     whole = [plane for plane in source.planes if plane.per_m is not None and plane.per_k is not None]
     return sum((Fraction(p.bits, 8) / ((p.per_m or 1) * (p.per_k or 1)) for p in whole), Fraction(0))

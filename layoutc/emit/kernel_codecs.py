@@ -1,4 +1,4 @@
-"""The text of a kernel's arithmetic: codecs, the scale rule, errors of candidates, the GEMM's order of scales."""
+"""The text of a kernel's arithmetic: codecs, the scale rule, candidates' errors, the GEMM's order of scales."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from layoutc.spec.formats import Format
 from layoutc.spec.notation import Swizzle
 from layoutc.spec.rules import Step
 
-_LEAST = 4  # a constant over a finite fp32 value is then no subnormal number
+_LEAST = 4  # a constant this large over a finite fp32 value is not subnormal
 
 
 @dataclass(frozen=True)
 class Function:
-    """A small function of generated code: its signature, its docstring, and its body."""
+    """A small function of generated code: signature, docstring and body."""
 
     signature: str
     doc: str
@@ -32,23 +32,23 @@ class Function:
 
     @property
     def name(self) -> str:
-        """What it is called by."""
+        """The function's name."""
         return self.signature.partition("(")[0]
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Functions of the runtime under the names that a recipe has for them. unleveled: take no conversion level."""
+    """Functions of the runtime under a recipe's names. unleveled: those without a conversion level argument."""
 
     line: str
     unleveled: frozenset[str] = frozenset()
 
 
 def functions(kernels: Kernels) -> tuple[tuple[Alias, ...], tuple[Function, ...]]:
-    """What a recipe's tile functions call, in the order of use: functions of the runtime, and the recipe's own."""
+    """The functions that a recipe's tile functions call, in the order of use: the runtime's, and the recipe's own."""
     writes, result = isinstance(kernels.quantize, QuantizeKernel), list[Alias | Function]()
     for suffix, quantization in arithmetics_of(kernels.layout).items():
-        served = [source for source in kernels.sources if source.suffix == suffix]  # none of a level's own
+        served = [source for source in kernels.sources if source.suffix == suffix]  # empty for a level's suffix
         eights = bool(served) and all(source.nibbles is not None for source in served)
         steps = steps_of(quantization.element, codebooks_of(kernels.layout)) if served else None
         result += _codecs(quantization, suffix, eights and not quantization.definition.candidates, steps)
@@ -89,7 +89,7 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps:
         of_element = (False, None) if what else (only_software, steps)
         encode, decode = _codec(own, fmt, f"{prefix}{kind}", rounding, *of_element)
         codecs.append(encode)
-        if (names := conversions.named(fmt, "nearest")) is not None:  # codes mean the same, however rounded
+        if (names := conversions.named(fmt, "nearest")) is not None:  # decoding does not depend on rounding
             unleveled = frozenset[str]() if names.levels[1] else frozenset([decode.name])
             codecs.append(Alias(f"{decode.name} = lt.{names.decode}", unleveled))
         else:
@@ -100,7 +100,7 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool, steps:
 def _codec(
     own: str, fmt: Format, prefix: str, rounding: str, only_software: bool = False, steps: int | None = None
 ) -> tuple[Function, Function]:
-    """How a format is encoded, and decoded. steps: where in the codebooks the encoder finds those of a long one."""
+    """The functions that encode and decode a format. steps: where a long format's steps begin in the codebooks."""
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
     assert decoding is not None  # recipes with a format that kernels can't decode have no kernels
     if steps is not None:
@@ -131,7 +131,7 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
 
 
 def _over_scale(quantization: Quantization, suffix: str) -> list[Alias | Function]:
-    """1 / a decoded scale, for a rule that needs it and a scale that has only an exponent: no division."""
+    """A function for 1 / a decoded scale without a division, if the rule needs it and scales have only an exponent."""
     program = quantization.definition.program(quantization.conditions)
     if (
         quantization.scales
@@ -152,7 +152,7 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Alias | Functio
 
 
 def _level(kind: str, level: Level, suffix: str) -> tuple[Function, Function]:
-    """How scales, or zero points, become what is stored of them, and back."""
+    """Functions that encode scales, or zero points, under their level, and decode them."""
     q, of = level.quantization, level_suffix(kind, suffix)
     block, by = f"{q.block.m}, {q.block.k}", rule_text.factor(q)
     stored = "codes, scale, offset" if level.centered else "codes, scale"
@@ -199,9 +199,9 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
 
 
 def _scale_steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The rule's active steps as assignments, in order; the values are those of the steps as they are written.
+    """The rule's active steps as assignments, in order, with the same values as the steps as written.
 
-    Without divisions whose result is a power of two: a division costs a thread more than all other steps of a rule.
+    Avoids divisions whose result is a power of two: a division costs a thread more than all other steps of a rule.
     """
     remaining = list(quantization.definition.active_steps(quantization.conditions))
     powers: set[str] = set()
@@ -223,9 +223,9 @@ def _scale_steps(quantization: Quantization, suffix: str) -> list[str]:
 
 
 def _begins_power_of_two(step: Step, following: Sequence[Step], quantization: Quantization) -> bool:
-    """Whether a step divides by the amax, and the next ones replace what overflows and round down to a power of two.
+    """Whether a step divides by the amax, and the next ones replace overflow and round down to a power of two.
 
-    The one after them must replace results of an amax that is not finite: the kernels' function is for finite ones.
+    The step after them must replace results of an amax that is not finite, for which the kernels' function is invalid.
     """
     name = step.name
     written = (
@@ -238,7 +238,7 @@ def _begins_power_of_two(step: Step, following: Sequence[Step], quantization: Qu
 
 
 def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> list[Function]:
-    """in_units: some source's blocks are cut into units, which are put together for the sums."""
+    """in_units: some source's blocks are cut into units, which are joined before summing."""
     if not quantization.definition.candidates:
         return []
     arguments = ["blocks", "scale", "multiplier", *(one.name for one in rule_text.shared_arguments(quantization))]
@@ -260,7 +260,7 @@ def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> lis
 
 
 def _origin(move: SwizzleMove, layout: Layout) -> Function:
-    """The function that finds the value at a position of a swizzled buffer: the inverse of the buffer's chain."""
+    """The function that finds the value at a swizzled buffer's position: the inverse of the buffer's chain."""
     buffer, plane, sizes = move.buffer, move.buffer.plane, Sizes(layout)
     swizzle = buffer.swizzle or _in_order(len(buffer.dims))
     counts = [sizes.padded(dim).replace("cdiv(", "tl.cdiv(").replace("up(", "lt.round_up(") for dim in buffer.dims]
@@ -304,24 +304,24 @@ def _origin(move: SwizzleMove, layout: Layout) -> Function:
 
 
 def _atom(text: str) -> str:
-    """An expression in parentheses, unless it needs none in a product."""
+    """An expression, in parentheses if a product needs them."""
     return f"({text})" if " " in text and not text.endswith(")") else text
 
 
 def _in_order(dims: int) -> Swizzle:
-    """The swizzle of so many dims that moves nothing."""
+    """The identity swizzle of `dims` dims."""
     names = tuple("ab"[:dims])
     return Swizzle(tuple((name,) for name in names), names, ())
 
 
 def _nibbles(order: tuple[int, ...]) -> int:
-    """Entries of up to 15 as a table in an int64, the first one lowest."""
+    """Packs entries of up to 15 into an int64, the first one lowest."""
     table = sum(entry << (4 * place) for place, entry in enumerate(order))
     return table - (1 << 64) if table >> 63 else table
 
 
 def _gemm_place(layout: Layout) -> list[Function]:
-    """The function swizzled_index: positions along the axes of the swizzle, and the flat index that they add up to."""
+    """The function swizzled_index: positions along the swizzle's axes, and their flat index."""
     swizzle = layout.swizzle
     if swizzle is None or _is_of_128x4(swizzle):
         return []
@@ -348,5 +348,5 @@ def _gemm_place(layout: Layout) -> list[Function]:
 
 
 def _is_of_128x4(swizzle: Swizzle) -> bool:
-    """True for the order that cards of compute capability 10 read, which the runtime has by name."""
+    """True for the order that cards with compute capability 10 read, for which the runtime has a function."""
     return canonical(swizzle) == [[[0, 4, 32], [0, 4]], [0, 3, 2, 1, 4], [], []]

@@ -1,4 +1,4 @@
-"""The text of the tile functions that read planes: what dequantizes, and what lays out into buffers."""
+"""The text of the tile functions that read planes: to dequantize, and to lay out into buffers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ AXES = ("m", "k")
 
 
 def codebooks_line(codebooks: Codebooks) -> str:
-    """The line that gives codebooks their name: the last of the planes that kernels pass."""
+    """The line that names the codebooks, which kernels pass after the planes."""
     return f"codebooks = planes[6]  # ({places(codebooks.items())},) float32"
 
 
 def named(of: str, names: Iterable[str]) -> list[str]:
-    """Lines that give names to the first entries of a tuple, whose shapes layout.py has."""
+    """Lines that name the first entries of a tuple. layout.py states their shapes."""
     names = tuple(names)
     line = f"{', '.join(names)} = {', '.join(f'{of}[{index}]' for index in range(len(names)))}"
     return [line] if len(line) <= 116 else [f"{name} = {of}[{index}]" for index, name in enumerate(names)]
 
 
 def blocks_of(source: SourceKernel) -> dict[str, str]:
-    """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
+    """The argument BLOCK: rows and columns of a block; 0 along an axis that blocks span."""
     block = source.source.quantization.block
     return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
 
 
 def transformed(function: str, values: str, transform: Transform) -> str:
-    """The call of a transform, or of its inverse."""
+    """The call of a transform or of its inverse."""
     constants: dict[str, str | int | float] = {"AXIS": AXES.index(transform.axis), "SIZE": transform.size}
     return call(function, values, **constants, SIGNS=f"0x{transform.signs:X}", SCALE=transform.scale)
 
@@ -105,7 +105,7 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
 def _loaded(
     kind: Literal["scale", "zero"], source: SourceKernel, at: Lines, sizes: dict[str, str], codebooks: Codebooks
 ) -> Lines:
-    """Lines that load the scales, or zero points, of a tile, and what super-blocks share, for each block."""
+    """Lines that load a tile's scales or zero points, and what super-blocks share, with an entry per block."""
     q, level = source.source.quantization, source.source.quantization.levels.get(kind)
     own, *shared = source.source.stored_for(kind)
     stored = q.zero if kind == "zero" and q.zero is not None else q.scale
@@ -125,7 +125,7 @@ def _loaded(
 
 
 def _as_codes(loaded: str, fmt: Format, codebooks: Codebooks) -> str:
-    """Entries of a plane as functions of kernels take them: fp32 values, or int32 codes."""
+    """A plane's entries in the form that kernel functions accept: fp32 values or int32 codes."""
     if fmt.is_f32:
         return loaded
     if (book := codebooks.get(fmt)) is not None:
@@ -156,7 +156,7 @@ def lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
 
 
 def comment(move: Move) -> str:
-    """A comment: the field of the spec that a move comes from, and how the buffer is made."""
+    """A comment with the spec's field for a move, and a description of the buffer."""
     buffer = move.buffer
     field = "super" if buffer.kind in ("super", "offset", "super_zero") else buffer.kind
     return f"# orientations.{buffer.orientation}.{field}: {', '.join(buffer.made_by)}"
@@ -195,6 +195,6 @@ def scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ..
 
 
 def _dims(move: CodeMove | ScaleMove) -> dict[str, str]:
-    """Arguments for a buffer: what its sizes are rounded up to, and the order of its dims, unless they are defaults."""
+    """A buffer's padding and order of dims as arguments, except defaults."""
     pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
     return pads | ({"DIMS": '"km"'} if move.transposed else {})

@@ -40,7 +40,7 @@ class KernelsText:
 
 
 def kernels_text(kernels: Kernels, header: str) -> KernelsText:
-    """The text of a recipe's kernels. `header`: the first lines of each of its files."""
+    """The text of a recipe's kernels. `header`: the first lines of each file."""
     aliases, functions = kernel_codecs.functions(kernels)
     functions, tiles = _leveled(aliases, functions, tile_functions(kernels))
     functions = tuple(replace(one, body=wrapped(one.body, WIDTH)) for one in functions)
@@ -64,7 +64,7 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
 def _leveled(
     aliases: tuple[Alias, ...], functions: tuple[Function, ...], tiles: tuple[TileFunction, ...]
 ) -> tuple[tuple[Function, ...], tuple[TileFunction, ...]]:
-    """Functions that take a conversion level only where they read it, and what calls them so."""
+    """Drops the conversion level from functions that do not read it, and from their callers."""
     passed = {name for tile in tiles for name in re.findall(r"CODE=(\w+)", " ".join(tile.body))}  # with a level
     known, unread = set[str](), {name for one in aliases for name in one.unleveled} | _unreading(functions)
     while unread := unread - passed - known:
@@ -77,12 +77,12 @@ def _leveled(
 
 
 def _unreading(functions: tuple[Function, ...]) -> set[str]:
-    """Names of functions that take a conversion level and do not read it."""
+    """Names of functions that have a conversion level argument but do not read it."""
     return {one.name for one in functions if _LEVEL in one.signature and "CVT_LEVEL" not in str(one.body)}
 
 
 def _without_level(lines: Lines, names: Collection[str]) -> Lines:
-    """Lines that call functions of these names without their last argument, the conversion level."""
+    """Removes the last argument, the conversion level, from calls of the named functions."""
     return tuple(line if "CVT_LEVEL" not in line else _uncalled(line, names) for line in lines)
 
 
@@ -95,7 +95,7 @@ def _uncalled(line: str, names: Collection[str]) -> str:
 
 
 def _of_options(line: str) -> str:
-    """A line whose constants are those of `opts`, the last argument of a tile function."""
+    """A line that reads its constants from `opts`, the last argument of a tile function."""
     return re.sub(r"(?<![.\w])(ROWWISE|COLUMNWISE|SWIZZLED|WORDS|EVEN|CVT_LEVEL|TILE_[MK])\b(?!=)", r"opts.\1", line)
 
 
@@ -108,20 +108,20 @@ def _constants(kernels: Kernels, words: str) -> Lines:
 
 
 def _constant(constant: ConstantText) -> str:
-    """The line that defines a constant; long tables are those of the reference."""
+    """The line that defines a constant; long tables come from the reference."""
     if "\n" in constant.value or constant.value.startswith(("num.", "tuple(")):
         return f"{constant.name} = tl.constexpr(reference.{constant.name})"
     return f"{constant.name} = tl.constexpr({constant.value})" + (f"  # {constant.doc}" if constant.doc else "")
 
 
 def _orders_by_torch(kernels: Kernels) -> bool:
-    """True if no kernel orders a buffer that a GEMM reads in another order: it is a plane, or torch lays out all."""
+    """True if torch puts some buffer into the GEMM's order: it is a plane, or torch lays out everything."""
     layout, by_torch = kernels.layout, isinstance(kernels.lay_out, NoKernels)
     return any(is_swizzled(layout, buffer) and (by_torch or buffer.is_plane) for buffer in layout.buffers)
 
 
 def _facts(kernels: Kernels) -> Lines:
-    """Lines of arguments for Kernels: sizes of launches, and other facts."""
+    """Argument lines for Kernels: launch sizes and other facts."""
     quantize, lay_out = kernels.quantize, kernels.lay_out
     served = {source.source.name: source.serves for source in kernels.sources}
     lines = [f"serves={served},"]
@@ -151,13 +151,13 @@ def _facts(kernels: Kernels) -> Lines:
 
 
 def _steps(fmt: Format, name: str) -> str:
-    """Steps of a codebook, filled up with NaN."""
+    """A codebook's steps, padded with NaN."""
     rest = (1 << fmt.bits) - len(codebook_thresholds(fmt))
     return f'{name} + (float("nan"),)' + (f" * {rest}" if rest > 1 else "")
 
 
 def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
-    """Lines of arguments that say what a launch that quantizes reads beside x, and of how many matrices."""
+    """Argument lines for what a quantizing launch reads besides x, and for how many matrices."""
     rows = {s.source.name: s.source.quantization.block.m for s in kernels.sources if s.amax_from == "rows"}
     lines = [f"row_blocks={rows},"] if rows else []
     lines += [] if quantize.batched else ["batched=False,"]
@@ -168,7 +168,7 @@ def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
 
 
 def _quantize_facts(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
-    """Lines of arguments with the tiles of launches that quantize."""
+    """Argument lines with the tiles of quantizing launches."""
     names = [source.source.name for source in kernels.sources]
     lines = ["# by the bytes of a value of x, and the sources that are written"]
     if len({_tile(tile) for _, _, tile in quantize.tiles}) == 1 and len(names) == 1:
@@ -197,7 +197,7 @@ def _tiles(names: list[str], tiles: tuple[tuple[int, tuple[bool, ...], Tile], ..
 
 
 def _tile(tile: Tile) -> str:
-    """A tile, without what is as usual."""
+    """A tile as code, without arguments that are defaults."""
     said = {"rows": tile.rows, "columns": tile.columns, "warps": tile.warps}
     said |= {"pieces": tile.pieces} if tile.pieces > 1 else {}
     said |= {"registers": tile.registers} if tile.registers else {}

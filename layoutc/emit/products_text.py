@@ -1,4 +1,4 @@
-"""What layout.py says of products in low precision: how scaled_mm reads the recipe, and where each has a kernel."""
+"""The part of layout.py about low-precision products: how scaled_mm reads the recipe, and where each has a kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutc.plan.products import Cards, Grouped, Operand, Product, ProductName,
 
 
 def products_lines(plan: Plan) -> list[str]:
-    """Arguments of the recipe's Layout, a line each."""
+    """Arguments of the recipe's Layout, one per line."""
     operands = (f'"{name}": {_operand(operand(plan.layout, name))}' for name in plan.layout.orientations)
     lines = [f"operands={{{', '.join(operands)}}},"]
     if plan.products is None:

@@ -15,7 +15,7 @@ from layoutc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class SourceText:
-    """How the planes of one source are made, and the condition for it."""
+    """Code that makes the planes of one source, and the condition under which it runs."""
 
     condition: str
     quantize: list[str]
@@ -31,7 +31,7 @@ class SwizzleText:
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """Everything that the template of reference.py prints, besides what all files of a recipe share."""
+    """Everything that the template of reference.py prints, except what all files of a recipe share."""
 
     arithmetics: list[ArithmeticText]
     decode_texts: list[str]
@@ -40,7 +40,7 @@ class ReferenceText:
     prologue: list[str]
     dequantize: list[str]
     amax_doc: str
-    level: list[str]  # what is stored in place of the amax of the whole; (): the amax
+    level: list[str]  # makes what is stored instead of the whole weight's amax; empty: the amax is stored
     stochastic: bool
     swizzle: SwizzleText | None
     records: list[str]
@@ -49,7 +49,7 @@ class ReferenceText:
 def reference_text(plan: Plan) -> ReferenceText:
     """The text of a recipe's reference.
 
-    If orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
+    If orientations differ in more than their blocks, each has its own codecs and rule, named after it.
     """
     layout, suffixes = plan.layout, suffixes_of(plan.layout)
     own = {suffixes[source.name]: source.quantization for source in layout.sources}
@@ -89,7 +89,7 @@ def _record(record: Record) -> list[str]:
 
 
 def record_facts(record: Record) -> tuple[str, str, str, str]:
-    """Of a buffer of records: its name, its shape as code, its dtype, and how it is made."""
+    """The name, shape as code, dtype and description of a buffer of records."""
     rows, along = ("m", "k") if record.axis == "k" else ("k", "m")
     count = f"{along} // {record.size}" + (f" * {record.nbytes}" if record.nbytes > 1 else "")
     return record.name, f"({rows}, {count})", "uint8", ", ".join(record.made_by)
@@ -108,7 +108,7 @@ def join_record(record: Record) -> str:
 
 
 def _record_constant(record: Record) -> ConstantText:
-    """The table of a record: a line for each bundle of slices, or for each slice of a long one."""
+    """A record's table: one line per bundle of slices, or per slice of a long bundle."""
     place = {plane: number for number, plane in enumerate(record.planes)}
     lines = []
     for bundle in record.bundles:
@@ -125,7 +125,7 @@ def _record_constant(record: Record) -> ConstantText:
 
 
 def _decode_text(quantization: Quantization) -> str:
-    """What a decoded value is, in the rule's words."""
+    """The decoded value, as the rule defines it."""
     by = f"({quantization.definition.decode})"
     if quantization.zero is None:
         return f"(element * {by})^2" if quantization.root else f"element * {by}"
@@ -145,7 +145,7 @@ def _prologue(plan: Plan) -> list[str]:
     reads_input_max = any(inputs_of(source.quantization).input_max for source in plan.layout.sources)
     lines += ["input_max = min(torch.finfo(x.dtype).max, num.F32_MAX)"] if reads_input_max else []
     roots = any(source.quantization.root for source in plan.layout.sources)
-    # torch's own roots in fp32 are one step off for some numbers on CPUs. + 0: a zero has no sign.
+    # On CPUs, torch's fp32 sqrt is one step off for some numbers. + 0: a zero has no sign.
     root = "x = (x.double().clamp(min=0).sqrt().float() + 0.0).contiguous()  # a root to nearest even, of 0 below 0"
     lines += [root if roots else "x = x.float().contiguous()"]
     if plan.shares_amax:
@@ -170,7 +170,7 @@ def _amax_doc(plan: Plan) -> str:
 
 
 def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
-    """How the planes of one source are made."""
+    """Code that makes the planes of one source."""
     block, data = source.quantization.block, source.data.name
     inputs = inputs_of(source.quantization)
     transform = source.quantization.transform
@@ -207,7 +207,7 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
 
 
 def _entries(source: Source, kind: Literal["scale", "zero"]) -> str:
-    """The planes of scales, or of zero points: one, or a tuple with those of their level."""
+    """The planes of scales or zero points: one, or a tuple with the planes of their level."""
     return ", ".join(f'planes["{plane.name}"]' for plane in source.stored_for(kind))
 
 
@@ -254,7 +254,7 @@ def _swizzle(layout: Layout) -> SwizzleText | None:
     names = [name for group in swizzle.groups for name in group]
     parts = tuple(tuple(sizes.get(name, 0) for name in group) for group in swizzle.groups)
     order = tuple(names.index(name) for name in swizzle.order)
-    # Where the buffer has the contraction axis first.
+    # True if the buffer has the contraction axis first.
     turned = {b.orientation: 0 for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)}
     return SwizzleText(swizzle.pattern, f"gemm_order({parts}, {order}{f', {tuple(turned)}' if turned else ''})")
 

@@ -1,4 +1,4 @@
-"""Scale rules as torch or Triton code. A rule's program becomes text only here."""
+"""Prints scale rules as torch or Triton code. No other module turns a rule's program into text."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a scale rule's functions, and its type in torch. Triton code has the names alone."""
+    """An argument of a scale rule's functions, with its type in torch. Triton code has only names."""
 
     name: str
     type: str
 
     @property
     def typed(self) -> str:
-        """As a parameter in torch."""
+        """The parameter in torch code, with its type."""
         return f"{self.name}: {self.type}"
 
 
 def shared_arguments(quantization: Quantization) -> tuple[Argument, ...]:
-    """What the rule's functions read that is the same for all blocks."""
+    """The arguments of the rule's functions that are the same for all blocks."""
     inputs = inputs_of(quantization)
     amax = (Argument("tensor_amax", "Tensor"),) if inputs.tensor_amax else ()
     return (*amax, Argument("input_max", "float")) if inputs.input_max else amax
 
 
 def scale_arguments(quantization: Quantization) -> tuple[Argument, ...]:
-    """The arguments of the function `scales`: what each block has of its own, what all share, the candidate to try."""
+    """The arguments of the function `scales`: per block, shared by all blocks, and the candidate to try."""
     rule = quantization.definition
     own = ("lowest", "highest") if inputs_of(quantization).block_range else ("amax",)
     tried = (Argument(rule.candidate, "float"),) if rule.candidates else ()
@@ -83,23 +83,23 @@ def scale_arguments(quantization: Quantization) -> tuple[Argument, ...]:
 
 
 def results(quantization: Quantization) -> str:
-    """What the function `scales` returns: names, in order."""
+    """The names that the function `scales` returns, in order."""
     return f"scale, zero, {factor(quantization)}" if quantization.zero else f"scale, {factor(quantization)}"
 
 
 def factor(quantization: Quantization) -> str:
-    """The name of what values are multiplied or divided by."""
+    """The name of the factor that values are multiplied or divided by."""
     return "divisor" if quantization.divides else "multiplier"
 
 
 def scaled(values: str, quantization: Quantization, *, in_blocks: bool = True, dialect: Dialect | None = None) -> str:
-    """Values times the multiplier, or over the divisor, of their blocks; or of the whole matrix."""
+    """Code for values times their block's multiplier, or over its divisor; in_blocks false: the whole matrix's."""
     by = factor(quantization) + ("[:, None, :, None]" if in_blocks else "")
     return (dialect or TORCH).divide.format(values, by) if quantization.divides else f"{values} * {by}"
 
 
 def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dialect | None = None) -> str:
-    """Values of blocks, scaled, with their zero point: added to elements, or taken from values first. "": none."""
+    """Code for scaled values of blocks with their zero point added, or subtracted before scaling. "": no zero point."""
     if not shift:
         return scaled(values, quantization, dialect=dialect)
     if quantization.definition.zero_is_value:
@@ -117,7 +117,7 @@ def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = Non
 
 
 def level_steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The steps in torch that make what is stored of the amax of the whole weight; none if that is the amax."""
+    """The torch steps that compute what is stored instead of the whole weight's amax; none if the amax is stored."""
     return [
         f"{step.name} = {expression(step.expression, quantization, {}, suffix)}"
         for step in quantization.definition.tensor
@@ -138,15 +138,15 @@ def candidates(quantization: Quantization, suffix: str) -> list[str]:
 
 
 def decode(quantization: Quantization, scale: str, suffix: str, level: str = "amax") -> str:
-    """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane.
-    level: the plane of what is stored of an amax."""
+    """The torch expression by which a decoded element is multiplied. `scale`: the scale plane's expression. level: the
+    plane of what is stored of an amax."""
     stored = f'planes["{level}"]'
     variables = {"scale": scale, "tensor_amax": grown(stored, quantization), "tensor_level": stored}
     return expression(quantization.definition.decode, quantization, variables, suffix)
 
 
 def grown(amax: str, quantization: Quantization) -> str:
-    """The amax of the whole matrix as a rule reads it: times what a transform may have made of it."""
+    """The whole matrix's amax as a rule reads it: times the most that a transform may enlarge it."""
     return f"({amax} * {quantization.transform.headroom})" if quantization.transform else amax
 
 
@@ -157,7 +157,7 @@ def transform_arguments(transform: Transform) -> str:
 
 
 def uses(quantization: Quantization) -> frozenset[str]:
-    """Names that the active steps and the decoding use. Names of constants are those of generated code, unprefixed."""
+    """Names that the active steps and the decoding use. Constants have their names in generated code, unprefixed."""
     program = quantization.definition.program(quantization.conditions)
     used = frozenset().union(*(names(expression) for _, expression in program))
     spelled = constant_names(quantization, "")
@@ -166,14 +166,14 @@ def uses(quantization: Quantization) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the rules' language is written in torch, or in Triton."""
+    """How to write the rules' language in torch or Triton."""
 
-    codec: str  # what calls of codecs pass after the value
+    codec: str  # the arguments of codec calls after the value
     methods: dict[str, str]  # function -> code with {0}, {1}, ... for its arguments
     divide: str  # tensor {0} / tensor {1}
     divide_constant: str  # number {0} / tensor {1}
     divide_by_constant: str  # tensor {0} / number {1}
-    constant: str  # number {1} as an operand beside tensor {0}
+    constant: str  # number {1} as an operand with tensor {0}
     f32_max: str = "F32_MAX"
     over_exponent: str = ""  # 1 / a decoded scale that has only an exponent; empty: a division
     over_power: str = ""  # 1 / tensor {0} of powers of two; empty: a division
@@ -225,9 +225,9 @@ def expression(
     dialect: Dialect = TORCH,
     powers: Set[str] = frozenset(),
 ) -> str:
-    """One expression of a rule as code. Divisions are correctly rounded. variables: names -> code that replaces them.
+    """One expression of a rule as code. Divisions are correctly rounded. variables: name -> code that replaces it.
 
-    powers: names that hold positive powers of two, by which a dialect may divide otherwise.
+    powers: names of positive powers of two, by which a dialect may divide without a division.
 
     Raises ValueError for an operation that the language does not have.
     """

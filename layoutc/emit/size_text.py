@@ -9,7 +9,7 @@ from layoutc.spec.notation import Swizzle
 
 
 class Sizes:
-    """Sizes as Python expressions in m and k. Divisions are exact if accepted shapes guarantee that, else cdiv."""
+    """Prints sizes as Python expressions in m and k. Divisions use cdiv unless accepted shapes make them exact."""
 
     def __init__(self, layout: Layout) -> None:
         self._multiples = {"m": layout.multiple_m, "k": layout.multiple_k}
@@ -42,7 +42,7 @@ class Sizes:
         return f"({self.count('m', plane.per_m)}, {self.width('k', plane.per_k, plane.bits)})"
 
     def buffer(self, buffer: Buffer) -> str:
-        """A buffer's shape, with the last dim in bytes if codes are packed."""
+        """A buffer's shape; the last dim is in bytes if codes are packed."""
         dims = [self.padded(dim) for dim in buffer.dims]
         if not dims:
             return "(1,)"
@@ -54,12 +54,12 @@ class Sizes:
 
 
 def packs(buffer: Buffer) -> bool:
-    """True if the last dim counts bytes or words that several codes may share, not values."""
+    """True if the last dim counts bytes or words, which several codes may share, instead of values."""
     return bool(buffer.words) or buffer.bits < 8
 
 
 def _swizzled(swizzle: Swizzle, dims: list[str], bits: int, unit: int) -> list[str]:
-    """The dims of a swizzled buffer, from its padded ones; the last in units of so many bits, if `bits` is not 0."""
+    """The dims of a swizzled buffer, from its padded dims. If `bits` is not 0, the last is in units of `unit` bits."""
     sizes, rests = dict(swizzle.sizes), dict[str, str]()
     for dim, (group, size) in enumerate(zip(swizzle.groups, dims, strict=True)):
         rest = next(name for name in group if name not in sizes)
@@ -87,7 +87,7 @@ def in_bytes(size: str, bits: int) -> str:
 
 
 def in_units(size: str, bits: int, unit: int) -> str:
-    """Bytes, or words of `unit` bits, that `size` codes of up to 8 bits fill."""
+    """The bytes, or words of `unit` bits, that `size` codes of up to 8 bits fill."""
     codes = codes_per_group(bits, unit)
     units = codes * bits // unit
     return _over(size, codes) if units == 1 else f"{size} // {codes} * {units}"
