@@ -1,1 +1,1 @@
-"""Layouts: chains of invertible steps, and a recipe's layout made of them. Pure."""
+"""Layouts: chains of invertible steps, and a recipe's layout built from them. Pure."""

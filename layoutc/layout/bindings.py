@@ -1,4 +1,4 @@
-"""How files of other programs hold a recipe's planes: permutations of values, as integers."""
+"""How other checkpoint formats hold a recipe's planes: permutations of values, as integers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STATED: tuple[PlaneKey, ...] = ("shape", "groups", "codebook", "text")  # tensor
 
 
 class Files(NamedTuple):
-    """How files of one program hold all planes of a source, as generated code states it.
+    """How one checkpoint format holds all planes of a source, as generated code states it.
 
-    layouts: plane -> the order of its tensor; None: a single value without dims. codebooks: the formats of codes that
-    are written, by plane.
+    layouts: plane -> the order of its tensor; None: a single value without dims. codebooks: plane -> the format of the
+    codes that are written.
     """
 
     binding: Binding
@@ -38,8 +38,8 @@ class Files(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A plane as bindings see it: its name, the bits of a value, and those of a code that has a byte of its own.
-    of_matrices: files have one value for each matrix, or part of one, and all of its rows have that."""
+    """A plane as bindings see it: name, bits per value, and bits per code (code_bits) if each code has its own byte.
+    of_matrices: files have one value per matrix, or per part of one, which all its rows share."""
 
     name: str
     bits: int
@@ -57,8 +57,8 @@ def bindings(
 ) -> tuple[Files, ...]:
     """The bindings of a checked spec, for these planes.
 
-    low_first: how their codes fill bytes. columns: of a block. values: of the elements' codes, if they have a codebook.
-    codebooks: the values of every format's codes.
+    low_first: the order of codes in bytes. columns: of a block. values: the codebook of the elements' codes, if any.
+    codebooks: format -> the values of its codes.
     """
     made = list[Files]()
     for name, stated in ((name, stated) for name, stated in files.items() if stated.record is None):
@@ -86,12 +86,12 @@ def bindings(
 
 
 def _as_json(data: object) -> Any:
-    """Data with lists where JSON has them, as files are compared with it."""
+    """Data as JSON has it, with lists for tuples, because it is compared with files."""
     return json.loads(json.dumps(data))
 
 
 def record_bindings(files: dict[str, FileBinding], records: Sequence[Record]) -> tuple[RecordBinding, ...]:
-    """The bindings of a checked spec that hold weights as records of the rowwise orientation."""
+    """The bindings of a checked spec that hold weights as rowwise records."""
     return tuple(
         RecordBinding(
             name=name,
@@ -114,8 +114,8 @@ def bound(
 ) -> tuple[BoundPlane, FileLayout | None]:
     """The tensor that holds a plane, and its order; None for a single value without dims.
 
-    What is permuted are the codes of a packed plane; or its entries, where codes that share a byte in the plane share
-    it in the file too.
+    A packed plane's codes are permuted; but if codes that share a byte in the plane share it in the file too, its bytes
+    are.
     """
     over, by = parse_form(stated.form) if stated.form else (None, None)
     made = BoundPlane(stated.name, stated.dtype, max(8, plane.bits), over=over, by=by)
@@ -143,13 +143,13 @@ def bound(
 
 
 def shares_bytes(layout: FileLayout, same_order: bool, bits: int) -> bool:
-    """True if codes that share a byte in the plane do so in the file: bytes can be moved as they are."""
+    """True if codes that share a byte in the plane also share it in the file, so that whole bytes can be moved."""
     last, codes = layout.order[-1], 8 // gcd(bits, 8)
     return same_order and last == layout.columns[-1] and dict(layout.sizes).get(last, 0) % codes == 0
 
 
 def dims(layout: FileLayout, rows: int, columns: int, matrices: int) -> dict[str, int]:
-    """The size of each name of a layout, for (rows, columns) values. Raises ValueError if they don't split so."""
+    """The size of each name of a layout, for (rows, columns) values. Raises ValueError if these are not divisible."""
     sizes = dict(layout.sizes) | {MATRICES: matrices}
     for names, whole in ((layout.rows, rows), (layout.columns, columns)):
         known = 1
@@ -163,7 +163,7 @@ def dims(layout: FileLayout, rows: int, columns: int, matrices: int) -> dict[str
 
 
 def where(layout: FileLayout, sizes: dict[str, int], index: Sequence[int]) -> tuple[int, ...]:
-    """The index, over the names of `order`, of the value at (row, column)."""
+    """The index of the value at (row, column), over the names of `order`."""
     digits = {}
     for names, number in zip((layout.rows, layout.columns), index, strict=True):
         rest = number

@@ -1,6 +1,6 @@
 """Chains of invertible steps from values to bytes: permute, repeat, pad, split, reorder, join; then pack and flatten.
 
-Every step answers both ways: where does this value go, and which value is stored here? No step knows a recipe.
+Every step answers two questions: where does this value go, and which value is stored here? Steps know no recipes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Permute:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Stores each value of a dim `times` times in a row, cut at `limit` values in all."""
+    """Stores each value of a dim `times` times in a row, up to `limit` values in all."""
 
     dim: int
     times: int
@@ -78,20 +78,20 @@ class Pad:
         return (index,)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
-        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
         return None if any(map(ge, index, shape)) else index
 
 
 @dataclass(frozen=True)
 class Split:
-    """Splits a dim into parts, row-major: `sizes`, and what is left, which is part number `rest`."""
+    """Splits a dim into parts, row-major: those of `sizes`, and part number `rest`, which is the quotient."""
 
     dim: int
     sizes: tuple[int, ...]
     rest: int = 0
 
     def parts(self, size: int) -> tuple[int, ...]:
-        """The sizes of all parts of a dim of `size`. Raises ValueError if it does not split."""
+        """The sizes of all parts of a dim of `size`. Raises ValueError if it is not divisible."""
         inner = prod(self.sizes)
         if size % inner:
             raise ValueError(f"a dim of {size} does not split into pieces of {inner}")
@@ -139,7 +139,7 @@ class Reorder:
 
 @dataclass(frozen=True)
 class Join:
-    """Joins neighbouring dims, row-major: `counts` of them become one dim each."""
+    """Joins runs of adjacent dims into one dim each, row-major. counts: the lengths of the runs."""
 
     counts: tuple[int, ...]
 
@@ -175,11 +175,11 @@ Step = Permute | Repeat | Pad | Split | Reorder | Join
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps on an array of `start` shape. The result is packed along the last dim, `bits` for each value, and
+    """Steps on an array of `start` shape. The result is packed along the last dim, with `bits` per value, and
     flattened.
 
-    A position is (byte, bit): the byte offset, and the offset of the value's first bit in that byte, counted from the
-    end that `low_first` names. Codes of 6 bits may continue in the next byte.
+    A position is (byte, bit): the byte offset, and the offset of the value's first bit in that byte, counted from its
+    low end if `low_first`, else from its high end. 6-bit codes may continue in the next byte.
     """
 
     start: Shape
@@ -189,7 +189,7 @@ class Chain:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape before each step and after the last one."""
+        """The shape before each step, and after the last one."""
         return tuple(itertools.accumulate(self.steps, lambda shape, step: step.shape(shape), initial=self.start))
 
     @cached_property
@@ -203,7 +203,7 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes. Each row of the last dim is whole bytes."""
+        """The size in bytes. Each row along the last dim is whole bytes."""
         *lead, last = self.shapes[-1]
         return prod(lead) * (last * self.bits // 8)
 

@@ -1,6 +1,6 @@
-"""Chains for weights of every size: the same steps, with sizes that follow from rows and columns when they are known.
+"""Chains for weights of any size: the same steps, with sizes that are functions of rows and columns.
 
-A formula is data. What shows layouts elsewhere, in a page for instance, takes formulas and needs no rule of its own.
+A formula is data. Code that shows layouts, for instance in a page, reads formulas and needs no other rules.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from layoutc.spec.notation import Axis
 
 @dataclass(frozen=True)
 class Size:
-    """Entries along an axis of the weight, one for each `per` steps; without an axis, one entry in all."""
+    """Entries along an axis of the weight, one per `per` rows or columns; without an axis, one entry in all."""
 
     axis: Axis | None = None
     per: int = 1
 
     def at(self, m: int, k: int) -> int:
-        """How many there are in a weight of (m, k)."""
+        """The number of entries for a weight of (m, k)."""
         return 1 if self.axis is None else cdiv(m if self.axis == "m" else k, self.per)
 
     def index(self, row: int, column: int) -> int:
-        """The entry that serves an element."""
+        """The index of an element's entry."""
         return 0 if self.axis is None else (row if self.axis == "m" else column) // self.per
 
 
 @dataclass(frozen=True)
 class RepeatUpTo:
-    """A Repeat whose limit is a size of the weight."""
+    """A Repeat whose limit depends on the weight's size."""
 
     dim: int
     times: int
@@ -42,7 +42,7 @@ FormulaStep = Permute | RepeatUpTo | Pad | Split | Reorder | Join
 
 @dataclass(frozen=True)
 class Formula:
-    """From the values of a plane to bytes, for any weight: sizes of the plane's array, then steps as of a Chain."""
+    """From a plane's values to bytes, for any weight: sizes of the plane's array, then steps as in a Chain."""
 
     start: tuple[Size, ...]
     steps: tuple[FormulaStep, ...]
@@ -58,7 +58,7 @@ class Formula:
         return Chain(tuple(size.at(m, k) for size in self.start), steps, self.bits, self.low_first)
 
     def index(self, row: int, column: int) -> Index:
-        """The index in the start array of the value that serves an element."""
+        """The index in the start array of an element's value."""
         return tuple(size.index(row, column) for size in self.start)
 
     def then(self, *steps: FormulaStep) -> Formula:
@@ -67,6 +67,6 @@ class Formula:
 
 
 def of_plane(per_m: int | None, per_k: int | None, bits: int, low_first: bool) -> Formula:
-    """Of a plane, which holds each value once, in order of rows. per_m, per_k: as of the plane."""
+    """The formula of a plane, which stores each value once, row by row. per_m, per_k: the plane's."""
     start = (Size("m", per_m) if per_m else Size(), Size("k", per_k) if per_k else Size())
     return Formula(start, (), bits, low_first)

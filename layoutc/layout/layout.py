@@ -1,8 +1,8 @@
 """The layout of a recipe: pure integers and index maps. No torch, no I/O.
 
-A *source* is one quantization of the weight: a code for each element, a scale for each block. A *plane* is a tensor
-that is stored for a source: compact, m-major, each value once. A *buffer* is a tensor that a GEMM reads: a plane's
-values laid out as the spec says, by a chain of steps (layoutc.layout.chain).
+A *source* is one quantization of the weight: a code per element, a scale per block. A *plane* is a tensor that is
+stored for a source: compact, m-major, with each value once. A *buffer* is a tensor that a GEMM reads: a plane's values
+laid out as the spec says, by a chain of steps (layoutc.layout.chain).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------------------- buffers
 @dataclass(frozen=True)
 class Dim:
-    """A dim of a buffer: one entry for every `per` steps of an axis, padded to a multiple."""
+    """A dim of a buffer: one entry per `per` rows or columns, padded to a multiple."""
 
     axis: Axis
     per: int
     multiple: int
 
     def size(self, m: int, k: int) -> int:
-        """Its size, padding included."""
+        """The dim's size, padding included."""
         return up(cdiv(m if self.axis == "m" else k, self.per), self.multiple)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A compute buffer: values of a plane, laid out as the spec says. No dims: the plane's single value."""
+    """A buffer: a plane's values, laid out as the spec says. No dims: the plane's single value."""
 
     name: str
     kind: Kind
@@ -59,21 +59,21 @@ class Buffer:
 
     @property
     def bits(self) -> int:
-        """The bits of a value in it: narrow zero points have a byte each in planes, and are packed in buffers."""
+        """The bits of a value. Narrow zero points have a byte each in planes, but are packed in buffers."""
         return self.plane.code_bits or self.plane.bits
 
     @property
     def repacks(self) -> bool:
-        """True if values have other bits than in the plane."""
+        """True if the bits of a value differ from the plane's."""
         return self.bits != self.plane.bits
 
     @property
     def dtype(self) -> str:
-        """As the plane's, unless it is in words."""
+        """The plane's dtype, unless the last dim counts words."""
         return f"int{self.words}" if self.words else self.plane.dtype
 
     def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k); the last dim is in bytes if codes are packed, or in words."""
+        """The shape for a weight of (m, k); the last dim counts bytes if codes are packed, or words."""
         if not self.dims:
             return (1,)
         padded = tuple(dim.size(m, k) for dim in self.dims)
@@ -83,14 +83,14 @@ class Buffer:
 
     @property
     def multiples(self) -> tuple[int, ...]:
-        """For each dim, what its size must be a multiple of: it splits as the swizzle says, and fills bytes or
+        """What each dim's size must be a multiple of, so that the swizzle can split it and it fills bytes or
         words."""
         run = codes_per_group(self.bits, self.words or 8)
         return self.swizzle.multiples(run) if self.swizzle else (*[1] * (len(self.dims) - 1), run)
 
     @cached_property
     def formula(self) -> Formula:
-        """From the plane's values, as an array of (rows, columns), or of the one axis that the buffer has, to bytes."""
+        """From the plane's values, as an array of (rows, columns) or of the buffer's single axis, to bytes."""
         steps: list[FormulaStep] = []
         if self.permutes:
             steps.append(Permute(tuple(("m", "k").index(axis) for axis in self.axes)))
@@ -107,7 +107,7 @@ class Buffer:
 
     @cached_property
     def made_by(self) -> tuple[str, ...]:
-        """The steps from the plane to the buffer, in words; () if the buffer is the plane as it is."""
+        """Descriptions of the steps from the plane to the buffer; () if the buffer is the unchanged plane."""
         words = ["transposed"] if self.permutes else []
         for dim, times in zip(self.dims, self.repeats, strict=True):
             words += [f"repeated {times}x along {dim.axis}"] if times > 1 else []
@@ -125,12 +125,12 @@ class Buffer:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of its dims, in order."""
+        """The axes of the dims, in order."""
         return tuple(dim.axis for dim in self.dims)
 
     @property
     def m_dim(self) -> int | None:
-        """The dim that carries m, if one does."""
+        """The dim along m, if there is one."""
         return self.axes.index("m") if "m" in self.axes else None
 
     @cached_property
@@ -140,7 +140,7 @@ class Buffer:
 
     @cached_property
     def repeats(self) -> tuple[int, ...]:
-        """For each dim, how many times in a row a value of the plane is stored."""
+        """How many times in a row each dim stores a value of the plane."""
         per = {"m": self.plane.per_m, "k": self.plane.per_k}
         return tuple((per[dim.axis] or dim.per) // dim.per for dim in self.dims)
 
@@ -151,14 +151,14 @@ class Buffer:
 
     @property
     def is_plane(self) -> bool:
-        """True if the buffer equals the plane, byte for byte, for every shape."""
+        """True if the buffer equals the plane byte for byte, for every shape."""
         plain = not (self.permutes or self.pads or self.swizzle or self.words or self.repacks)
         return plain and all(times == 1 for times in self.repeats)
 
 
 @dataclass(frozen=True)
 class OtherOperands:
-    """What a weight is multiplied with in low precision: the recipes of activations and of gradients of outputs.
+    """The other operands of low-precision products: the recipes of activations and of output gradients.
 
     dequantized: the products that stay in high precision.
     """
@@ -170,7 +170,7 @@ class OtherOperands:
 
 @dataclass(frozen=True)
 class Layout:
-    """A recipe, resolved: every size an integer or a function of (m, k), every default filled in."""
+    """A resolved recipe: every size is an integer or a function of (m, k), and every default is filled in."""
 
     name: str
     summary: str
@@ -183,50 +183,50 @@ class Layout:
     history: int
     pick: str
     swizzle: Swizzle | None
-    others: OtherOperands | None  # None: the spec states no products in low precision
-    files: tuple[Files, ...] = field(hash=False)  # how files of other programs hold the first source
-    containers: tuple[RecordBinding, ...]  # those that hold its records
-    records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
-    use: Use = "weight"  # what is held in it
+    others: OtherOperands | None  # None: the spec states no low-precision products
+    files: tuple[Files, ...] = field(hash=False)  # how other checkpoint formats hold the first source
+    containers: tuple[RecordBinding, ...]  # containers that hold the recipe's records
+    records: tuple[Record, ...] = ()  # buffers that store codes and scales in records
+    use: Use = "weight"  # what the recipe stores
     reduce: str = ""  # the recipe of its gradients on the wire
 
     @property
     def orientations(self) -> tuple[str, ...]:
-        """The orientations that the recipe has, rowwise first."""
+        """The recipe's orientations, rowwise first."""
         return tuple(orientation for orientation, _ in self.source_of)
 
     @property
     def amax_of_matrices(self) -> bool:
-        """True if each matrix of a stack has an amax of its own, of which each of its rows has what is stored."""
+        """True if each matrix of a stack has its own amax, whose stored level is repeated for each row."""
         return any(source.level is not None for source in self.sources)
 
     @property
     def stochastic(self) -> bool:
-        """True if elements of some orientation are rounded by random bits."""
+        """True if some orientation's elements are rounded stochastically."""
         return any(source.quantization.stochastic for source in self.sources)
 
     @property
     def transforms(self) -> dict[str, Transform]:
-        """The orientations whose values are transformed, and how."""
+        """Orientation -> the transform of its values, for those that have one."""
         found = {name: self.source(name).quantization.transform for name in self.orientations}
         return {name: transform for name, transform in found.items() if transform is not None}
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """All planes that a tensor stores, in order; the amax last."""
+        """All planes that a tensor stores, in order; the amax is last."""
         stored = tuple(plane for source in self.sources for plane in source.planes)
         if not (self.tensor_amax or self.history):
             return stored
         return (*stored, AMAX)
 
     def source(self, orientation: str) -> Source:
-        """The source that an orientation's buffers are made from."""
+        """The source from which an orientation's buffers are made."""
         name = dict(self.source_of)[orientation]
         return next(source for source in self.sources if source.name == name)
 
 
 def resolve(spec: schema.Spec) -> Layout:
-    """A checked spec -> its layout. The checks have found the spec sound, so nothing is decided or refused here."""
+    """A checked spec -> its layout. The spec is known to be valid, so nothing is decided or rejected here."""
     all_formats = dict(formats.BUILTIN)
     all_formats.update({name: formats.make(name, entry.model_dump()) for name, entry in spec.formats.items()})
     sources: list[Source] = []
@@ -289,7 +289,7 @@ def resolve(spec: schema.Spec) -> Layout:
 
 
 def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[PlaneKey, Stored]:
-    """The planes that files of other programs hold: those of a source, and the amax of the whole weight."""
+    """The planes that other checkpoint formats hold: a source's, and the whole weight's amax."""
     by_kind = {plane.kind: plane for plane in source.planes}
     planes: dict[PlaneKey, Stored] = {}
     for kind in ("data", "scale", "zero"):
@@ -302,14 +302,14 @@ def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[Pl
 
 
 def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
-    """True for buffers that a GEMM reads swizzled: scales, and zero points, which are laid out as scales."""
+    """True for buffers that a GEMM reads swizzled: scales, and zero points, which are laid out like scales."""
     return layout.swizzle is not None and buffer.kind in ("scale", "zero") and len(buffer.dims) == 2
 
 
 def swizzled_formula(layout: Layout, buffer: Buffer) -> Formula:
-    """From a plane's values to the bytes that a GEMM reads, of a buffer that is swizzled.
+    """From a plane's values to the bytes of a swizzled buffer that a GEMM reads.
 
-    The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
+    The pattern is over (free axis, contraction axis): rowwise, rows are first; columnwise, columns.
     """
     assert layout.swizzle is not None
     transposed = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))

@@ -17,10 +17,10 @@ ORIENTATIONS = ("rowwise", "columnwise")
 
 @dataclass(frozen=True)
 class Plane:
-    """A stored array of a source: one value for each `per_m` rows and `per_k` columns of the weight; None: all of them.
+    """A stored array of a source: one value per `per_m` rows and `per_k` columns of the weight; None: all of them.
 
-    Its shape is (rows, bytes of a row) for codes that are packed below a byte, else (rows, values); (1,) if both are
-    None.
+    Its shape is (rows, bytes of a row) for codes of less than 8 bits, which are packed, else (rows, values); (1,) if
+    both are None.
     """
 
     name: str
@@ -28,17 +28,17 @@ class Plane:
     per_m: int | None
     per_k: int | None
     bits: int
-    half: str = ""  # the torch dtype of values of 16 bits
-    code_bits: int = 0  # of codes that have a byte each here, and fewer bits in buffers; 0: all of `bits`
+    half: str = ""  # the torch dtype of 16-bit values
+    code_bits: int = 0  # bits of a code that has a byte here, and is packed in buffers; 0: `bits`
 
     @property
     def dtype(self) -> str:
-        """The torch dtype that holds it: uint8 for codes of up to 8 bits, that of the values for wider ones."""
+        """The torch dtype of the plane: uint8 for codes of up to 8 bits, else that of the values."""
         return "float32" if self.bits == 32 else self.half or "uint8"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an entry of its dtype."""
+        """Bytes of an entry."""
         return max(1, self.bits // 8)
 
     @property
@@ -47,7 +47,7 @@ class Plane:
         return self.per_m is None and self.per_k is None
 
     def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k)."""
+        """The plane's shape for a weight of (m, k)."""
         if self.is_scalar:
             return (1,)
         columns = 1 if self.per_k is None else cdiv(k, self.per_k)
@@ -55,12 +55,12 @@ class Plane:
         return (1 if self.per_m is None else cdiv(m, self.per_m), width)
 
     def nbytes(self, m: int, k: int) -> int:
-        """Its bytes for a weight of (m, k)."""
+        """The plane's bytes for a weight of (m, k)."""
         return prod(self.shape(m, k)) * self.itemsize
 
     @property
     def row_multiple(self) -> int:
-        """Cuts between weight rows at multiples of this cross no value and no byte of the plane.
+        """Cuts between weight rows at multiples of this split no value and no byte of the plane.
 
         Each stored row is whole bytes, so only the rows that share a value matter.
         """
@@ -68,7 +68,7 @@ class Plane:
 
     @property
     def column_multiple(self) -> int:
-        """The same for cuts between columns: whole values, and whole bytes of packed codes."""
+        """Like row_multiple, for cuts between columns: whole values, and whole bytes of packed codes."""
         return (self.per_k or 1) * (codes_per_group(self.bits))
 
 
@@ -76,8 +76,8 @@ AMAX = Plane("amax", "scale", None, None, 32)
 
 
 def codes_per_group(bits: int, unit: int = 8) -> int:
-    """The number of codes in the shortest run of whole bytes, or of units of so many bits: 2 of 4 bits, 4 of 6 bits, 1
-    of 8 or more."""
+    """The number of codes in the shortest run of whole bytes, or of units of `unit` bits. For bytes: 2 codes of 4 bits,
+    4 of 6 bits, 1 of 8 or more."""
     return lcm(bits, unit) // bits if bits < unit else 1
 
 
@@ -85,8 +85,8 @@ def codes_per_group(bits: int, unit: int = 8) -> int:
 class Source:
     """One quantization and its planes, named after the first orientation that uses it.
 
-    super: the scales of scales, one for each super-block. offset: what was subtracted from the scales. super_zero: the
-    scales of zero points. level: what is stored of the amax of each matrix, once for each of its rows.
+    super: the scales of scales, one per super-block. offset: the mean that was subtracted from the scales. super_zero:
+    the scales of zero points. level: what is stored instead of each matrix's amax, once per row.
     """
 
     name: str
@@ -101,13 +101,13 @@ class Source:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Its planes, in order."""
+        """The source's planes, in order."""
         all_ = (self.data, self.scale, self.super, self.offset, self.zero, self.super_zero, self.level)
         return tuple(plane for plane in all_ if plane is not None)
 
     @property
     def whole(self) -> Block:
-        """The rows and columns whose scales depend on one another: a super-block, or a block if there are none."""
+        """The rows and columns whose scales depend on each other: a super-block, or a block without super-blocks."""
         level = next(iter(self.quantization.levels.values()), None)
         return level.covers if level is not None else self.quantization.block
 
@@ -120,11 +120,11 @@ class Source:
         return {"data": q.element, "scale": q.scale, "zero": q.zero}.get(plane.kind)
 
     def stored_for(self, kind: Literal["scale", "zero"]) -> tuple[Plane, ...]:
-        """The planes of scales, or of zero points, and those of their level, in the order of its functions."""
+        """The planes of scales, or of zero points, and of their level, in the order of the level's functions."""
         planes = (self.scale, self.super, self.offset) if kind == "scale" else (self.zero, self.super_zero)
         return tuple(plane for plane in planes if plane is not None)
 
 
 def stream_of(source: Source) -> int:
-    """Which random bits a source's elements are rounded by: those of orientations with codes of their own differ."""
+    """The stream of random bits that rounds a source's elements. Sources have different streams."""
     return ORIENTATIONS.index(source.name)

@@ -1,4 +1,4 @@
-"""All that decides the codes and scales of one quantization: formats, rule, block, rounding, transform."""
+"""Everything that determines the codes and scales of a quantization: formats, rule, block, rounding, transform."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Transform:
-    """A normalized Hadamard matrix that values are multiplied by, in groups of `size` along an axis.
+    """A normalized Hadamard matrix that multiplies values, in groups of `size` along an axis.
 
-    signs: bit i is set where entry i of a group changes its sign before.
+    signs: if bit i is set, entry i of a group is negated first.
     """
 
     axis: Axis
@@ -30,17 +30,17 @@ class Transform:
 
     @property
     def scale(self) -> float:
-        """What sums are multiplied by: 1 / sqrt(size) in fp32."""
+        """The factor of sums: 1 / sqrt(size) in fp32."""
         return f32(self.size**-0.5)
 
     @property
     def headroom(self) -> float:
-        """A power of two that no value grows by more than: at least sqrt(size)."""
+        """A power of two that bounds the growth of values: at least sqrt(size)."""
         return float(1 << (self.size.bit_length() // 2))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """What two operands of a product must have in common for it to cancel."""
+        """The facts that both operands of a product must share for the transform to cancel."""
         return self.size, self.signs
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Transform:
 
 @dataclass(frozen=True)
 class Level:
-    """How values of blocks, scales or zero points, are stored under scales of their own.
+    """How blocks' scales, or zero points, are stored under scales of super-blocks.
 
-    quantization: of those values, whose elements they are; its block counts blocks. covers: the elements of a
-    super-block. centered: the mean of a super-block's values is subtracted from them before, and stored in f32.
+    quantization: quantizes these values as its elements; its block counts blocks. covers: the elements of a
+    super-block. centered: the mean of a super-block's values is subtracted first, and stored in f32.
     """
 
     quantization: Quantization
@@ -62,7 +62,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Quantization:
-    """All that decides codes and scales. Orientations with equal quantizations have the same codes and scales."""
+    """Determines codes and scales. Orientations with equal quantizations have the same codes and scales."""
 
     element: Format
     scale: Format
@@ -72,25 +72,25 @@ class Quantization:
     parameters: tuple[tuple[str, float | int | bool | str], ...]
     block: Block
     low_first: bool
-    stochastic: bool = False  # elements are rounded by random bits
+    stochastic: bool = False  # elements are rounded stochastically
     root: bool = False  # square roots of values are quantized
-    transform: Transform | None = None  # of the values that are quantized
-    scales: Level | None = None  # how scales are stored under scales of their own; None: as they are
-    zeros: Level | None = None  # the same of zero points
+    transform: Transform | None = None  # of values, before they are quantized
+    scales: Level | None = None  # the super-block level of scales; None: there is none
+    zeros: Level | None = None  # the same for zero points
 
     @property
     def element_rounding(self) -> str:
-        """How elements are rounded: "nearest", ties to even, or "stochastic"."""
+        """How elements are rounded: "nearest" (ties to even) or "stochastic"."""
         return "stochastic" if self.stochastic else "nearest"
 
     @property
     def conditions(self) -> Parameters:
-        """What steps of the rule are left out by: its parameters, and what follows from the formats of scales."""
+        """The conditions by which steps of the rule are left out: its parameters, and a fact about scale formats."""
         return {**dict(self.parameters), INVERSE_OVERFLOWS: self._smallest_scale < 1 / F32_MAX}
 
     @property
     def _smallest_scale(self) -> float:
-        """The smallest number above 0 that elements may be scaled by; 0 where scales may become 0."""
+        """The smallest positive scale of elements; 0 if scales can be 0."""
         if self.scales is None:
             return self.scale.smallest
         above = self.scales.quantization.scale
@@ -99,23 +99,23 @@ class Quantization:
 
     @property
     def divides(self) -> bool:
-        """True if elements are values that are divided by their block's divisor, not multiplied."""
+        """True if values are divided by their block's divisor instead of multiplied."""
         return self.definition.element_step(self.conditions).name == "divisor"
 
     @property
     def levels(self) -> dict[str, Level]:
-        """The levels of scales, and of zero points, where there are any."""
+        """The super-block levels of scales and of zero points, if there are any."""
         found = {"scale": self.scales, "zero": self.zeros}
         return {kind: level for kind, level in found.items() if level is not None}
 
     @property
     def own_levels(self) -> dict[str, Level]:
-        """The same without that of zero points, where it is that of scales."""
+        """`levels`, without the level of zero points if it equals that of scales."""
         return {kind: one for kind, one in self.levels.items() if kind == "scale" or self.zeros_as == "zero"}
 
     @property
     def zeros_as(self) -> str:
-        """What zero points are stored as: scales, where both lie under scales of their own alike."""
+        """Which functions store zero points: those of scales if both have the same level, else their own."""
         return "scale" if self.zeros is not None and self.zeros == self.scales else "zero"
 
     @property

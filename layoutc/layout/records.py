@@ -1,6 +1,6 @@
-"""Records: bits of the values of a run of elements, codes and scales, one after another in one buffer.
+"""Records: the bits of codes and scales of a run of elements, stored together in one buffer.
 
-A record is a bijection: each bit of each value of its planes is stored once.
+A record is a bijection: it stores each bit of each value of its planes once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slice:
-    """Bits of some values of a plane: entries from `start` to `stop` of a record, `bits` of them from `low` on."""
+    """Bits of some values of a plane: `bits` bits from bit `low` on, of a record's entries `start` to `stop`."""
 
     plane: Plane
     start: int
@@ -30,8 +30,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a slice lies in a record, in bits from its first byte's lowest: its first entry at `at`, the next `step`
-    further."""
+    """Where a record stores a slice, in bits from the lowest bit of its first byte: entry i of the slice is at
+    `at + i * step`."""
 
     slice: Slice
     at: int
@@ -40,10 +40,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """A buffer of records, each of `size` elements along an axis: (the other axis, bytes), uint8.
+    """A buffer of records of `size` elements each along an axis: (the other axis, bytes), uint8.
 
-    bundles: what lies one after another. Entry i of all slices of a bundle lies together, the first lowest, in a word
-    that fills bytes by itself or with those after it, low bits first.
+    bundles: stored one after another. Entry i of all slices of a bundle forms a word, with the first slice lowest.
+    Words fill bytes alone or together with the words after them, low bits first.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a record."""
+        """Bytes per record."""
         return sum((one[0].stop - one[0].start) * sum(part.bits for part in one) for one in self.bundles) // 8
 
     def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k)."""
+        """The buffer's shape for a weight of (m, k)."""
         rows, length = (m, k) if self.axis == "k" else (k, m)
         return (rows, length // self.size * self.nbytes)
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Where each slice lies, in the order of the fields."""
+        """The position of each slice, in the order of the fields."""
         found: list[Run] = []
         base = 0
         for bundle in self.bundles:
@@ -79,23 +79,23 @@ class Record:
 
     @property
     def made_by(self) -> tuple[str, ...]:
-        """What a record is, in words."""
+        """A description of the records."""
         names = ", ".join(plane.kind for plane in self.planes)
         return (f"records of {self.size} elements along {self.axis}: {names} in {self.nbytes} bytes",)
 
 
 def width_of(plane: Plane) -> int:
-    """The bits of a value in a record: narrow ones have a byte each in planes."""
+    """The bits of a value in a record. Narrow values have a byte each in planes."""
     return plane.code_bits or plane.bits
 
 
 def count_of(plane: Plane, axis: Axis, size: int) -> int:
-    """The values of a plane in a record."""
+    """The number of a plane's values in a record."""
     return size // ((plane.per_m if axis == "m" else plane.per_k) or size)
 
 
 def record_of(stated: schema.Record, name: str, source: Source) -> Record:
-    """The record buffer of an orientation, along the axis that products contract."""
+    """An orientation's record buffer, along the axis that products contract."""
     axis: Axis = "k" if name == "rowwise" else "m"
     planes = {plane.kind: plane for plane in source.planes}
 

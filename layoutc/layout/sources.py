@@ -1,4 +1,4 @@
-"""The sources of a spec: how each orientation quantizes, and which planes that makes."""
+"""The sources of a spec: how each orientation is quantized, and into which planes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def quantization_of(
     spec: schema.Spec, orientation: schema.Orientation, name: str, all_formats: Mapping[str, Format]
 ) -> Quantization:
-    """All that decides the codes and scales of an orientation. all_formats: built in, and the spec's own."""
+    """The quantization of an orientation. all_formats: built-in formats and the spec's own."""
     stated_element = orientation.quantize.element or spec.element
     stated = orientation.quantize.scale or spec.scale
     block = _block(orientation.block)
@@ -45,7 +45,7 @@ def _block(stated: schema.Block) -> Block:
 
 
 def source_of_quantization(name: str, quantization: Quantization, amax_of_matrices: bool = False) -> Source:
-    """A quantization and its planes. amax_of_matrices: one is what is stored of them, for each row."""
+    """A quantization and its planes. amax_of_matrices: adds a plane with each matrix's level, repeated for each row."""
     q, block = quantization, quantization.block
     others: dict[str, Plane | None] = {}
     for kind, level in q.levels.items():
@@ -61,13 +61,13 @@ def source_of_quantization(name: str, quantization: Quantization, amax_of_matric
 
 
 def _values_plane(name: str, kind: Kind, block: Block, fmt: Format) -> Plane:
-    """A plane of scales or zero points, one for each block: a byte for each code, or values of 16 or 32 bits."""
+    """A plane of scales or zero points, one per block: a byte per code, or 16- or 32-bit values."""
     narrow = fmt.bits if fmt.bits < 8 else 0
     return Plane(name, kind, block.m, block.k, max(8, fmt.bits), _half(fmt), narrow)
 
 
 def _level(stated: schema.Super, scale: Format, block: Block, all_formats: Mapping[str, Format]) -> Level:
-    """How scales of blocks are stored under scales of their own."""
+    """The level under which blocks' scales are stored."""
     covers = _block(stated.block)
     fmt, parameters = all_formats[stated.format], tuple(sorted(stated.parameters.items()))
     counts = Block(*(_blocks_in(*sizes) for sizes in ((covers.m, block.m), (covers.k, block.k))))
@@ -76,12 +76,12 @@ def _level(stated: schema.Super, scale: Format, block: Block, all_formats: Mappi
 
 
 def _blocks_in(covered: int | None, size: int | None) -> int | None:
-    """How many blocks a super-block holds along an axis; None: all of them."""
+    """How many blocks a super-block has along an axis; None: all of them."""
     return 1 if size is None else None if covered is None else covered // size
 
 
 def stated_buffer(orientation: schema.Orientation, plane: Plane) -> schema.Buffer:
-    """How a plane is laid out: zero points as scales, and what super-blocks have as the data, unless the spec says."""
+    """How a plane is laid out. Defaults: zero points like scales, and super-blocks' planes like the data."""
     from layoutc.spec.schema import Buffer as Stated
 
     if plane.kind in ("data", "scale"):
@@ -98,7 +98,7 @@ def stated_buffer(orientation: schema.Orientation, plane: Plane) -> schema.Buffe
 
 
 def _half(fmt: Format) -> str:
-    """The torch dtype of a format of 16 bits; "" for others."""
+    """The torch dtype of a 16-bit format; "" for others."""
     return fmt.torch or "" if fmt.bits == 16 else ""
 
 

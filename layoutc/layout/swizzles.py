@@ -1,4 +1,4 @@
-"""Swizzles as steps of chains: a buffer's own order, and the order in which a GEMM reads padded scales."""
+"""Swizzles as steps of chains: a buffer's order, and the order in which a GEMM reads padded scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SwizzleStep = Split | Reorder | Permute | Join
 
 
 def swizzle_steps(swizzle: Swizzle, transposed: bool = False) -> tuple[SwizzleStep, ...]:
-    """The steps from a padded array to the array that a swizzle makes of it; transposed: of two dims the other way."""
+    """The steps from a padded array to the swizzled array. transposed: the two dims are swapped first."""
     sizes, names = dict(swizzle.sizes), list[str]()
     steps: list[SwizzleStep] = [Permute((1, 0))] if transposed else []
     for group in swizzle.groups:
@@ -27,12 +27,12 @@ def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
 
 
 def swizzled_shape(swizzle: Swizzle, shape: Shape) -> Shape:
-    """The shape, in values, that a swizzle makes of a padded array of `shape`."""
+    """The shape, in values, of a padded array of `shape` after a swizzle."""
     return Chain(shape, swizzle_steps(swizzle), 8).shapes[-1]
 
 
 def canonical(swizzle: Swizzle) -> list[object]:
-    """What a swizzle does, without its names: sizes of parts (0: the rest), their order, dims, orders of entries."""
+    """A swizzle without names: sizes of parts (0: the rest), their order, dims, orders of entries."""
     names = [name for group in swizzle.groups for name in group]
     sizes, picks = dict(swizzle.sizes), dict(swizzle.picks)
     return [
@@ -44,7 +44,7 @@ def canonical(swizzle: Swizzle) -> list[object]:
 
 
 def renamed(swizzle: Swizzle) -> Swizzle:
-    """The same swizzle with names that follow from its form: a, b, c, ... in the order of its groups."""
+    """The same swizzle with canonical names: a, b, c, ... in the order of its groups."""
     names = [name for group in swizzle.groups for name in group]
     new = {name: chr(ord("a") + at) if at < 26 else f"n{at}" for at, name in enumerate(names)}
     return Swizzle(
