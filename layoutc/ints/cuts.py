@@ -1,7 +1,7 @@
-"""Where FSDP2 cuts the rows of a weight, and what each rank then holds and sends. Pure integers, equal on every rank.
+"""Where FSDP2 cuts a weight's rows, and what each rank then holds and sends. Pure integers, equal on every rank.
 
-If a cut falls inside a block, the ranks on both sides hold the block's scale, and the planes of their shards cover the
-whole block. The rows of the planes that are not the shard's own are its *halo*.
+If a cut falls inside a block, the ranks on both sides hold the block's scale, and their shards' planes cover the whole
+block. Rows of the planes that are not the shard's own are its *halo*.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from layoutc.ints.sizes import cdiv
 
 
 class Halo(NamedTuple):
-    """Rows of a tensor's planes that are not its own, before and after its rows: the rest of the blocks that it cuts.
+    """Rows of a tensor's planes before and after its own rows: the rest of the blocks that its cuts split.
 
-    tied_before, tied_after: the rest of that block lies in the tensor of which this one is a part, not on other ranks.
+    tied_before, tied_after: that rest belongs to the larger tensor of which this is a part, not to other ranks.
     """
 
     before: int = 0
@@ -32,7 +32,7 @@ class Halo(NamedTuple):
 
     @property
     def tied(self) -> bool:
-        """True if writing scales of this tensor would change the values of the rest of a larger one."""
+        """True if writing this tensor's scales would change other values of the larger tensor."""
         return self.tied_before or self.tied_after
 
 
@@ -41,7 +41,7 @@ NO_HALO = Halo()
 
 @dataclass(frozen=True)
 class Cuts:
-    """`rows` of a matrix over `world` ranks, `per_rank` rows each; the last ranks have fewer, or none."""
+    """`rows` of a matrix, split over `world` ranks with `per_rank` rows each; the last ranks have fewer, or none."""
 
     rows: int
     per_rank: int
@@ -49,7 +49,7 @@ class Cuts:
 
     @classmethod
     def of(cls, rows: int, world: int) -> Self:
-        """As FSDP2 cuts: ceil(rows / world) rows each."""
+        """FSDP2's cuts: ceil(rows / world) rows per rank."""
         return cls(rows, cdiv(rows, world), world)
 
     @property
@@ -62,40 +62,40 @@ class Cuts:
         return min(rank * self.per_rank, self.rows), min((rank + 1) * self.per_rank, self.rows)
 
     def aligned(self, block: int) -> bool:
-        """True if no cut falls inside a block of so many rows."""
+        """True if no cut falls inside a block of `block` rows."""
         return self.per_rank >= self.rows or self.per_rank % block == 0
 
     def touched(self, rank: int, block: int) -> tuple[int, int]:
-        """First and last block (exclusive) of `block` rows that a rank has rows of."""
+        """First and last block (exclusive), of `block` rows each, of which a rank has rows."""
         first, last = self.bounds(rank)
         return first // block, cdiv(last, block) if last > first else first // block
 
     def halo(self, rank: int, block: int) -> Halo:
-        """The halo of a rank: the rest of the blocks that its cuts split."""
+        """A rank's halo: the rest of the blocks that its cuts split."""
         first, last = self.bounds(rank)
         if first == last:
             return NO_HALO
         return Halo(first % block, min(cdiv(last, block) * block, self.rows) - last)
 
     def inside(self, block: int) -> int:
-        """How many of the cuts fall inside a block of so many rows."""
+        """How many cuts fall inside a block of `block` rows."""
         return self.last - self.last // self._cycle(block)
 
     def ranks_inside(self, block: int) -> int:
-        """How many ranks hold a part of a block whose other rows other ranks hold."""
+        """How many ranks share a block with other ranks."""
         if self.aligned(block):
             return 0
-        # Of two neighbouring cuts one is inside a block; only the last rank, where the rows end, may have no part.
+        # At least one of two adjacent cuts is inside a block. Only the last rank, where rows end, may share none.
         return self.last + (self.last * self.per_rank % block > 0)
 
     def _cycle(self, block: int) -> int:
-        """The number of ranks after which cuts fall where they fell in a block before."""
+        """The number of ranks after which the cuts' offsets within a block repeat."""
         return block // gcd(self.per_rank, block)
 
 
 @lru_cache(maxsize=4096)
 def sent_blocks(cuts: Cuts, block: int) -> int:
-    """The blocks of `block` rows that each rank sends: as many as the rank that touches the most."""
+    """The number of blocks of `block` rows that each rank sends: that of the rank that touches the most."""
     if cuts.aligned(block):
         return cdiv(cuts.per_rank, block)
     ranks = [*range(min(cuts._cycle(block), cuts.last)), cuts.last]
@@ -104,10 +104,10 @@ def sent_blocks(cuts: Cuts, block: int) -> int:
 
 @lru_cache(maxsize=4096)
 def picks(cuts: Cuts, block: int) -> tuple[int, ...] | None:
-    """For each block of the matrix, its index among the world * sent_blocks received ones; None: the first ones, in
+    """The index of each block of the matrix among the world * sent_blocks received blocks; None: the first blocks, in
     order.
 
-    A block that several ranks send is taken from the first of them.
+    If several ranks send a block, the first of them is used.
     """
     if cuts.aligned(block):
         return None

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 
 class Rect(NamedTuple):
-    """Rows r0..r1 and columns c0..c1, the ends excluded. Empty where an end is not above its start."""
+    """Rows r0..r1 and columns c0..c1, ends excluded. Empty if an end is not above its start."""
 
     r0: int
     r1: int
@@ -24,7 +24,7 @@ class Rect(NamedTuple):
         return max(self.r1 - self.r0, 0) * max(self.c1 - self.c0, 0)
 
     def meet(self, other: Rect) -> Rect:
-        """The intersection; its area is 0 if there is none."""
+        """The intersection; its area is 0 if the rectangles do not overlap."""
         return Rect(
             max(self.r0, other.r0), min(self.r1, other.r1), max(self.c0, other.c0), min(self.c1, other.c1)
         )  # fmt: skip
