@@ -1,1 +1,1 @@
-"""The pipeline as functions, and the files that it reads and writes: the only room that writes."""
+"""The pipeline as functions, and the files that it reads and writes. No other package of the compiler writes files."""

@@ -1,4 +1,4 @@
-"""The recipes that a spec multiplies its weights with: found by the names under `gemm`, and read."""
+"""Finds and reads the recipes that a spec names: those of the other operands under `gemm`, and `reduce`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Key = tuple[str, ...]  # where a spec names a recipe
 
 
 def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layout], list[Diagnostic]]:
-    """The layouts of the recipes that a spec names, by name; and findings about those that can't be had.
+    """The layouts of the recipes that a spec names, by name; and findings about those that are missing or invalid.
 
-    A name is the spec's own, or that of a spec beside it, or of one that layoutc ships. content: the spec's file, for
-    positions in it. Never raises.
+    A name is the spec's own, or that of a spec in the same folder or shipped with layoutc. content: the spec's file,
+    for positions in it. Never raises.
     """
     named: list[tuple[Key, str | None]] = [(("reduce",), spec.reduce)]
     if spec.gemm is not None:
@@ -50,16 +50,16 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
 
 
 def base_of(layout: Layout, others: Mapping[str, Layout], path: str) -> str | None:
-    """The recipe of a spec's activations, if it lies beside the spec and has the same layout, and so the same code."""
+    """The recipe of a spec's activations, if it is in the same folder and has the same layout, thus the same code."""
     name = layout.others.activation if layout.others is not None else layout.name
     if name == layout.name or files_of(path)[name].parent != Path(path).parent:
         return None
-    said = ("name", "summary", "others", "files", "containers", "reduce")  # which no code follows from
+    said = ("name", "summary", "others", "files", "containers", "reduce")  # no code depends on them
     return name if replace(others[name], **{key: getattr(layout, key) for key in said}) == layout else None
 
 
 def files_of(path: str) -> dict[str, Path]:
-    """The recipes that a spec may name -> their specs: those beside it, and of those that layoutc ships the others."""
+    """The recipes that a spec may name -> their specs: from its folder, else shipped with layoutc."""
     return {**_shipped(), **{file.stem: file for file in lookup.specs_in(Path(path).parent)}}
 
 
@@ -70,7 +70,7 @@ def _shipped() -> dict[str, Path]:
 
 @lru_cache(maxsize=64)
 def read_spec(content: bytes, path: str) -> tuple[Spec | None, tuple[Diagnostic, ...]]:
-    """As read_spec_bytes; once for each file, since one recipe is named by many."""
+    """read_spec_bytes, cached because many specs name the same recipes."""
     spec, findings = read_spec_bytes(content, path)
     return spec, tuple(findings)
 

@@ -20,29 +20,29 @@ from layoutc.spec import schema
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The findings of a build, and the files that it would write or has written."""
+    """A build's findings, and the files that it would write or has written."""
 
     states: list[files.FileState]
     diagnostics: list[Diagnostic]
 
 
 def plan_for(spec: schema.Spec, others: Mapping[str, layout.Layout] | None = None) -> plan.Plan:
-    """A checked spec -> its plan. others: the layouts of the recipes that it names, for its products."""
+    """A checked spec -> its plan. others: the layouts of the recipes that it names."""
     return plan.derive(layout.resolve(spec), others)
 
 
 def compile_spec(
     spec: schema.Spec, sha256: str, others: Mapping[str, layout.Layout] | None = None, path: str | None = None
 ) -> dict[str, str]:
-    """A checked spec -> {file name: unformatted text}. others: as for plan_for. path: that of the spec."""
+    """A checked spec -> {file name: unformatted text}. others: as in plan_for. path: the spec's."""
     made = plan_for(spec, others)
     return emit.emit(made, sha256, operands.base_of(made.layout, others, path) if others and path else None)
 
 
 def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str], list[Diagnostic]]:
-    """A spec file's bytes -> the spec, its unformatted files, all findings; None and no files if one is an error.
+    """A spec file's bytes -> (spec, unformatted files, all findings); None and no files if a finding is an error.
 
-    If the compiler fails on a sound spec, that is a finding too. Never raises.
+    If the compiler fails on a valid spec, that is a finding too. Never raises.
     """
     spec, found = operands.read_spec(content, path)
     if spec is None:
@@ -58,7 +58,7 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
 
 
 def written(content: bytes, path: str) -> dict[str, str]:
-    """The files that `build` would write of a spec without errors, by name, and their text; {} of one with errors.
+    """{name: text} of the files that `build` would write for a spec; {} if it has errors.
 
     Raises RuntimeError if ruff is missing.
     """
@@ -66,7 +66,7 @@ def written(content: bytes, path: str) -> dict[str, str]:
 
 
 def check(content: bytes, path: str) -> list[Diagnostic]:
-    """All findings about a spec file's bytes, of the whole pipeline up to text that Python compiles. Never raises."""
+    """All findings about a spec file's bytes, from the spec to text that Python must compile. Never raises."""
     _, texts, diagnostics = read(content, path)
     for name, text in texts.items():
         try:
@@ -77,7 +77,7 @@ def check(content: bytes, path: str) -> list[Diagnostic]:
 
 
 def no_kernels(content: bytes, path: str) -> str | None:
-    """Which kernels the recipe of a sound spec lacks, and why; None if it lacks none, or if the spec is not sound."""
+    """Which kernels a recipe lacks, and why; None if it lacks none, or if its spec has errors."""
     spec, _ = operands.read_spec(content, path)
     if spec is None or not (lacking := missing(layout.resolve(spec))):
         return None
@@ -89,9 +89,9 @@ def no_kernels(content: bytes, path: str) -> str | None:
 def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
     """Compiles spec files into `out`. Writes nothing if a spec has an error, if a file is in the way, or with `check`.
 
-    whole: these are all specs of the folder, so layoutc's other files there are stale; they are reported and left.
-    Otherwise other recipes stay in the package's index. Raises OSError for files that can't be read or written,
-    RuntimeError if ruff is missing.
+    whole: `specs` are all specs, so layoutc's other files in `out` are stale; they are reported, not removed. Otherwise
+    other recipes stay in the package's index. Raises OSError for files that can't be read or written, RuntimeError if
+    ruff is missing.
     """
     diagnostics: list[Diagnostic] = []
     rendered: dict[str, str] = {}
@@ -125,7 +125,7 @@ def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) 
 
 
 def _unprintable(error: Exception, path: str) -> Diagnostic:
-    """The finding about a spec on which the compiler itself fails."""
+    """The finding about a spec on which the compiler fails."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     message = f"layoutc can't write the code of this spec: {type(error).__name__}{at}"
@@ -134,7 +134,7 @@ def _unprintable(error: Exception, path: str) -> Diagnostic:
 
 
 def _lacking(rendered: Mapping[str, str], recipes: Container[str], out: Path) -> Iterator[Diagnostic]:
-    """Findings about files whose code is another recipe's, which is not there."""
+    """Findings about files that import another recipe's code if that recipe is missing."""
     for name, text in rendered.items():
         base = re.search(r"^from \.\.(\w+)\.", text, re.MULTILINE)
         if base is not None and base[1] not in recipes:
@@ -151,7 +151,7 @@ def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:
 
 
 def _unreadable(state: files.FileState) -> Diagnostic:
-    """The finding about a recipe that a build of others would drop from the index."""
+    """The finding about a recipe that building others would drop from the index."""
     message = f"this generated file can't be read: {state.obstacle}"
     why = "the package's index lists this recipe with the summary in this file; nothing was written"
     help = f"build it again with its spec beside the others, or delete {state.path.parent}"

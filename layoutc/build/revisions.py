@@ -1,4 +1,4 @@
-"""Specs at a git revision, read through the `git` command. Changes nothing."""
+"""Reads specs at a git revision with the `git` command. Changes nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class RevisionError(Exception):
 
 @dataclass(frozen=True)
 class SpecFile:
-    """A spec file at a revision: its name in the folder, and its bytes."""
+    """A spec file at a revision: name in the folder, and bytes."""
 
     name: str
     content: bytes
 
 
 def specs_at(revision: str, folder: Path) -> list[SpecFile]:
-    """The spec files in `folder` at `revision`, sorted by name; [] if it did not exist yet.
+    """The spec files in `folder` at `revision`, sorted by name; [] if the folder did not exist yet.
 
     Raises RevisionError without git, without a repository, or for an unknown revision.
     """
@@ -35,7 +35,7 @@ def specs_at(revision: str, folder: Path) -> list[SpecFile]:
 
 
 def text_at(revision: str, folder: Path, name: str) -> str | None:
-    """A text file below `folder` at `revision`; None if it did not exist, or if `folder` does not exist now."""
+    """A text file in `folder` at `revision`; None if it did not exist, or if `folder` does not exist now."""
     if not folder.is_dir():
         return None
     try:
