@@ -19,16 +19,15 @@ class AdamW(ByRule):
     state: how moments are stored: "fp32"; "8bit" (exp_avg in adam_m8, exp_avg_sq in adam_v8); "fp8"; "4bit"; or a dict
     of recipes. masters: "fp32"; "f24", bf16 and a byte, rounded to nearest; or "bf16" with stochastic rounding; a plain
     bf16 weight is then its own master.
-    least: weights with fewer elements keep fp32, and so do weights of one dim. The size of the whole weight counts.
-    seed: the seed of the random bits. With state and masters in fp32, steps on a CPU match torch.optim.AdamW bit for
-    bit.
+    least: weights with fewer elements, and weights with one dim, keep fp32. The size of the whole weight counts.
+    seed: seeds the random bits. With state and masters in fp32, steps on a CPU match torch.optim.AdamW bit for bit.
 
     On a card, one launch reads the reduced gradients in place. It writes masters, moments, and the codes of all weights
-    whose scales depend on blocks alone. `explain()` names the weights that are requantized after it. The result does
-    not depend on the number of ranks: random bits follow from `seed`, the step, and the element's position in its
+    whose scales depend on blocks alone. `explain()` names the weights that later launches requantize. The result does
+    not depend on the number of ranks: random bits depend on `seed`, the step, and the element's position in its
     weight. After one eager step, a CUDA graph can capture steps if `lr` is a tensor or does not change.
 
-    Gradients, replaced parameters, checkpoints and errors of a step work as for MasterWeights. Raises ValueError for an
+    Gradients, replaced parameters, checkpoints and errors of a step work as in MasterWeights. Raises ValueError for an
     unknown `state` or `masters`.
 
     Example:

@@ -140,7 +140,7 @@ def copy_in_kernel(
     SOURCE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """sent[start + i] = tensor[i], as DTYPE. It is equal to SOURCE unless SOURCE is fp32. A program copies a tile.
+    """sent[start + i] = tensor[i], as DTYPE, which differs from SOURCE only if that is fp32. A program copies a tile.
 
     ALIGNED: all addresses and numbers of the table are multiples of 16.
     """

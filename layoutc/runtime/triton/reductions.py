@@ -60,8 +60,8 @@ def measured_rows(
     source, at, BLOCK: tl.constexpr, RANGES: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     EVEN: tl.constexpr, COVER: tl.constexpr,
 ):  # fmt: skip
-    """The amax of each BLOCK rows over all columns, for TILE[0] rows from at[0] on; with RANGES, the lowest and the
-    highest value of each BLOCK rows and 0. NaN propagates.
+    """The amax of each BLOCK rows over all columns, for TILE[0] rows from at[0] on; with RANGES, their lowest and
+    highest value, with 0 included. NaN propagates.
 
     Returns (m blocks, 1) fp32, with m blocks rounded up to a power of two. source: (x, stride_m, stride_k). Other
     arguments: see load_runs.

@@ -177,7 +177,7 @@ def store(pointer, tile, at, EVEN: tl.constexpr, COVER: tl.constexpr = ALL, EVIC
 
 @triton.jit
 def store_pieces(pointers, groups, EVICT: tl.constexpr):
-    """Writes groups of adjacent values, (n, rows, each), to the pointers of their firsts, (n, rows, 1), in 16 bytes."""
+    """Writes groups of adjacent values, (n, rows, each), at pointers, (n, rows, 1), 16 bytes at a time."""
     EACH: tl.constexpr = groups.shape[2]
     if EACH * groups.dtype.primitive_bitwidth <= 128:
         tl.store(pointers + tl.arange(0, EACH)[None, None, :], groups, eviction_policy=EVICT)
