@@ -1,1 +1,1 @@
-"""The pipeline as functions, and the files that it reads and writes. No other package of the compiler writes files."""
+"""The pipeline as functions, and the files that it reads and writes. No other room writes files."""

@@ -99,7 +99,7 @@ def scaled(values: str, quantization: Quantization, *, in_blocks: bool = True, d
 
 
 def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dialect | None = None) -> str:
-    """Code for scaled values of blocks with their zero point added, or subtracted before scaling. "": no zero point."""
+    """Code for scaled values of blocks with their zero point, applied before or after scaling. "": no zero point."""
     if not shift:
         return scaled(values, quantization, dialect=dialect)
     if quantization.definition.zero_is_value:
