@@ -1,7 +1,7 @@
 """Saves, loads, checks, converts and lists checkpoints of models with quantized weights.
 
-It builds on torch.distributed.checkpoint, whose own functions work too. On top of that, a folder is either complete or
-absent, every byte is checked before a live model is written, and precisions may differ.
+Built on torch.distributed.checkpoint, whose functions work too. layoutc adds atomic folders (complete or absent),
+a check of every byte before a live model is written, and loads across precisions.
 """
 
 from layoutc.checkpoint.as_stored import quantize_as_stored as quantize_as_stored

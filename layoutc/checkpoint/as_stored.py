@@ -1,4 +1,4 @@
-"""Quantizes a model as other programs' files hold it, whatever their kind."""
+"""Quantizes a model the way a safetensors or GGUF checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def quantize_as_stored(
 ) -> dict[str, str]:
     """Quantizes the parameters that a checkpoint in another format holds quantized, and no others.
 
-    Returns parameter -> recipe. Each parameter gets the recipe whose binding it follows; files may have several. Call
-    it before fully_shard. Then `load_safetensors` or `load_gguf` fills the parameters, byte for byte.
+    Returns parameter -> recipe: the recipe whose binding matches the stored tensors; one checkpoint may use several.
+    Call it before fully_shard. Then `load_safetensors` or `load_gguf` fills the parameters, byte for byte.
 
-    path: a folder of safetensors files, or a GGUF file, of which embedding tables stay plain. The model may be on the
-    meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
-    default: the one that config.json names, or that the file's types tell. rename: as for the load. share_amax: weights
-    that engines fuse share an amax at each step, as for `layoutc.quantize_`.
+    path: a folder of safetensors files, or a GGUF file, whose embedding tables stay plain. The model may be on the
+    meta device. Only headers and config.json are read. files: the binding, e.g. `deepseek` or `fp8_block/deepseek`;
+    default: inferred from config.json or from the GGUF tensor types. rename: same as for the load. share_amax: weights
+    that engines fuse share an amax at each step, as in `layoutc.quantize_`.
 
-    Raises, before anything is changed: FileNotFoundError without files; DamagedError for damaged ones; LayoutError if
-    no binding of an installed recipe fits, if several do (it names those that `files` takes), for a shape that a recipe
-    does not take, and for `share_amax` of weights that nothing fuses.
+    Raises, before anything is changed: FileNotFoundError if there are no files; DamagedError if they are damaged;
+    LayoutError if no binding of an installed recipe fits, if several do (the message lists the values that `files`
+    accepts), if a recipe does not support a shape, or if `share_amax` is set and engines fuse none of the weights.
 
     Example:
 

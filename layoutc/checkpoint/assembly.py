@@ -1,4 +1,4 @@
-"""Assembly: puts a checkpoint's pieces of a tensor together on the host, and writes the result into the model."""
+"""Assembles tensors from a checkpoint's pieces on the host, and writes the results into the model."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 @dataclass
 class Destination:
-    """A tensor that this rank holds, and its new value, which is assembled from pieces of the checkpoint."""
+    """This rank's shard of a tensor, and the new value that is assembled for it from the checkpoint's pieces."""
 
     name: str
     live: Tensor  # this rank's shard
     convert: bool  # whether other precisions and recipes are accepted
     value: Tensor | None = None
-    missing: int = 0  # elements that no piece has brought so far
+    missing: int = 0  # elements that no piece has supplied yet
 
     def __post_init__(self) -> None:
         self.missing = self.live.numel()
 
     @property
     def requantizes(self) -> bool:
-        """True if plain values go into a quantized weight, so that ranks must share amaxes."""
+        """True if plain values go into a quantized weight: then ranks must share amaxes."""
         return isinstance(self.live, QuantizedTensor) and not isinstance(self.value, QuantizedTensor)
 
     def take(self, source: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes a piece: source has the shape `lengths` and belongs at `offsets` of the shard.
+        """Adds a piece: source has the shape `lengths` and belongs at `offsets` of the shard.
 
-        Raises LayoutError for a precision or layout that differs from the shard's and may not be converted, for a
-        weight that can't be quantized where it is, for pieces that were not quantized together, and for finite values
-        that the shard's dtype makes infinite.
+        Raises LayoutError if the precision or layout differs from the shard's and `convert` is off, if the weight can't
+        be quantized in place, if pieces were not quantized together, or if finite values overflow the shard's dtype.
         """
         self._check_kind(source)
         if not self._is_same(source):
@@ -68,14 +67,14 @@ class Destination:
         into.copy_(source)
 
     def check_complete(self) -> None:
-        """Raises DamagedError if the checkpoint does not have all of the tensor."""
+        """Raises DamagedError if the checkpoint lacks part of the tensor."""
         if self.missing:
             raise DamagedError(f"{self.name}: the checkpoint lacks {self.missing} of {self.live.numel()} elements")
         if isinstance(self.value, QuantizedTensor):
             check_whole(self.value.store, self.value.label())
 
     def commit(self) -> None:
-        """Writes the new value into the model. Everything has been checked by now."""
+        """Writes the new value into the model. All checks have passed by now."""
         if self.value is not None:
             self.live.copy_(self.value)
 
@@ -87,7 +86,7 @@ class Destination:
         )
 
     def _empty(self, source: Tensor, same: bool) -> Tensor:
-        """Host memory for the new value: of the shard's class for its own bytes, else plain."""
+        """Host memory for the new value: the shard's class if the layouts match, else a plain tensor."""
         live = self.live
         if same and isinstance(live, QuantizedTensor):
             planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live.store.planes.items()}
@@ -135,21 +134,21 @@ class Destination:
 
 
 def requantize(live: QuantizedTensor, destinations: Sequence[Destination]) -> None:
-    """Quantizes a shard's new values. Collective over its shards; a rank without rows has none."""
+    """Quantizes a shard's new values. Collective over the weight's shards; a rank without rows has no values."""
     values = [one.value for one in destinations if one.value is not None and one.value.shape == live.shape]
     plain = values[0] if values else torch.zeros(live.shape)
     live.copy_(plain.dequantize(torch.float32) if isinstance(plain, QuantizedTensor) else plain)
 
 
 def local_of(value: object) -> Tensor | None:
-    """This rank's part of an entry of a state dict; None for plain values."""
+    """This rank's part of a state dict entry; None for plain values."""
     if isinstance(value, DTensor):
         return local_tensor(value)
     return value if isinstance(value, Tensor) else None
 
 
 def _check_takes_values(live: QuantizedTensor) -> None:
-    """Raises LayoutError for a weight that can't be quantized, as `copy_` would after others have been written."""
+    """Raises LayoutError if the weight can't be quantized. `copy_` would raise too, but after other writes."""
     live.refuse_gathered()
     if live.transposed:
         raise LayoutError(f"{live.label()} is transposed: load into the weight itself")
@@ -164,7 +163,7 @@ def _casts(source: torch.dtype, to: torch.dtype) -> bool:
     lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not has_fractions)
     try:
         return source == to or (not lossy and torch.empty(1, dtype=source).to(to).dtype == to)
-    except (RuntimeError, TypeError):  # 4-bit codes, which torch can't convert
+    except (RuntimeError, TypeError):  # torch can't convert 4-bit codes
         return False
 
 

@@ -1,6 +1,6 @@
 """inspect: lists a checkpoint's entries, how each is stored, its size, and whether it can be read here.
 
-No weights are loaded: shapes and positions come from `.metadata`, layouts from the few KB before each item's data.
+It loads no weights: shapes and positions come from `.metadata`, layouts from a few KB of header per item.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layoutc.runtime.errors import LayoutError as LayoutError
 
 @dataclass(frozen=True)
 class TotalFacts:
-    """Totals of all entries of one kind."""
+    """Totals over the entries of one kind."""
 
     kind: str
     entries: int
@@ -36,11 +36,11 @@ class TotalFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint: its entries in stored order, and the totals of each kind, largest first."""
+    """A checkpoint's entries in stored order, and the totals of each kind, largest first."""
 
     folder: str
     form: str  # "torch.distributed.checkpoint", "safetensors" or "gguf"
-    thorough: bool  # the headers of all pieces were read, not only one for each tensor
+    thorough: bool  # all pieces' headers were read, not only one per tensor
     entries: tuple[EntryFacts, ...]
     totals: tuple[TotalFacts, ...]
     files: int
@@ -49,13 +49,13 @@ class CheckpointFacts:
 
 
 def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
-    """Describes a checkpoint folder of layoutc or torch.distributed.checkpoint, safetensors files, or a GGUF file.
+    """Describes a checkpoint of layoutc or torch.distributed.checkpoint, a folder of safetensors files, or a GGUF file.
 
-    thorough: read the headers of all pieces, not only of each tensor's largest one. That finds tensors whose pieces
+    thorough: read the headers of all pieces, not only of each tensor's largest piece. This finds tensors whose pieces
     have different layouts. Loads no weights, and runs no code from the files.
 
-    Raises DamagedError if files are not what was written; LayoutError if the folder is not a checkpoint, or its save
-    did not finish.
+    Raises DamagedError if files differ from what was written; LayoutError if the folder is not a checkpoint, or its
+    save did not finish.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Reads whole items of a checkpoint's files, and checks them. Tensors are views of the bytes read, not copies."""
+"""Reads and checks whole items of a checkpoint's files. Tensors are views of the bytes read, not copies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from layoutc.runtime.weight.checksums import crc32
 
 
 def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> Any:
-    """A stored item as torch.load would return it, on the host, after all of its bytes have been checked.
+    """Returns a stored item as torch.load would, on the host, after checking all of its bytes.
 
-    name: of the state dict's entry, for messages. is_tensor: a tensor is expected; it keeps all bytes of the item in
-    memory, and requires no gradient.
+    name: the state dict entry, for messages. is_tensor: a tensor is expected. The returned tensor keeps the whole item
+    in memory, and requires no gradient.
 
-    Raises DamagedError if the item is not what was saved, or holds anything but tensors and plain values; none of its
-    code is run. Raises LayoutError if no installed recipe has a quantized tensor's layout.
+    Raises DamagedError if the item differs from what was saved, or holds anything but tensors and plain values; none of
+    its code is run. Raises LayoutError if no installed recipe has a quantized tensor's layout.
     """
     where = f"{folder / info.relative_path} at {info.offset} ({name})"
     if info.transform_descriptors:
@@ -50,7 +50,7 @@ def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> An
 
 
 def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
-    """The bytes of an item, in memory that torch aligns. Allocates no more than the file has."""
+    """The bytes of an item, in memory aligned by torch. Allocates at most the file's size."""
     try:
         with open_file(path) as file:
             there = max(os.fstat(file.fileno()).st_size - info.offset, 0)
@@ -67,7 +67,7 @@ def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
 
 
 def _any(data: Tensor, name: str, where: str) -> Any:
-    """An item as torch.load reads it."""
+    """Reads an item with torch.load."""
     try:
         with stored_form.at_most(2 * data.numel()):
             return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def _any(data: Tensor, name: str, where: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------- tensors in the bytes
 def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes, dict[str, slice]]:
-    """The pickle of an item, b"" if it has none; and the slice of its bytes that each record has."""
+    """An item's pickle (b"" if it has none), and each record's slice of the item's bytes."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
 
     root, slices = directory.records[0].name.split("/")[0], dict[str, slice]()
@@ -95,7 +95,7 @@ def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes
 def _tensor(
     data: Tensor, directory: zips.Directory, program: bytes, slices: dict[str, slice], where: str
 ) -> Tensor | None:
-    """The tensor of an item, as a view of the item's bytes; None if torch.load must read the item, or refuse it."""
+    """An item's tensor as a view of the item's bytes; None if torch.load has to read or reject the item."""
     order = data[slices["byteorder"]].numpy().tobytes() if "byteorder" in slices else b"little"
     if len(slices) < len(directory.records) or order != sys.byteorder.encode():
         return None

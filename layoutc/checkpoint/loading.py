@@ -1,6 +1,6 @@
-"""Loading: all bytes are read, checked and assembled on the host before any byte of a live model is written.
+"""Loading: reads, checks and assembles all bytes on the host before it writes any byte of a live model.
 
-So a failed load has changed nothing, on any rank. Torch's own load reads straight into the model.
+So a failed load changes nothing on any rank. Torch's load reads straight into the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READERS = min(8, os.cpu_count() or 1)  # threads that read and check items
 
 @dataclass
 class Loaded:
-    """What a rank has read: the new values of the tensors that it holds, and the plain values."""
+    """What a rank has read: new values for its tensors, and plain values."""
 
     tensors: dict[MetadataIndex, Destination] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -55,14 +55,14 @@ def load(
     """Loads a folder that `save` or torch.distributed.checkpoint wrote into the tensors of a state dict.
 
     state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way.
-    convert: let quantized weights take plain ones (quantized as a whole, with amaxes over all ranks; float64 is rounded
-    to float32 first), plain weights take quantized ones (dequantized), and weights of one recipe those of another.
-    Without it, LayoutError says what differs. strict: refuse a checkpoint with entries under the state dict's outer
-    keys that the state dict lacks. process_group: the ranks that load; default: all.
+    convert: load plain values into quantized weights (quantized as a whole, with amaxes over all ranks; float64 is
+    rounded to float32 first), quantized values into plain weights (dequantized), and one recipe's into another's.
+    Without it, LayoutError says what differs. strict: reject checkpoint entries under the state dict's outer keys that
+    the state dict lacks. process_group: the ranks that load; default: all.
 
-    Collective. Raises on all ranks, before a live model is written: DamagedError for files that are torn, changed,
-    missing or swapped, or that hold anything but tensors and plain values (nothing in them is run); LayoutError for
-    entries, shapes, layouts and cuts that do not fit. Until then, host memory holds the new values.
+    Collective. Raises on all ranks, before a live model is written: DamagedError if files are torn, changed, missing or
+    swapped, or hold anything but tensors and plain values (nothing in them is run); LayoutError if entries, shapes,
+    layouts or cuts do not fit. Host memory holds all new values until they are written.
 
     Example:
 
@@ -93,7 +93,7 @@ def load(
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, which decides what is read. Plain values are set by `put`, never by a pickle that runs code."""
+    """Torch's planner, which decides what to read. `put` sets plain values; no pickle that could run code does."""
 
     reads: Sequence[ReadItem] = ()  # the items that this rank reads
 
@@ -103,7 +103,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _metadata(folder: Path) -> tuple[Metadata, Path]:
-    """The checked metadata of a folder, and the folder. Called on one rank, since a large model's takes seconds."""
+    """The folder's checked metadata, and the folder. Runs on one rank, since a large model's metadata takes seconds."""
     folder = resolved(folder)
     if not folder.exists() and previous(folder).exists():
         warnings.warn(f"a save stopped while it replaced {folder}: loading {previous(folder)} instead", stacklevel=4)
@@ -120,7 +120,7 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
     try:
         planner.set_up_planner(states, metadata, is_first)
         planner.reads = planner.create_local_plan().items
-    except (ValueError, RuntimeError) as error:  # a key or a shape, in torch's words
+    except (ValueError, RuntimeError) as error:  # torch's message names a key or a shape
         raise LayoutError(f"{folder} does not fit the state dict: {error}") from error
     if strict:
         _check_unexpected(states, planner, metadata)
@@ -128,7 +128,7 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
 
 
 def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metadata) -> None:
-    """Raises LayoutError for entries under the state dict's outer keys which the state dict lacks."""
+    """Raises LayoutError for checkpoint entries under the state dict's outer keys that the state dict lacks."""
     nested = {key for key, value in states.items() if isinstance(value, dict | list | tuple)}
     paths = metadata.planner_data or {}
     extra = [
@@ -145,7 +145,7 @@ def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metad
 
 
 def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) -> Loaded:
-    """Reads the planned items, each stored item once, checks them and assembles the new values."""
+    """Reads each planned item once, checks it and assembles the new values."""
     loaded, wanted = Loaded(), defaultdict(list)
     for item in planner.reads:
         name = item.dest_index.fqn
@@ -174,7 +174,7 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
 
 
 def _ahead(work: Callable[[T], Any], todo: Sequence[T]) -> Iterator[tuple[T, Any]]:
-    """Each item with its result, in order; threads work some items ahead, not all, to bound the memory."""
+    """Yields each item with its result, in order. Threads work a bounded number of items ahead, to limit memory."""
     with ThreadPoolExecutor(READERS) as pool:
         under_way: deque[tuple[T, Future[Any]]] = deque()
         for one in todo:
@@ -187,7 +187,7 @@ def _ahead(work: Callable[[T], Any], todo: Sequence[T]) -> Iterator[tuple[T, Any
 
 
 def _write(new: Sequence[Destination]) -> None:
-    """Writes new values that need no other rank. Raises LayoutError if the device fails."""
+    """Writes the new values that need no collective. Raises LayoutError if the device fails."""
     for one in new:
         try:
             one.commit()
@@ -199,7 +199,7 @@ def _write(new: Sequence[Destination]) -> None:
 
 
 def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> None:
-    """Hands an item, or the part of it that is wanted, to its destination."""
+    """Passes an item, or its requested part, to its destination."""
     name = item.dest_index.fqn
     if item.type == LoadItemType.BYTE_IO:
         loaded.values[name] = value
@@ -219,7 +219,7 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             if (offset, length) != (0, value.shape[dim]):
                 value = value.narrow(dim, offset, length)
-        # Copied if a view would keep much more in memory than it shows.
+        # Copy if the view would keep much more memory alive than it covers.
         value = value.clone() if 5 * value.numel() < 4 * whole else value
         loaded.tensors[item.dest_index].take(value, item.dest_offsets, item.lengths)
     except LayoutError as error:

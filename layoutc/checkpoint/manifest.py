@@ -1,4 +1,4 @@
-"""The manifest, layoutc.json, the last file of a save: the CRC-32 of `.metadata`, and the size of every file in it."""
+"""The manifest, layoutc.json, written last: the CRC-32 of `.metadata`, and the size of every file that it names."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 FORMAT = 1
-_BYTES = 2**26  # the largest manifest that is read: a million files
+_BYTES = 2**26  # the largest manifest that is accepted: a million files
 
 
 def write_manifest(partial: Path, metadata: Metadata, results: Iterable[WriteResult]) -> None:
-    """Writes layoutc.json into the folder of a save, after all ranks have written their files with these results.
+    """Writes layoutc.json into a save's folder, after all ranks have written their files and reported `results`.
 
-    Raises LayoutError if something that `.metadata` names is missing.
+    Raises LayoutError if anything that `.metadata` names is missing.
     """
     sizes = _written(partial, metadata, {result.index: result.storage_data for result in results})
     metadata_bytes = (partial / METADATA).read_bytes()
@@ -46,7 +46,7 @@ def write_manifest(partial: Path, metadata: Metadata, results: Iterable[WriteRes
 
 
 def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> dict[str, int]:
-    """The size of each file that the metadata names. Raises LayoutError for files that are missing or too short."""
+    """The size of each file that the metadata names. Raises LayoutError if a file is missing or too short."""
     for name, entry in metadata.state_dict_metadata.items():
         offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
         for offset in offsets:
@@ -73,7 +73,7 @@ def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, A
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises DamagedError if `.metadata` or a file's size is not what layoutc.json says. Without one, checks
+    """Raises DamagedError if `.metadata` or a file's size contradicts layoutc.json. Without layoutc.json, checks
     nothing."""
     path = folder / MANIFEST
     if not os.path.lexists(path):

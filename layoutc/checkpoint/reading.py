@@ -1,8 +1,8 @@
 """Reads the metadata of a torch.distributed.checkpoint folder, and the headers of its items, without trusting them.
 
-torch reads `.metadata` with plain pickle, which runs any code in the file. Here a pickle can only make the objects that
-such metadata consists of, and these are checked before they are used. An item's header comes from its zip's directory
-and its pickle, a few KB each; no tensor data is read for it.
+torch reads `.metadata` with plain pickle, which runs any code in the file. Here a pickle can only create the object
+types that metadata consists of, and they are checked before use. An item's header comes from its zip's directory and
+its pickle, a few KB each; no tensor data is read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.stored_form import FORMAT, is_shape, is_size, wrong_in
 
 METADATA = ".metadata"
-METADATA_BYTES = 2**30  # the largest metadata that is read: some ten million pieces
-_PICKLE_BYTES = 2**26  # the largest pickle of an item that is read: those of tensors have a few KB
+METADATA_BYTES = 2**30  # the largest metadata that is accepted: some ten million pieces
+_PICKLE_BYTES = 2**26  # the largest item pickle that is accepted; a tensor's has a few KB
 
 
 class Plain(NamedTuple):
@@ -36,11 +36,11 @@ class Plain(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------------ metadata
 def read_metadata(folder: Path) -> dcp.Metadata:
-    """The metadata of a checkpoint folder, in torch's own classes, and checked.
+    """The checked metadata of a checkpoint folder, in torch's classes.
 
-    Every tensor is covered exactly once by its chunks, every chunk has an item, and every item lies in a file of this
-    folder. Runs no code from the file. Raises LayoutError if there is no metadata, since the save did not finish or the
-    folder is not such a checkpoint; DamagedError if it is not what torch.distributed.checkpoint writes.
+    Chunks cover every tensor exactly once, every chunk has an item, and every item is in a file of this folder. Runs no
+    code from the file. Raises LayoutError if there is no metadata, because the save did not finish or the folder is not
+    a checkpoint; DamagedError if the metadata is not what torch.distributed.checkpoint writes.
     """
     path = folder / METADATA
     try:
@@ -67,7 +67,7 @@ def _missing(folder: Path) -> str:
 
 
 def bytes_needed(stored: Iterable[StorageInfo]) -> dict[str, int]:
-    """The least size of each file, by its name, that items lie in."""
+    """The minimum size of each file that items are stored in, by file name."""
     needed: dict[str, int] = {}
     for info in stored:
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
@@ -94,11 +94,10 @@ def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
     """An item's header, read without its data.
 
     For a quantized tensor, its state (`stored_form.state_of`, with planes as `Plain`); for a plain tensor, {"dtype",
-    "shape"}; for any other plain value, {"value": the name of its type}. None for an item that was transformed when it
-    was written (compressed, say), which can't be read.
+    "shape"}; for any other plain value, {"value": the name of its type}. None if the item was written through a
+    transform (e.g. compression), which can't be read.
 
-    Raises DamagedError if the item is not a torch.save zip, or refers to anything that neither kind of tensor consists
-    of.
+    Raises DamagedError if the item is not a torch.save zip, or its pickle refers to anything that tensors do not need.
     """
     if info.transform_descriptors:
         return None
@@ -118,22 +117,22 @@ def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
 
 
 def directory_crc_of(folder: Path, info: StorageInfo) -> int:
-    """The CRC-32 of an item's directory: a fingerprint of the item, since the directory has all records' CRC-32.
+    """The CRC-32 of an item's zip directory: a fingerprint of the item, since the directory has all records' CRC-32.
 
-    Only the end of the item is read. Raises DamagedError if there is no directory.
+    Reads only the end of the item. Raises DamagedError if there is no directory.
     """
     with _window(folder, info) as read:
         return zips.directory(read, info.length, where_of(folder, info)).crc32
 
 
 def where_of(folder: Path, info: StorageInfo) -> str:
-    """An item's name in messages."""
+    """An item's location, for messages."""
     return f"{folder / info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,}"
 
 
 @contextmanager
 def _window(folder: Path, info: StorageInfo) -> Iterator[zips.Read]:
-    """A function that reads the bytes of an item in its file, which is open inside."""
+    """Opens an item's file; yields a function that reads bytes of the item."""
     path = folder / info.relative_path
     try:
         file = open_file(path)
@@ -166,7 +165,7 @@ _STORAGES = {
 
 
 class Storage(NamedTuple):
-    """A storage, as the persistent ids of an item's pickle name it."""
+    """A storage that a persistent id of an item's pickle names."""
 
     dtype: torch.dtype
     key: str
@@ -179,7 +178,7 @@ class _State(NamedTuple):
     state: Any
 
 
-# Gives a tensor of a storage, an offset, a shape, strides and a dtype, and of whether it is more than a plain one.
+# Makes a tensor from storage, offset, shape, strides, dtype, and whether it has more than a plain tensor (hooks, ...).
 Make = Callable[[Storage, Any, Any, Any, Any, bool], Any]
 
 
@@ -187,7 +186,7 @@ def value_of(data: bytes, where: str, make: Make, restored: Callable[[Any], Any]
     """The value of an item's pickle.
 
     make: called in place of torch._utils._rebuild_tensor_v2 and _v3. restored: called in place of
-    layoutc.restore_tensor. options: of `unpickling.read`. Raises DamagedError.
+    layoutc.restore_tensor. options: passed to `unpickling.read`. Raises DamagedError.
     """
 
     def persistent(pid: Any) -> Storage:
@@ -206,12 +205,12 @@ def value_of(data: bytes, where: str, make: Make, restored: Callable[[Any], Any]
         return make(storage, offset, shape, strides, dtype, any((hooks, *more)))
 
     names = {
-        **{("torch", name): dtype for name, dtype in _STORAGES.items()},  # for which a storage's class stands
+        **{("torch", name): dtype for name, dtype in _STORAGES.items()},  # a storage class stands for its dtype
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): lambda state: restored(state),  # a new function, which a pickle may change
+        ("layoutc", "restore_tensor"): lambda state: restored(state),  # a new function, since a pickle may modify it
         ("collections", "OrderedDict"): lambda: {},
     }
     return unpickling.read(data, names, where, persistent=persistent, **options)
@@ -229,7 +228,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_storage(pid: Any) -> bool:
-    """True for the persistent id of a storage: ("storage", dtype, key, device, elements)."""
+    """True for a storage's persistent id: ("storage", dtype, key, device, elements)."""
     if not isinstance(pid, tuple) or len(pid) != 5:
         return False
     kind, dtype, key, _, elements = pid
@@ -237,7 +236,7 @@ def _is_storage(pid: Any) -> bool:
 
 
 def _checked(state: Any, where: str) -> dict[str, Any]:
-    """A quantized tensor's state. Raises DamagedError if a part does not have the type that `state_of` gives it."""
+    """A quantized tensor's state. Raises DamagedError if a field's type is not the one that `state_of` writes."""
     if not isinstance(state, dict):
         raise DamagedError(f"{where} holds a quantized tensor without a state")
     if type(form := state.get("format")) is not int or form != FORMAT:

@@ -1,7 +1,7 @@
-"""Saving: torch.distributed.checkpoint's files in a folder that is complete or not there, with checksums of all bytes.
+"""Saving: writes torch.distributed.checkpoint's files atomically, with checksums of all bytes.
 
-torch.save writes each tensor as a zip with a CRC-32 of each record. `.metadata` has the CRC-32 of each zip's directory,
-and `layoutc.json` that of `.metadata`, so that torn, changed and swapped files are detected.
+torch.save writes each tensor as a zip with a CRC-32 per record. `.metadata` has the CRC-32 of each zip's directory,
+and `layoutc.json` the CRC-32 of `.metadata`, so torn, changed and swapped files are detected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from layoutc.checkpoint.manifest import write_manifest
 from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.runtime.errors import LayoutError
 
-_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # by the default group
-_last: WeakKeyDictionary[dist.ProcessGroup, futures.Future[Any]] = WeakKeyDictionary()  # save of each group
+_apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # keyed by the default group
+_last: WeakKeyDictionary[dist.ProcessGroup, futures.Future[Any]] = WeakKeyDictionary()  # each group's last save
 
 
 def save(
@@ -41,17 +41,16 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
-    """Saves as torch.distributed.checkpoint.save does, into a folder that appears only when it is complete.
+    """Saves like torch.distributed.checkpoint.save, into a folder that appears only when it is complete.
 
     state_dict: nested dicts of tensors, DTensors and plain values, as from get_state_dict. Quantized tensors are stored
-    as they are. folder: the same on all ranks, on a file system that they share; a symbolic link is followed when the
+    without conversion. folder: the same on all ranks, on a shared file system; a symbolic link is followed when the
     save begins. overwrite: replace an existing checkpoint once the new one is complete. process_group: the ranks that
-    save;
-    default: all. options: those of torch's `save` (planner).
+    save; default: all. options: those of torch's `save` (planner).
 
     Collective. Raises LayoutError on all ranks. Before anything is written: if ranks name different folders or do not
     see the same one, if the folder exists, or, with overwrite=True, if it holds anything but a checkpoint. Before the
-    folder gets its name: if a file that a rank wrote is missing.
+    folder is renamed into place: if a file that a rank wrote is missing.
 
     Example:
 
@@ -61,7 +60,7 @@ def save(
     writer = prepare(folder, overwrite, process_group)
     try:
         state_dict_saver.save(state_dict, storage_writer=writer, process_group=process_group, **options)
-    except CheckpointException as error:  # a BaseException with a message of many lines
+    except CheckpointException as error:  # a BaseException with a multi-line message
         refused = (cause for _, (cause, _) in sorted(error.failures.items()) if isinstance(cause, LayoutError))
         if (cause := next(refused, None)) is not None:
             raise type(cause)(*cause.args) from error
@@ -76,16 +75,15 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Any:
-    """Saves as torch.distributed.checkpoint.async_save does; returns its future.
+    """Saves like torch.distributed.checkpoint.async_save; returns its future.
 
-    The state dict is copied to the host before this returns, so the model may change afterwards. Arguments: as for
-    `save`.
-    options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared memory; the caller
-    closes it, and may reuse it from torch 2.12 on). process_group: one with a CPU backend that nothing else uses
-    meanwhile.
-    Default: a gloo group of all ranks, made for these saves, so that training may use any other group. A new save waits
-    for one that is still running. A save that is killed leaves no folder. Raises what `save` does, at once. If files
-    are missing in the end, the future raises, inside torch's CheckpointException.
+    The state dict is copied to the host before this returns, so the model may change afterwards. Arguments as for
+    `save`, except: options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared
+    memory; the caller closes it, and may reuse it from torch 2.12 on). process_group: must have a CPU backend, and
+    nothing else may use it during the save; default: a gloo group of all ranks that only these saves use.
+
+    A new save waits for one that is still running. A killed save leaves no folder. Raises what `save` does, before it
+    returns. If files are missing at the end, the future raises a LayoutError inside torch's CheckpointException.
 
     Example:
 
@@ -95,7 +93,7 @@ def async_save(
     """
     group = _group_apart(process_group)
     writer = prepare(folder, overwrite, group)
-    # Without a stager torch would use the writer as one, which copies by zeros_like, to dense tensors.
+    # Without a stager, torch stages with the writer, whose zeros_like copies make dense tensors.
     own_stager = options.pop("async_stager", None)
     stager = own_stager or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
@@ -110,14 +108,14 @@ def async_save(
 
 
 def _group_apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of a save in the background: `group`, else a gloo group of all ranks that nothing else uses, made on
-    the first call; None without a default group. Collective. Waits for the last save in that group, whose errors are
-    left to its future.
+    """The group of a background save: `group`, else a gloo group of all ranks that nothing else uses, made on the
+    first call; None without a default group. Collective. Waits for the group's last save, but leaves that save's
+    errors to its future.
 
-    The collectives of one group must be called in the same order on all ranks, which a save in a thread that shared its
-    group with training would break at random, and hang. A group of fewer ranks can't be made here:
-    torch.distributed.new_group must be called on every rank, or, with use_local_synchronization, equally often on each
-    rank that calls it (torch 2.11, 2.13).
+    All ranks must call a group's collectives in the same order. A save thread that shared its group with training would
+    break that order at random, and hang. This can't make a group of fewer ranks: torch.distributed.new_group must be
+    called on every rank, or, with use_local_synchronization, equally often on each rank that calls it (torch 2.11,
+    2.13).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -132,32 +130,32 @@ def _group_apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:
-    """The writer of a folder that all ranks agree on. Raises as `folders.agreed`, on all ranks. Collective."""
+    """The writer for a folder that all ranks agree on. Raises what `folders.agreed` does, on all ranks. Collective."""
     return Writer(folders.agreed(folder, overwrite, group), overwrite)
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, made to write into `folders.incomplete` and to rename it when all ranks are done. Can be
+    """torch's writer, but it writes into `folders.incomplete` and renames that when all ranks are done. Can be
     pickled."""
 
     def __init__(self, folder: Path, replaces: bool = False, **options: Any) -> None:
-        """replaces: whether to replace a checkpoint of that name. options: of FileSystemWriter (thread_count,
+        """replaces: whether to replace a checkpoint of that name. options: passed to FileSystemWriter (thread_count,
         sync_files)."""
         self.folder, self.replaces = folder, replaces
         super().__init__(folders.incomplete(folder), overwrite=True, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """As torch's method, but the folder stays the one that the writer was made for."""
+        """Like torch's method, but keeps the writer's folder."""
         super().reset(None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As torch's method, without its warning about files that an earlier save has left."""
+        """Like torch's method, but without the warning about files left by an earlier save."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, and adds the CRC-32 of each item's directory to the record of where it lies."""
+        """Writes this rank's files, and adds the CRC-32 of each item's directory to its storage info."""
         results = super().write_data(plan, planner).wait()
         for result in results:
             info = result.storage_data
