@@ -1,1 +1,1 @@
-"""What all kinds of checkpoints share: folders, ranks that agree, and which part of a weight a rank holds."""
+"""Shared by all checkpoint formats: folders, agreement between ranks, and the part of a weight that a rank holds."""

@@ -1,4 +1,4 @@
-"""Buffers that no file has, which `to_empty` leaves without values: made anew as transformers does, or named."""
+"""Non-persistent buffers, which `to_empty` leaves uninitialized: recomputed the way transformers does, or reported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from layoutc.runtime.torch_private import version_of
 
-MARK = "_is_hf_initialized"  # what transformers' initializing leaves alone
+MARK = "_is_hf_initialized"  # transformers does not initialize tensors with this attribute
 
 
 def made_anew(model: nn.Module) -> list[str]:
-    """Makes the buffers that are not part of the state dict, in models of transformers as its `from_pretrained` does:
-    rotary frequencies, numbers of positions. Returns the names of those that nothing here knows how to make."""
+    """Recomputes buffers that are not in the state dict (rotary frequencies, position ids), like transformers'
+    `from_pretrained` does for its models. Returns the names of the buffers that it can't recompute."""
     left = list[str]()
     for prefix, module, owner in _modules("", model, None):
         names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
@@ -27,7 +27,7 @@ def made_anew(model: nn.Module) -> list[str]:
 
 
 def _modules(prefix: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """All modules, with the innermost model of transformers around each, whose config its parts are made by."""
+    """All modules, each with its innermost enclosing transformers model, whose config defines the module's buffers."""
     owner = module if hasattr(module, "_initialize_weights") and hasattr(module, "_init_weights") else owner
     yield prefix, module, owner
     for name, child in module.named_children():
@@ -35,7 +35,7 @@ def _modules(prefix: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, 
 
 
 def _made(module: nn.Module, names: list[str], owner: Any) -> set[str]:
-    """The buffers of a module that its model's own initializing writes, and nothing else."""
+    """Runs the model's weight initialization on a module's buffers only; returns the buffers that it wrote."""
     before = {name: (module._buffers[name], _version(module._buffers[name])) for name in names}
     others = [
         one for one in (*module.parameters(), *module.buffers()) if all(one is not of for of, _ in before.values())

@@ -1,4 +1,4 @@
-"""The facts of a checkpoint's entry: how it is stored, its size, and whether an installed recipe reads it."""
+"""Describes a checkpoint entry: how it is stored, its size, and whether an installed recipe reads it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BF16 = 2  # bytes
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """A layout that pieces of a tensor have, and whether an installed recipe reads it."""
+    """A layout of a tensor's pieces, and whether an installed recipe reads it."""
 
     recipe: str
     layout_id: str
     language: int  # version of the spec language
     spec_sha256: str
     installed: bool
-    difference: str | None  # from the installed recipe of that name, in words; None if the layout is installed
-    pieces: int  # pieces of this layout, of those whose headers were read
+    difference: str | None  # from the installed recipe of that name, as text; None if the layout is installed
+    pieces: int  # pieces with this layout, among those whose headers were read
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,21 @@ class EntryFacts:
     """An entry of a checkpoint.
 
     kind: the recipe of a quantized tensor; the dtype of a plain one; "value" if it is not a tensor; "mixed" if its
-    pieces are stored in different ways, which `layouts` and `plain` list; "unread" if the writer has transformed the
-    bytes.
+    pieces are stored in different ways (see `layouts` and `plain`); "unread" if the writer transformed the bytes.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...] | None  # of the whole tensor; None for a value
-    dtype: str | None  # of the values; for a quantized tensor, the one that it dequantizes to
+    dtype: str | None  # a quantized tensor's is the dtype that it dequantizes to
     layouts: tuple[LayoutFacts, ...]  # () for a plain tensor
-    plain: int  # plain pieces, of those whose headers were read
+    plain: int  # plain pieces, among those whose headers were read
     planes: tuple[str, ...]
     orientations: tuple[str, ...]
     pieces: int
     stored_bytes: int
     bytes_per_element: float | None  # None if there are no elements
-    bf16_bytes: int  # bytes if floating-point values were in bf16, without headers
+    bf16_bytes: int  # size without headers if floating-point values were bf16
 
 
 def entry_of(
@@ -61,7 +60,7 @@ def entry_of(
     stored_bytes: int,
     kind: str = "",
 ) -> EntryFacts:
-    """The facts of a tensor, from the headers of its pieces. kind: how it is stored, if there are none."""
+    """Describes a tensor from its pieces' headers. kind: how it is stored, used if there are no headers."""
     layouts = [header for header in headers if header is not None and "layout_id" in header]
     plain = sum(header is not None and "layout_id" not in header for header in headers)
     ids = dict.fromkeys(header["layout_id"] for header in layouts)

@@ -1,4 +1,4 @@
-"""The tensors of a model that an export writes: each once, checked, and what they are quantized as."""
+"""The model tensors that an export writes: deduplicated and checked, with their quantized classes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, each once: of several names of the same memory, the first. Raises LayoutError for PEFT's names,
-    which no reader knows, and whose layers compute more than their base."""
+    """Tensors by name. If several names share memory, only the first is kept. Raises LayoutError for PEFT's names: no
+    reader knows them, and PEFT layers compute more than their base."""
     state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
     if wrapped := next((name for name in state if ".base_layer." in name), None):
         raise LayoutError(
@@ -33,7 +33,7 @@ def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _identity(value: Tensor) -> Any:
-    """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
+    """A key that is equal for tensors with the same values in the same memory. All ranks agree, even on empty ones."""
     local = local_tensor(value)
     if isinstance(local, QuantizedTensor):
         return id(local.store.planes), tuple(value.shape)
@@ -43,7 +43,7 @@ def _identity(value: Tensor) -> Any:
 
 
 def check_exportable(name: str, value: Tensor) -> None:
-    """Raises LayoutError for a tensor that is no weight, or not one of this rank's."""
+    """Raises LayoutError if a tensor is not a whole weight with values, or this rank is not in its mesh."""
     local = local_tensor(value)
     if local.is_meta:
         raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
@@ -61,7 +61,7 @@ def check_exportable(name: str, value: Tensor) -> None:
 
 
 def class_of(value: Tensor) -> type[QuantizedTensor] | None:
-    """What a weight is quantized as, or as it is gathered; None for a plain one."""
+    """The class that a weight is quantized as, now or on gather; None for a plain weight."""
     local = local_tensor(value)
     if isinstance(local, CastOnGather):
         return local.QUANTIZED

@@ -1,7 +1,7 @@
-"""The folder of a save: all ranks name the same one and see it, and nothing in it belongs to anybody else.
+"""The folder of a save: checks that all ranks name and see the same folder, and that it holds only checkpoint files.
 
-A save writes `.NAME.incomplete` beside the folder NAME. While NAME is replaced, the old one is `.NAME.previous`. Only
-files of checkpoints are ever removed.
+A save writes to `.NAME.incomplete` next to the folder NAME. While NAME is replaced, the old folder is `.NAME.previous`.
+Only checkpoint files are ever removed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, 
 from layoutc.runtime.errors import LayoutError, printable
 
 MANIFEST = "layoutc.json"
-INCOMPLETE, PREVIOUS = ".incomplete", ".previous"  # suffixes of the folders beside a checkpoint
-PARTLY = ".partly"  # of an export or a conversion
-SEEN_WITHIN = 10.0  # seconds until a file must be visible on other nodes
+INCOMPLETE, PREVIOUS = ".incomplete", ".previous"  # suffixes of the folders next to a checkpoint
+PARTLY = ".partly"  # suffix of an export or a conversion in progress
+SEEN_WITHIN = 10.0  # seconds within which a file must be visible on other nodes
 _PROBE = ".layoutc-probe-"
 _FILES = re.compile(
     rf"__\d+_\d+\.distcp|(__\d+)?\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(_PROBE)}[0-9a-f]{{32}}"
 )
-_SHOWN = 6  # names that a message spells out
-MOST = 64 * 2**20  # bytes of a file beside weights; tokenizers with large vocabularies take 30 MB
+_SHOWN = 6  # names that a message lists
+MOST = 64 * 2**20  # maximum bytes of a companion file; tokenizers with large vocabularies have 30 MB
 _BESIDE = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|(?i:LICEN[CS]E|NOTICE).*")
-# What a folder states of its own weights: config.json, which a conversion writes, and the older files beside it.
+# Files that describe the folder's weights, which a conversion rewrites or drops: config.json and older equivalents.
 _OF_WEIGHTS = re.compile(r"config\.json|.*\.index\.json|(hf_)?quant\w*_config\.json|layoutc\.json", re.IGNORECASE)
 
 
 def incomplete(folder: Path) -> Path:
-    """The folder that a checkpoint is written into before it gets its name."""
+    """The folder that a checkpoint is written into before it is renamed into place."""
     return folder.with_name(f".{folder.name}{INCOMPLETE}")
 
 
 def previous(folder: Path) -> Path:
-    """The name that an old checkpoint has while it is replaced."""
+    """The name of an old checkpoint while it is being replaced."""
     return folder.with_name(f".{folder.name}{PREVIOUS}")
 
 
 def partly(path: Path) -> Path:
-    """A new name beside a file or folder, to write under before it gets its own. Makes the folder that both are in.
+    """A new temporary path next to a file or folder, to write to before the rename. Creates the parent folder.
 
-    Warns of others like it: what was killed has left them, or is still running, so nothing is removed.
+    Warns of leftover temporary paths. They may belong to a running export, so it removes none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     like = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{8}}{re.escape(PARTLY)}")
@@ -63,16 +63,16 @@ def partly(path: Path) -> Path:
 
 
 def resolved(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself, with symbolic links followed."""
+    """The folder's real path, with symbolic links followed."""
     return Path(os.path.realpath(folder))
 
 
 def agreed(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Path:
-    """The folder that all ranks save into, by its name on this rank. Its `incomplete` folder is made, empty.
-    Collective.
+    """The folder that all ranks save into, as this rank names it. Makes its `incomplete` folder, empty. Collective.
 
-    Raises LayoutError on all ranks if they name different folders or don't see the same one, if it exists and may not
-    be replaced, or if it or a folder beside it holds anything but a checkpoint; OSError if it can't be made.
+    Raises LayoutError on all ranks if they name different folders or don't see the same one, if the folder exists and
+    overwrite is off, or if it or a temporary folder next to it holds anything but a checkpoint; OSError if the folder
+    can't be made.
     """
     mine = together(lambda: (os.path.abspath(folder), str(resolved(folder)), bool(overwrite)), group)
     _check_same(everywhere(mine, group))
@@ -87,7 +87,7 @@ def agreed(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessG
 
 
 def _check_same(intents: Sequence[tuple[str, str, bool]]) -> None:
-    """Raises LayoutError if ranks have named different folders, or disagree about overwrite."""
+    """Raises LayoutError if ranks name different folders, or disagree about overwrite."""
     named, real, overwrites = ([one[part] for one in intents] for part in range(3))
     if len(set(named)) > 1 and len(set(real)) > 1:
         raise LayoutError(
@@ -111,8 +111,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _prepared(folder: Path, overwrite: bool) -> str:
-    """On the first rank: makes an empty folder to write into, and a probe file in it. Returns that file's name."""
-    if not folder.name or folder.is_symlink():  # a link that `resolved` could not follow
+    """On the first rank: makes an empty folder to write into, with a probe file. Returns the probe's name."""
+    if not folder.name or folder.is_symlink():  # `resolved` could not follow the link
         raise LayoutError(f"{folder} can't be a checkpoint: it is {'a link to itself' if folder.name else 'the root'}")
     if os.path.lexists(folder):
         if not overwrite:
@@ -133,7 +133,7 @@ def _prepared(folder: Path, overwrite: bool) -> str:
 
 
 def foreign(folder: Path) -> list[str]:
-    """The sorted names of everything in a folder that is not a file of a checkpoint; folders end with a slash."""
+    """The sorted names of everything in a folder that is not a checkpoint file; subfolders end with a slash."""
     with os.scandir(folder) as entries:
         names = [
             f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
@@ -154,7 +154,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _check_left(beside: Path, folder: Path) -> None:
-    """Raises LayoutError if `beside` exists and is not what an earlier save has left there."""
+    """Raises LayoutError if `beside` exists and is not a leftover of an earlier save."""
     if not os.path.lexists(beside):
         return
     what = "is not a folder"
@@ -166,7 +166,7 @@ def _check_left(beside: Path, folder: Path) -> None:
 
 
 def _check_seen(probe: Path, host: str) -> None:
-    """Raises LayoutError if this rank does not see a file that the first rank has written."""
+    """Raises LayoutError if this rank does not see the probe file of the first rank."""
     end = time.monotonic() + SEEN_WITHIN
     while not probe.is_file():
         if time.monotonic() > end:
@@ -176,11 +176,11 @@ def _check_seen(probe: Path, host: str) -> None:
             )
         time.sleep(0.05)
         if probe.parent.is_dir():
-            os.listdir(probe.parent)  # makes clients of network file systems look again
+            os.listdir(probe.parent)  # refreshes the cache of network file systems
 
 
 def publish(folder: Path, overwrite: bool) -> None:
-    """Gives a complete folder its name. Raises LayoutError if that has been taken meanwhile, without overwrite."""
+    """Renames a complete folder into place. Raises LayoutError if the name is now taken and overwrite is off."""
     partial, old = incomplete(folder), previous(folder)
     sync(partial)
     if os.path.lexists(folder):
@@ -199,7 +199,7 @@ def publish(folder: Path, overwrite: bool) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint's files. Warns of anything else in its folder, which is kept."""
+    """Removes a checkpoint's files. Keeps the folder, with a warning, if it holds anything else."""
     names = foreign(folder)
     for entry in folder.iterdir():
         if entry.name not in names and f"{entry.name}/" not in names:
@@ -213,14 +213,14 @@ def remove(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's bytes, or the names in a folder, durable: until it returns, a crash of the machine may undo them.
+    """Syncs a file's bytes, or a folder's names, to disk: until it returns, a machine crash may lose them.
 
-    For folders it does nothing on systems that can't open them, such as Windows, which makes names durable by itself.
+    Does nothing for folders on systems that can't open them: Windows makes names durable by itself.
     """
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return
-    number = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only what may be written
+    number = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only writable files
     try:
         os.fsync(number)
     finally:
@@ -228,10 +228,10 @@ def sync(path: Path) -> None:
 
 
 def copy_companions(source: str | os.PathLike[str] | None, folder: Path) -> tuple[str, ...]:
-    """Copies files beside a model's weights, which the next folder needs as well: tokenizer, templates, generation
-    settings. Returns their names, sorted. None, and a file, have none.
+    """Copies companion files of a model's weights into `folder`: tokenizer, templates, generation settings. Returns
+    their names, sorted; () if `source` is None or a file.
 
-    Files of at most 64 MiB; no folders, no weights, and nothing that states how the source's weights are quantized.
+    Copies files of at most 64 MiB, but no folders, no weights, and no file that describes the source's quantization.
     """
     names = list[str]()
     for path in sorted(Path(source).iterdir()) if source is not None and Path(source).is_dir() else ():

@@ -1,4 +1,4 @@
-"""Values in a dtype that holds less: what is finite stays finite, or nothing is made of it; what is rounded is said."""
+"""Conversion to narrower dtypes: raises if finite values would overflow, and reports rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 AT_A_TIME = 1 << 22  # values
 SHOWN = 2
-# Dtypes, and those whose finite values they may make infinite.
+# Dtype -> the source dtypes whose finite values may overflow in it.
 REACH = {
     torch.float16: (torch.bfloat16, torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),
@@ -23,10 +23,10 @@ REACH = {
 
 
 def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tensor:
-    """`made`, the values of a tensor in a narrower dtype. Raises LayoutError if one of them that was finite before is
-    infinite by now: with their number, the largest, and dtypes that hold it.
+    """Returns `made`, a tensor's values in a narrower dtype. Raises LayoutError if finite values became infinite; the
+    message has their number, the largest one, and dtypes that can hold it.
 
-    before: the same values in a wider dtype; called only where not all of `made` are finite.
+    before: returns the same values in a wider dtype; called only if some of `made` are not finite.
     """
     if not made.is_floating_point() or bool(made.isfinite().all()):
         return made
@@ -44,16 +44,16 @@ def check_finite(name: str, made: Tensor, before: Callable[[], Tensor]) -> Tenso
 
 
 def check_holds(name: str, values: Tensor, into: torch.dtype) -> None:
-    """Raises LayoutError as `check_finite` for values, or what codes stand for, that a narrower dtype does not hold."""
+    """Raises LayoutError like `check_finite` if finite values, plain or dequantized, overflow in a narrower dtype."""
     if isinstance(values, QuantizedTensor):
-        if into is torch.float16:  # other dtypes reach as far as codes do
+        if into is torch.float16:  # other dtypes hold the range of all codes
             check_finite(name, values.dequantize(into), partial(values.dequantize, torch.float32))
     elif values.dtype in REACH.get(into, ()):
         check_finite(name, values.to(into), values.double)
 
 
 def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:
-    """True if a narrower dtype does not hold all values. Raises LayoutError as `check_finite`."""
+    """True if a narrower dtype rounds any value. Raises LayoutError like `check_finite`."""
     there = values.to(into)
     check_finite(name, there, partial(values.to, torch.float32))
     flat, made, found = values.reshape(-1), there.reshape(-1), False
@@ -64,7 +64,7 @@ def rounds(name: str, values: Tensor, into: torch.dtype) -> bool:
 
 
 def warn_of(before: str, names: Sequence[str], after: str) -> None:
-    """Warns once of all names, if there are any: of some, and of how many others there are."""
+    """Warns once if there are names: lists the first few, and the number of the others."""
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.warn(f"{before}{printable(', '.join(names[:SHOWN]))}{more}{after}", stacklevel=4)

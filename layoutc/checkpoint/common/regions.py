@@ -1,4 +1,4 @@
-"""Regions: the part of a whole weight that a rank holds, and the entries of stored planes that it needs. Integers
+"""Regions: the part of a whole weight that a rank holds, and the plane entries that cover it. Integer arithmetic
 only."""
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from layoutc.runtime.torch_private import local_tensor
 
 
 class Box(NamedTuple):
-    """Entries first..last of each dim of a tensor."""
+    """The entries first..last (exclusive) of each dim of a tensor."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The size of each dim."""
         return tuple(b - a for a, b in zip(self.first, self.last, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """It as an index of the whole tensor."""
+        """The box as an index into the whole tensor."""
         return tuple(slice(a, b) for a, b in zip(self.first, self.last, strict=True))
 
 
 def box_of(tensor: Tensor, name: str = "a weight") -> Box:
-    """This rank's part of a DTensor, in entries of the whole; all of any other tensor.
+    """This rank's part of a DTensor, as a box of the whole; all of any other tensor.
 
-    Raises LayoutError if the shard's size is not what its placements say.
+    Raises LayoutError if the shard's shape contradicts its placements.
     """
     slices, local = meshes.slices_of(tensor), tuple(local_tensor(tensor).shape)
     box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
@@ -51,7 +51,7 @@ def box_of(tensor: Tensor, name: str = "a weight") -> Box:
 
 
 def rows_of(shape: Sequence[int], box: Box) -> list[Rect]:
-    """The runs of adjacent rows of the (m, k) matrix that a box of a weight of `shape` consists of; [] if it is
+    """The runs of adjacent rows, in the (m, k) matrix of a weight of `shape`, that make up a box; [] if the box is
     empty."""
     if 0 in box.shape:
         return []
@@ -72,7 +72,7 @@ def rows_of(shape: Sequence[int], box: Box) -> list[Rect]:
 
 
 def whole_blocks(rows: Rect, block_rows: int, block_columns: int, m: int, k: int) -> Rect:
-    """The whole blocks of an (m, k) matrix that rows touch."""
+    """The rectangle of whole blocks of an (m, k) matrix that `rows` touches."""
     return Rect(
         rows.r0 // block_rows * block_rows,
         min(up(rows.r1, block_rows), m),

@@ -1,4 +1,4 @@
-"""Verdicts: ranks exchange what is wrong, so that all of them raise the same or none does."""
+"""Verdicts: ranks exchange their errors, so that all raise the same exception or none does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from layoutc.runtime.errors import DamagedError, LayoutError, printable
 
 T = TypeVar("T")
-SHOWN = 8  # problems that a message spells out
-LONGEST = 4000  # characters of a problem: text from a file may be of any length
+SHOWN = 8  # problems that a message lists
+LONGEST = 4000  # maximum characters of a problem, since text from files can be arbitrarily long
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (LayoutError, DamagedError, FileNotFoundError, FileExistsError, OSError, ImportError, TypeError)
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 @contextmanager
 def noted(problems: list[Problem]) -> Iterator[None]:
-    """Collects what is raised inside in `problems`, since other ranks wait for this one's verdict."""
+    """Appends exceptions raised inside to `problems` instead of raising: other ranks wait for this rank's verdict."""
     try:
         yield
     except Exception as error:
@@ -39,17 +39,17 @@ def noted(problems: list[Problem]) -> Iterator[None]:
 
 
 def rank_of(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in a group, by default the group of all; 0 without one."""
+    """This process's rank in a group (default: all ranks); 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks of a group, by default the group of all; 1 without one."""
+    """The number of ranks in a group (default: all ranks); 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def everywhere(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of a group, in their order. Collective: one all_gather_object."""
+    """The values of all ranks of a group, in rank order. Collective: one all_gather_object."""
     if size_of(group) == 1:
         return [value]
     values: list[Any] = [None] * size_of(group)
@@ -58,7 +58,7 @@ def everywhere(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """The result of `work` if it succeeds on every rank; else raises on all of them. Collective."""
+    """Returns this rank's result of `work` if it succeeds on every rank; else raises on all. Collective."""
     problems: list[Problem] = []
     result: T | None = None
     with noted(problems):
@@ -68,7 +68,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def from_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """The first rank's result of `work`, on every rank; raises on all of them if it fails there. Collective."""
+    """Returns the first rank's result of `work` on every rank; raises on all if it fails there. Collective."""
     problems: list[Problem] = []
     results: list[Any] = [None]
     if rank_of(group) == 0:
@@ -81,9 +81,9 @@ def from_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def agree(problems: Sequence[Problem], group: dist.ProcessGroup | None, facts: str = "", what: str = "") -> None:
-    """Raises on all ranks of a group if one of them has problems, or if their `facts` differ.
+    """Raises on all ranks of a group if any rank has problems, or if `facts` differ between ranks.
 
-    what: completes "rank 1 and rank 0 ..." for facts that differ. The first problem decides the kind of exception.
+    what: completes the message "rank 1 and rank 0 ..." if facts differ. The first problem sets the exception type.
     Collective: one all_gather_object.
     """
     reports = everywhere((list(problems), facts), group)

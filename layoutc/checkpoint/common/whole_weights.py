@@ -1,4 +1,4 @@
-"""Gathers a whole sharded weight on every rank, still quantized, one weight at a time."""
+"""Gathers whole sharded weights on every rank, still quantized, one at a time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def gathered_whole(value: Tensor) -> Tensor:
-    """The whole of a DTensor, on a device that its group's backend supports; any other tensor as it is. Collective.
+    """Gathers a whole DTensor, on a device that its group's backend supports; returns other tensors as is. Collective.
 
-    A weight that is cast on gather gives its values. Raises LayoutError if a mesh without dim names cuts inside blocks
-    and also along another dim.
+    For a weight that is cast on gather, returns the plain values. Raises LayoutError if a mesh without dim names cuts
+    inside blocks and also along another dim.
     """
     if not isinstance(value, DTensor):
         return value.plain if isinstance(value, CastOnGather) else value
@@ -54,9 +54,9 @@ def gathered_whole(value: Tensor) -> Tensor:
 
 
 def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGroup) -> QuantizedTensor:
-    """Joins a group's shards along a dim of `size` entries in all, in cases where DTensor can't join planes.
+    """Joins a group's shards along a dim of `size` entries in total, in cases where DTensor can't join planes.
 
-    Each rank sends the entries that cover its own rows. Entries that several ranks hold are equal on all of them.
+    Each rank sends the entries that cover its rows. Entries that several ranks hold are equal on all of them.
     """
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
     layout, m, k, each = local.LAYOUT, prod(shape[:-1]), shape[-1], cdiv(size, group.size())
@@ -92,7 +92,7 @@ def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGrou
 
 
 def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int]]) -> Tensor:
-    """What the rest of the cuts, (mesh dim, tensor dim), have left of `joined`, whole again."""
+    """Gathers `joined` along the remaining cuts, (mesh dim, tensor dim) pairs, into the whole weight."""
     if not rest:
         return joined
     mesh = value.device_mesh
@@ -105,21 +105,21 @@ def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int
 
 
 def join_amaxes(values: Iterable[Tensor]) -> None:
-    """Finds the amaxes of weights that are cast on gather under one amax with others. Collective."""
+    """Computes the amaxes of cast-on-gather weights that share an amax with other weights. Collective."""
     local = (local_tensor(value) for value in values)
     precompute([one for one in local if isinstance(one, CastOnGather) and one._agreed.fused is not None])
 
 
 def joint_amax(value: Tensor) -> Tensor | None:
-    """The amax that `join_amaxes` has found for a weight; None for one that has its own, or is quantized."""
+    """The shared amax that `join_amaxes` computed for a weight; None if it shares none, or is quantized."""
     local = local_tensor(value)
     fused = isinstance(local, CastOnGather) and local._agreed.fused is not None
     return local._agreed.current(local)[0] if isinstance(local, CastOnGather) and fused else None
 
 
 def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them. amax: that of
-    a weight that is quantized under one with others."""
+    """The planes of a gathered weight. Quantizes plain values to `cls`, as a gather does. amax: the shared amax, for a
+    weight that has one."""
     if not isinstance(whole, QuantizedTensor):
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))

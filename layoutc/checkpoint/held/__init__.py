@@ -1,1 +1,1 @@
-"""What files of other programs hold for a weight: permuted values, codes of values, what a shape says."""
+"""A weight's tensors in other checkpoint formats: permuted values, codes of values, tensors derived from its shape."""

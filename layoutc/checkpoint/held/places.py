@@ -1,4 +1,4 @@
-"""Values of a plane in a file's tensor and back: a permutation, read box by box."""
+"""Maps a plane's values to a file's tensor and back: a permutation, read box by box."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from layoutc.runtime.torch_private import storage_key
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 Range = tuple[int, int]
-AT_A_TIME = 1 << 22  # bytes of packed codes that are rearranged at a time
+AT_A_TIME = 1 << 22  # bytes of packed codes to rearrange at a time
 
 
 class Place(NamedTuple):
-    """Where the values of one plane of a matrix, or of a stack of matrices, lie in a file's tensor.
+    """Maps one plane of a matrix, or of a stack of matrices, to a file's tensor.
 
-    rows, columns: sizes of the dims that the plane's values are split into. entry: bytes of an entry of the plane.
-    shape: of the file's tensor. per: values in an entry of its last dim.
+    rows, columns: sizes of the dims that the plane's rows and columns are split into. shape: the file's tensor.
+    per: values per entry of its last dim.
     """
 
     bound: BoundPlane
@@ -37,17 +37,17 @@ class Place(NamedTuple):
 
     @property
     def packs(self) -> bool:
-        """True if codes are packed otherwise in the file than in the plane."""
+        """True if the file packs codes differently from the plane."""
         return self.bound.bits < 8
 
 
 def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
-    """The place of a plane of `plane` shape and dtype.
+    """The place of a plane with `plane`'s shape and dtype.
 
-    matrices: of a weight with leading dims; None without any. Raises LayoutError if its values don't split so.
-    """
+    matrices: their number in a weight with leading dims, else None. Raises LayoutError if the values don't split as the
+    binding says."""
     width = _width(bound.dtype)
-    if bound.of_matrices and matrices is not None:  # `scalar` is of one matrix
+    if bound.of_matrices and matrices is not None:  # `scalar` applies to a single matrix
         return Place(bound, plane, (1,), (1,), (matrices,), 1)
     if bound.scalar or bound.of_matrices or len(plane.shape) == 1:
         return Place(bound, plane, (1,), (1,), () if bound.scalar else (1,), 1)
@@ -57,7 +57,7 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     stacks = 1 if matrices is None or rows == 1 else matrices
     row_sizes, column_sizes = _split(bound.rows, rows, stacks), _split(bound.columns, columns, stacks)
     sizes = (*row_sizes, *column_sizes)
-    bare = MATRICES in bound.rows and matrices is None  # a weight of two dims has no dim for its matrices
+    bare = MATRICES in bound.rows and matrices is None  # a 2-D weight has no dim for matrices
     stated = (*bound.rows, *bound.columns)
     dims = [prod(sizes[i] for i in dim) for dim in _dims(bound) if not (bare and stated[dim[0]] == MATRICES)]
     size = bound.bits if bound.bits < 8 else 8 * plane.dtype.itemsize
@@ -69,13 +69,13 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
 
 
 def _dims(bound: BoundPlane) -> list[tuple[int, ...]]:
-    """The dims of a file's tensor, as those of values that make up each, outermost first."""
+    """For each dim of a file's tensor, the value dims that it joins, outermost first."""
     names = iter(bound.order)
     return [tuple(islice(names, count)) for count in bound.joined or [1] * len(bound.order)]
 
 
 def _width(dtype: str) -> int:
-    """Bytes of an entry of a safetensors dtype."""
+    """The bytes per entry of a safetensors dtype."""
     return WIDTHS.get(dtype) or int(dtype[1:]) // 8
 
 
@@ -87,9 +87,9 @@ def _split(stated: Sequence[int], whole: int, matrices: int) -> tuple[int, ...]:
 
 
 def weight_shape(bound: BoundPlane, stored: Sequence[int], per_entry: float) -> tuple[int, ...] | None:
-    """The shape of the weight whose codes a file's tensor of this shape holds; None if no weight's do.
+    """The shape of the weight whose codes fill a file's tensor of shape `stored`; None if there is none.
 
-    per_entry: the codes in an entry of the plane.
+    per_entry: codes per entry of the plane.
     """
     dims, sizes = _dims(bound), (*bound.rows, *bound.columns)
     stacked = len(stored) == len(dims)
@@ -112,9 +112,9 @@ def weight_shape(bound: BoundPlane, stored: Sequence[int], per_entry: float) -> 
 
 # ----------------------------------------------------------------------------------------------------------------- read
 def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Entries rows x columns of the plane, of the plane's dtype. fetch: gives a box of the file's tensor.
+    """The plane's entries at rows x columns, in its dtype. fetch: returns a box of the file's tensor.
 
-    Codes that are packed anew take several times their bytes on the way, so they are read some rows at a time.
+    Repacking codes needs several times their bytes, so they are read a few rows at a time.
     """
     each = _rows_at_a_time(at, columns)
     if rows[1] - rows[0] <= each:
@@ -127,7 +127,7 @@ def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, .
 
 
 def _rows_at_a_time(at: Place, columns: Range) -> int:
-    """So many rows of a plane that they make AT_A_TIME bytes, and end where the inner dims of its rows do."""
+    """The number of rows that has about AT_A_TIME bytes and is aligned to the inner dims of the rows."""
     if not at.packs or not at.rows:
         return max(1, at.plane.shape[0])
     wanted, rows = max(1, AT_A_TIME // max(1, columns[1] - columns[0])), 1
@@ -154,12 +154,12 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     index = []
     dims, stated = _dims(bound), (*bound.rows, *bound.columns)
     for dim in dims:
-        if stated[dim[0]] != MATRICES or len(at.shape) == len(dims):  # which a weight of two dims has no dim for
+        if stated[dim[0]] != MATRICES or len(at.shape) == len(dims):  # a 2-D weight has no dim for matrices
             first = _flat([sizes[i] for i in dim], [boxes[i] for i in dim])
             index.append(slice(first, first + prod(boxes[i][1] - boxes[i][0] for i in dim)))
     index[-1] = slice(index[-1].start // at.per, index[-1].stop // at.per)
     found = _as(fetch(tuple(index)), torch.uint8 if at.packs else plane.dtype)
-    last, inner = bound.order[-1], len(sizes) - 1  # along which codes share bytes in the file, and in the plane
+    last, inner = bound.order[-1], len(sizes) - 1  # the dims that codes are packed along: in the file, in the plane
     pairs = bound.bits == 4 and not bound.spread and last != inner
     pairs = pairs and not any(end % 2 for end in (*boxes[inner], *boxes[last]))
     widths = [b - a for a, b in boxes]
@@ -183,15 +183,15 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
 
 
 def _whole_entries(at: Place, boxes: Sequence[Range]) -> list[Range]:
-    """The smallest boxes that hold these, are a range of each of the tensor's dims, whole entries of the last one, and
-    hold values that follow one another in rows and in columns."""
+    """The smallest enclosing boxes that are a contiguous range of each of the tensor's dims, cover whole entries of its
+    last dim, and are contiguous in the plane's rows and columns."""
     sizes, split = (*at.rows, *at.columns), len(at.rows)
     dims, found = _dims(at.bound), list(boxes)
     while True:
         before = list(found)
         for dim in (range(split), range(split, len(sizes)), *dims):
             several = False
-            for i in dim:  # inside of one that has several values, all are read
+            for i in dim:  # inside a dim with several values, read all
                 found[i] = (0, sizes[i]) if several else found[i]
                 several = several or found[i][1] - found[i][0] > 1
         inner = 1
@@ -207,10 +207,10 @@ def _whole_entries(at: Place, boxes: Sequence[Range]) -> list[Range]:
 
 
 def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: bool) -> Tensor:
-    """Codes of 4 bits, packed along the last dim -> the same codes, packed along `dim`, whose size is even.
+    """Repacks 4-bit codes from pairs along the last dim to pairs along `dim`, whose size is even.
 
-    Two bytes beside each other along `dim` are two by two codes; they become two bytes beside each other along the
-    last dim. Nothing is unpacked.
+    Two adjacent bytes along `dim` hold two by two codes. They become two adjacent bytes along the last dim, without
+    unpacking.
     """
     index: list[slice] = [slice(None)] * packed.dim()
     halves = []
@@ -224,8 +224,8 @@ def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: b
 
 
 def _permuted(values: Tensor, order: Sequence[int]) -> Tensor:
-    """Values with their dims in another order, contiguous. What is a transpose of matrices is copied as one, matrix by
-    matrix, since torch does that several times as fast as a permutation of more dims."""
+    """Permutes dims; the result is contiguous. Copies matrix by matrix if the permutation is a transpose of matrices:
+    torch does that several times as fast as a permutation of more dims."""
     runs: list[list[int]] = []
     for dim in (one for one in order if values.shape[one] != 1):
         if runs and runs[-1][-1] == max((d for d in range(dim) if values.shape[d] != 1), default=-1):
@@ -243,7 +243,7 @@ def _permuted(values: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _box(sizes: Sequence[int], wanted: Range) -> list[Range]:
-    """For each digit of numbers in mixed radix, the range that holds those of a range of numbers."""
+    """For each mixed-radix digit, the range that covers the digits of the numbers `wanted`."""
     ranges, single, (first, last) = list[Range](), True, (wanted[0], wanted[1] - 1)
     for d, size in enumerate(sizes):
         inner = prod(sizes[d + 1 :])
@@ -254,7 +254,7 @@ def _box(sizes: Sequence[int], wanted: Range) -> list[Range]:
 
 
 def _flat(sizes: Sequence[int], box: Sequence[Range]) -> int:
-    """The number of a box's first value."""
+    """The flat index of a box's first value."""
     number = 0
     for size, (first, _) in zip(sizes, box, strict=True):
         number = number * size + first
@@ -262,16 +262,16 @@ def _flat(sizes: Sequence[int], box: Sequence[Range]) -> int:
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as another dtype. Words hold several entries along the last dim."""
+    """Views the same bytes as another dtype. A word holds several entries along the last dim."""
     if values.dtype == dtype:
         return values
     wide = values.shape[-1] * values.dtype.itemsize // dtype.itemsize
-    # Flat first: dims of one entry may have any stride, which torch does not view as another dtype.
+    # Flatten first: dims of size 1 may have any stride, and then torch can't view them as another dtype.
     return values.contiguous().reshape(-1).view(dtype).reshape((*values.shape[:-1], wide))
 
 
 def _undone(bound: BoundPlane, values: Tensor) -> Tensor:
-    """The values that were written as `values` in the form of the file. Raises LayoutError if no fp32 value was."""
+    """Inverts `formed`: the values that the file stores as `values`. Raises LayoutError if no fp32 value fits."""
     if bound.over is None and bound.by is None:
         return values
     near = torch.full_like(values, bound.over) / values if bound.over is not None else values * (bound.by or 1.0)
@@ -284,15 +284,15 @@ def _undone(bound: BoundPlane, values: Tensor) -> Tensor:
 
 
 def formed(bound: BoundPlane, values: Tensor) -> Tensor:
-    """Values in the form of the file."""
-    if bound.over is not None:  # a number over a tensor is its reciprocal, times the number: rounded twice
+    """Converts values to the file's form: over / x or x / by."""
+    if bound.over is not None:  # torch computes number / tensor as reciprocal times number, which rounds twice
         return torch.full_like(values, bound.over) / values
     return values / bound.by if bound.by is not None else values
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
-    """The file's tensor, of `dtype`, of a whole plane. The inverse of `read`, in memory of its own."""
+    """The file's tensor, in `dtype`, for a whole plane. The inverse of `read`; never shares the plane's memory."""
     bound = at.bound
     values = formed(bound, plane)
     if bound.of_matrices:
@@ -313,13 +313,13 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _packed_anew(at: Place, plane: Tensor) -> Tensor:
-    """The bytes of the file's tensor, where codes share bytes with others than in the plane: some rows at a time."""
+    """Repacks codes into the file's bytes, a few rows at a time."""
     bound, inner = at.bound, prod(at.rows[1:])
     sizes = (*at.rows, *at.columns)
     out = plane.new_empty([sizes[i] for i in bound.order[:-1]] + [sizes[bound.order[-1]] * bound.bits // 8])
     outermost, whole = bound.order.index(0), sizes[0]
     each = max(1, AT_A_TIME // max(1, inner * plane.shape[1]))
-    if outermost == len(bound.order) - 1:  # the dim that is packed, which can't be cut anywhere
+    if outermost == len(bound.order) - 1:  # the packed dim can't be cut at any row
         each = whole
     last, inner_column = bound.order[-1], len(sizes) - 1
     pairs = bound.bits == 4 and not bound.spread and last != inner_column

@@ -1,9 +1,9 @@
-"""Files whose blocks have other sizes along rows than a recipe's, run on from row to row, or have scales of another
-dtype: read as values.
+"""Decodes files whose blocks differ from a recipe's in size along rows, run across rows, or have scales of another
+dtype.
 
-Such a weight is one of the recipe's after each block is padded to whole blocks of the recipe, and its scale repeated
-for them. So any class of plain codes, scales and zero points decodes groups of all sizes by its own arithmetic; nothing
-is trained or written in them.
+Padding each block to whole blocks of the recipe, and repeating its scale for them, turns the weight into one of the
+recipe. So any class of plain codes, scales and zero points decodes groups of all sizes. These classes are only read:
+nothing trains or writes them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from layoutc.runtime.bindings.names import values_at
 from layoutc.runtime.facts import Facts, Plane
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-AT_A_TIME = 1 << 22  # values that are decoded at a time
-ALL = 2**31 - 1  # columns of a block that has all
-GROUP = "group_size"  # the key in configs of programs for the columns of a block
-BLOCK = "blocksize"  # that in a weight's text
-SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes' blocks
+AT_A_TIME = 1 << 22  # values to decode at a time
+ALL = 2**31 - 1  # the columns of a block that covers a whole row
+GROUP = "group_size"  # the config key for a block's columns
+BLOCK = "blocksize"  # the same key in a weight's text
+SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' block sizes
 SCALE = "rowwise_scale"
 PER_BLOCK = (SCALE, "rowwise_zero")
 HALVES = (torch.float16, torch.bfloat16)
 
 
 class Regrouped(QuantizedTensor):
-    """A weight in files whose blocks have another size along rows than those of a recipe, OF; it is only decoded.
+    """A decode-only weight in files whose blocks have a different size along rows from those of the recipe OF.
 
-    COLUMNS: of a block; None: all of a row. RESIZED: these are not the recipe's.
+    COLUMNS: a block's columns; None: a whole row. RESIZED: COLUMNS differs from the recipe's.
     """
 
     OF: ClassVar[type[QuantizedTensor]]
@@ -45,7 +45,7 @@ class Regrouped(QuantizedTensor):
     RESIZED: ClassVar[bool]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As QuantizedTensor has it. Blocks are rows by themselves, padded to whole blocks of the recipe."""
+        """Like QuantizedTensor's. Treats each block as a row, padded to whole blocks of the recipe."""
         (m, k), planes = self._rows(), self.store.planes
         columns, own = self.COLUMNS or k, self.OF.LAYOUT.column_multiple
         blocks, times = cdiv(k, columns), cdiv(columns, own)
@@ -64,13 +64,13 @@ class Regrouped(QuantizedTensor):
         return found.reshape(self.shape).to(dtype or self.dtype)
 
     def _rows(self) -> tuple[int, int]:
-        """The rows that blocks end with, and their columns."""
+        """The rows that blocks do not cross, and their columns."""
         m, k = self.store.matrix
         return m, k
 
 
 class Flat(Regrouped):
-    """A weight in files whose blocks are counted over all of its values, so that they run on across rows."""
+    """A weight in files whose blocks are counted over the flattened weight, so that they run across rows."""
 
     def _rows(self) -> tuple[int, int]:
         return 1, prod(self.store.matrix)
@@ -82,8 +82,8 @@ def _wider(codes: Tensor, width: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _flat_of(cls: type[QuantizedTensor], columns: int, least: int) -> type[Flat]:
-    """The class that decodes blocks of so many values of the flattened weight; it fits no weight of whole blocks, and
-    none of at most `least` values, which are one block of smaller ones too, and read alike."""
+    """The class that decodes blocks of `columns` values of the flattened weight. It fits no weight whose rows are whole
+    blocks, and none of at most `least` values, which smaller blocks also hold in one block."""
     layout = cls.LAYOUT
     code = round(layout.stored["rowwise_data"].columns_per_value or 1)
 
@@ -106,8 +106,8 @@ def _flat_of(cls: type[QuantizedTensor], columns: int, least: int) -> type[Flat]
 
 @lru_cache(maxsize=64)
 def _class_of(cls: type[QuantizedTensor], columns: int | None, divides: bool) -> type[Regrouped]:
-    """The class that decodes blocks of so many columns, None for a whole row, with scales that fp32 holds. divides:
-    blocks of other rows' lengths go on in the next row, so they are no blocks of a row, and fit no file."""
+    """The class that decodes blocks of `columns` columns (None: a whole row) with scales that fp32 holds. divides:
+    rows must be whole blocks; in other rows blocks continue in the next row, so the class fits no file."""
     layout, data = cls.LAYOUT, cls.LAYOUT.stored["rowwise_data"]
     stored = {name: layout.dtypes[name] for name in PER_BLOCK if name in layout.stored}
     dtypes = {name: torch.float32 if dtype in HALVES else dtype for name, dtype in stored.items()}
@@ -136,9 +136,9 @@ def _class_of(cls: type[QuantizedTensor], columns: int | None, divides: bool) ->
 def regrouped(
     cls: type[QuantizedTensor], binding: Binding, config: Mapping[str, Any]
 ) -> Iterator[tuple[type[Regrouped], Binding]]:
-    """Classes and bindings that read files whose config has a binding's key for the columns of a block: one for
-    each size there, with scales and zero points of 16 bits in any dtype of 16 or 32. Sizes that each weight's text
-    states are those that bitsandbytes has, which counts blocks over the flattened weight."""
+    """Classes and bindings for files whose config states a block's columns under the binding's key: one for each size,
+    reading 16-bit scales and zero points from any 16- or 32-bit dtype. If each weight's text states the size instead,
+    the sizes are bitsandbytes', which counts blocks over the flattened weight."""
     layout, scale = cls.LAYOUT, cls.LAYOUT.stored.get(SCALE)
     if not {"rowwise_data", SCALE} <= layout.stored.keys() <= {"rowwise_data", *PER_BLOCK}:
         return
@@ -168,7 +168,7 @@ def regrouped(
 
 
 def _stated(binding: Binding, config: Mapping[str, Any]) -> Iterator[tuple[int | None, Binding]]:
-    """The columns of a block that a config may mean, None for all of a row, with the binding that states them."""
+    """The block columns that a config may state (None: a whole row), each with a binding that states them."""
     path = next((one.split(".") for one in binding.recognized if one.split(".")[-1] == GROUP), None)
     for size in dict.fromkeys(values_at(spelled(config), path)) if path else ():
         whole = size in (None, -1)
@@ -181,7 +181,7 @@ def _stated(binding: Binding, config: Mapping[str, Any]) -> Iterator[tuple[int |
 
 
 def _replaced(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A config with another value at a path, in which `*` stands for any key."""
+    """A config with the value at `path` replaced; `*` in the path matches any key."""
     first, rest = path[0], path[1:]
     return {
         key: (_replaced(one, rest, value) if rest else value) if key == first or first == "*" else one

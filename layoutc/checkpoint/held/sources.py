@@ -1,4 +1,4 @@
-"""A plane of a weight in files: what a load reads of it, whole or from the parts that files have."""
+"""A weight's plane in files, as a load reads it: from one tensor, or from the parts that files store."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from layoutc.runtime.facts import Facts
 
 
 class PlaneSource(Protocol):
-    """A plane of a weight in files that hold it in a form of their own."""
+    """A weight's plane, in files of any format."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The plane's shape."""
 
     def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
-        """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
+        """The plane's entries at `index`, in its dtype. fetch: reads slices of tensors. Raises LayoutError."""
 
 
 class BoundSource(NamedTuple):
-    """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
+    """A weight's plane in files: whole, or in parts that hold equal, consecutive shares of its rows.
 
-    shared: the plane's one row covers all rows of the weight, so all parts hold it. meanings: of each part, what its
-    codes stand for, where files have codes of the values. for_each: finds recipes for such files that have a value for
-    each part.
+    shared: the plane's only row covers all rows of the weight, so every part holds it. meanings: how to decode each
+    part, if files store codes of the values. for_each: returns recipes for the same files that have a value per part.
     """
 
     name: str
@@ -47,7 +46,7 @@ class BoundSource(NamedTuple):
         return self.facts.shape
 
     def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
-        """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
+        """The plane's entries at `index`, in its dtype. Raises LayoutError if parts differ in a shared value."""
         spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
         rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
         if self.shared:
@@ -70,12 +69,12 @@ class BoundSource(NamedTuple):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def is_one(self, fetch: Read) -> bool:
-        """True if all parts have the same values, of a plane that is shared."""
+        """For a shared plane: True if all parts have the same values."""
         found = [self._part(i, range(self.shape[0]), range(self.shape[-1]), fetch) for i in range(len(self.parts))]
         return all(torch.equal(one, found[0]) for one in found)
 
     def codes(self, number: int, fetch: Read) -> tuple[Encoded, Tensor]:
-        """The codes that a part has for its values, and what these stand for; of planes that have meanings."""
+        """For a plane with meanings: a part's codes, and their decoded values."""
         meaning, (_, place) = self.meanings[number], self.parts[number]
         rows, columns = (range(size) for size in place.plane.shape)
         codes, values = self._in_file(number, rows, columns, fetch), self._part(number, rows, columns, fetch)
@@ -91,7 +90,7 @@ class BoundSource(NamedTuple):
         )
 
     def _in_file(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
-        """Entries of a part as the files have them: codes, where they have these."""
+        """A part's entries as stored: codes, if files store codes of the values."""
         stored, place = self.parts[number]
 
         def box(index: tuple[slice, ...]) -> Tensor:

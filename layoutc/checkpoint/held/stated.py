@@ -1,4 +1,4 @@
-"""Tensors in files that follow from a weight's shape, from the recipe, or from both as JSON: made, and compared."""
+"""Tensors in files that are derived from a weight's shape, the recipe, or both (JSON): made, and compared."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
 ORDER = "{module}.weight_g_idx"
-LONGEST_NUMBER = 25  # bytes of an fp32 value in JSON, at most
+LONGEST_NUMBER = 25  # maximum bytes of an fp32 value in JSON
 
 
 class Stated(NamedTuple):
-    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block; or from the
-    recipe alone, the values of codes; or from both, JSON."""
+    """A derived tensor: a weight's two sizes, or the block index of each column (from the shape); the codebook (from
+    the recipe); or JSON (from both)."""
 
     name: str
     facts: Facts
-    sizes: tuple[int, int]  # rows and columns; or columns of the weight and of a block
+    sizes: tuple[int, int]  # rows and columns; for block indices, the columns of the weight and of a block
     values: tuple[float, ...] = ()
     text: Mapping[str, Any] | None = None
     free: tuple[str, ...] = ()  # keys of the text that may have any value
-    offsets: tuple[str, ...] = ()  # those of them that codes of the weight's values give theirs
-    may_be_unset: bool = False  # numbers of blocks: files may have -1 for all
+    offsets: tuple[str, ...] = ()  # the free keys whose values come from encoding the weight's values
+    may_be_unset: bool = False  # for block indices: files may have -1 for all
 
     def made(self, offsets: Mapping[str, float] | None = None, there: bytes | None = None) -> Tensor:
-        """The tensor. offsets: the values of these keys of the text; None leaves it as it is. there: the text that
-        files have which the weight was read from, to keep what it says."""
+        """The tensor. offsets: new values for these keys of the text; None: no change. there: the text in the files
+        that the weight was read from, to keep its other keys."""
         if self.values:
             return torch.tensor(self.values, dtype=self.facts.dtype)
         if self.text is not None:
@@ -50,14 +50,14 @@ class Stated(NamedTuple):
         return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
 
     def most(self, there: bytes | None) -> int:
-        """The most bytes of the text that is made, with offsets or without."""
+        """The maximum bytes of the text that `made` returns, with or without offsets."""
         assert self.text is not None
         said = self.text if there is None else json_of(there, self.name)
         room = len(json.dumps(said).encode()) + LONGEST_NUMBER * len(self.offsets) if self.offsets or not there else 0
         return max(room, len(there or b""))
 
     def check(self, stored: Stored, fetch: Read) -> None:
-        """Raises LayoutError if the files hold something else."""
+        """Raises LayoutError if the files hold a different tensor."""
         if self.text is not None:
             self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
             return
@@ -74,8 +74,8 @@ class Stated(NamedTuple):
         )
 
     def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
-        """Raises LayoutError unless the files say the same, but for keys that may have any value; DamagedError, which
-        is one, for what is no mapping in JSON."""
+        """Raises LayoutError if the stored text differs in a key that is not free; DamagedError, a subclass, if it is
+        not a JSON mapping."""
         found = json_of(stored, f"{self.name} in the files")
         for key in sorted((stated.keys() | found.keys()) - {*self.free}):
             if found.get(key) != stated.get(key):
@@ -84,7 +84,7 @@ class Stated(NamedTuple):
 
 
 def stated(binding: Binding, parameter: str, rows: int, columns: int) -> list[Stated]:
-    """The tensors of a parameter in files that follow from its shape."""
+    """The derived tensors of a parameter in files."""
     found = list[Stated]()
     if binding.shape:
         name, dtype = binding.shape
@@ -106,9 +106,9 @@ def stated(binding: Binding, parameter: str, rows: int, columns: int) -> list[St
 
 
 def order_beside(parameter: str, columns: int, each: int, there: Container[str]) -> list[Stated]:
-    """The number of each column's block as compressed-tensors has it beside a weight in any scheme; [] without one.
+    """The block index of each column (`weight_g_idx`), which compressed-tensors may store for any scheme; [] if absent.
 
-    each: the columns of a block. there: the names of tensors in the files.
+    each: a block's columns. there: the names of tensors in the files.
     """
     name = tensor_name(ORDER, parameter)
     if name not in there:

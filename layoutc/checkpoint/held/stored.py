@@ -1,4 +1,4 @@
-"""A tensor in a file: where its bytes lie, and what its dtype is in torch."""
+"""A tensor in a file: the position of its bytes, and its torch dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# Those that only newer versions of safetensors know: in files of other programs.
+# Adds dtypes that only newer versions of safetensors support.
 OF_OTHERS = DTYPES | {
     "F8_E8M0": torch.float8_e8m0fnu,
     "U16": torch.uint16,
@@ -34,8 +34,8 @@ NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file. header: the dtype and shape
-    there, of bytes that are read as another dtype."""
+    """A tensor as a file's header describes it, in bytes `begin` to `end` of the file. header: the header's dtype and
+    shape, if the bytes are read as another dtype."""
 
     path: Path
     name: str
@@ -46,4 +46,4 @@ class Stored(NamedTuple):
     header: tuple[str, tuple[int, ...]] | None = None
 
 
-Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # slices of tensors, all of one without any
+Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # reads slices of a tensor; () reads all of it

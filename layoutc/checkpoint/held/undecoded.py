@@ -1,7 +1,7 @@
-"""Which tensors of a folder are codes that nothing decodes, so that they must not pass for values: by headers alone.
+"""Finds a folder's tensors of codes that no binding decodes, so that they are not loaded as values. Reads only headers.
 
-Codes are told by a dtype that has no values of its own, by names that programs give to codes, and by what lies beside a
-tensor to say how it is decoded: scales, zero points, the order of columns.
+Three signs identify codes: a dtype that needs a scale, a name that programs use for codes, and a companion tensor that
+says how to decode them (scales, zero points, column order).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from layoutc.checkpoint.held.stored import NAMES, Stored
 from layoutc.runtime.errors import LayoutError
 
-LISTED = 24  # names that a message spells out; of more it counts those that differ in numbers alone
+LISTED = 24  # names that a message lists; if there are more, it groups names that differ only in numbers
 
-_FLOATS = re.compile(r"F[468]_|F4$|float[468]_")  # dtypes whose values have a scale elsewhere
+_FLOATS = re.compile(r"F[468]_|F4$|float[468]_")  # dtypes whose values need a scale from another tensor
 _INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32"}
 _ALL_INTEGERS = _INTEGERS | {"I64", "U64"}
-# Integers of two dims or more that models have as they are: masks, and numbers of places, tokens and experts.
+# Integer tensors of two or more dims that are not codes: masks, and indices of positions, tokens and experts.
 _TABLES = re.compile(r"(^|[._])(ids?|idx|index|indices|mask|tid2eid|positions?|counts?|lengths?)$")
 _OF_WEIGHTS = r"weight_(scale|scales|scale_inv|scale_2|global_scale|zero_point|g_idx)|pre_quant_scale|SCB"
-# The last part of the name of a tensor of codes, or of one that tells of codes, whatever lies beside it.
-# HQQ's W_q may be called floats, and SpQR's words are of 64 bits.
+# Last name parts that identify codes or their companions by themselves.
+# HQQ's W_q may be declared as floats, and SpQR's words have 64 bits.
 _CODES = re.compile(rf"weight_packed|qweight|qzeros|W_q|dense_weights|{_OF_WEIGHTS}")
-# That of one that says how another is decoded: of a tensor whose name it goes on from, or of its module's weight.
+# Last name parts of companions: _SUFFIX extends the decoded tensor's name; _OF_MODULE decodes the module's weight.
 _SUFFIX = re.compile(r"_(scale|scales|scale_inv|scale_2|global_scale|zero_point|zero_points|g_idx|absmax)$")
 _OF_MODULE = re.compile(rf"scales?|scale_inv|global_scale|zeros|zero_point|qzeros|g_idx|biases|{_OF_WEIGHTS}")
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 
 
 class Described(NamedTuple):
-    """A tensor that a header would describe so. dtype: as safetensors names it, or as torch does."""
+    """A tensor as a header would describe it. dtype: safetensors' or torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ Header = Stored | Described
 
 
 def decoded_by(name: str, tensors: Mapping[str, Header]) -> str | None:
-    """The tensor whose values this one says how to decode; None if it is none of these."""
+    """The tensor that `name` helps to decode; None if it decodes none."""
     parts = name.split(".")
     module, last = ".".join(parts[:-1]), parts[-1]
-    inside = (".".join(parts[:end]) for end in range(1, len(parts)))  # of a tensor, which no parameter can be
+    inside = (".".join(parts[:end]) for end in range(1, len(parts)))  # a parameter can't be inside a tensor
     beside = [f"{name[: -len(suffix[0])]}"] if (suffix := _SUFFIX.search(last)) is not None else []
     if (of := next((one for one in (*inside, *beside) if one in tensors), None)) is not None:
         return of
@@ -55,24 +55,24 @@ def decoded_by(name: str, tensors: Mapping[str, Header]) -> str | None:
     weights = (f"{module}.{one}" if module else one for one in _WEIGHTS)
     if (of := next((one for one in weights if one in tensors), None)) is None:
         return None
-    codes = _is_codes(of, tensors[of])  # else a norm may have a scale, and a layer several biases
+    codes = _is_codes(of, tensors[of])  # if not, a norm may have a scale, and a layer several biases
     return of if codes or (len(tensors[of].shape) > 1 and last != "biases") else None
 
 
 def _is_codes(name: str, header: Header) -> bool:
-    """True for a tensor that is codes, or tells of them, by itself."""
+    """True if a tensor's own name, dtype or shape identifies it as codes or as their companion."""
     last, shape = name.rpartition(".")[2], header.shape
     if _FLOATS.match(header.dtype) or _CODES.fullmatch(last):
         return True
     if last == "weight" and header.dtype in _ALL_INTEGERS:
         return True
-    causal = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # a mask of attention
+    causal = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # an attention mask
     return header.dtype in _INTEGERS and len(shape) > 1 and not causal and _TABLES.search(last) is None
 
 
 def beside(tensors: Mapping[str, Header], decoded: Container[str] = ()) -> dict[str, str]:
-    """The tensors that have something beside them which says how they are decoded, but is not among those that were
-    `decoded`: name -> "BF16 of [64, 64] with a.weight_scale beside it"."""
+    """The tensors whose companions are not among the `decoded` ones:
+    name -> "BF16 of [64, 64] with a.weight_scale beside it"."""
     found = dict[str, list[str]]()
     for name in tensors:
         if name not in decoded and (of := decoded_by(name, tensors)) is not None:
@@ -81,7 +81,7 @@ def beside(tensors: Mapping[str, Header], decoded: Container[str] = ()) -> dict[
 
 
 def undecoded(tensors: Mapping[str, Header], decoded: Container[str] = ()) -> dict[str, str]:
-    """The tensors that are codes by themselves, with their dtypes and shapes, and those of `beside`."""
+    """The tensors that `_is_codes` identifies, with their dtypes and shapes, and those of `beside`."""
     found = beside(tensors, decoded)
     for name, header in tensors.items():
         if name not in decoded and decoded_by(name, tensors) is None and _is_codes(name, header):
@@ -94,9 +94,9 @@ def _header(header: Header) -> str:
 
 
 def refuse(where: str, found: Mapping[str, str], instead: str) -> None:
-    """Raises LayoutError for what `undecoded` found, if anything, with all names at once.
+    """Raises LayoutError with all tensors that `undecoded` found, if any.
 
-    where: what holds them. instead: what would work.
+    where: the file, folder or model. instead: what to do.
     """
     if found:
         raise LayoutError(
@@ -115,9 +115,9 @@ def _listed(found: Mapping[str, str]) -> Iterable[str]:
 
 
 def check_values(values: Mapping[str, Tensor], class_of: Callable[[Tensor], type | None]) -> None:
-    """Raises LayoutError for codes that the layers of other packages hold as parameters of a model.
+    """Raises LayoutError if a model's parameters include codes of other packages' quantized layers.
 
-    values: its tensors by name. class_of: what a tensor is quantized as; None for a plain one.
+    values: the model's tensors by name. class_of: a tensor's quantized class; None for a plain tensor.
     """
     plain = {name: one for name, one in values.items() if class_of(one) is None}
     headers = {

@@ -1,4 +1,4 @@
-"""The tensors that files of other programs hold for a weight: made of its planes, or kept from where it was read."""
+"""A weight's tensors in other checkpoint formats: made from its planes, or kept from the files it was read from."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from layoutc.runtime.bindings.names import tensor_name
 from layoutc.runtime.errors import LayoutError, printable
 from layoutc.runtime.facts import Facts
 
-Scales = dict[str, dict[str, float]]  # by the name that weights are joined under, those of their tensors
+Scales = dict[str, dict[str, float]]  # joined name -> tensor name -> scale
 
 
 class Held(NamedTuple):
-    """A tensor that files hold for a weight: rows of a plane, or what follows from the weight's shape.
+    """A tensor that files hold for a weight: rows of a plane, or a derived tensor (`stated`).
 
-    part: the number of the weight's part in the files that it belongs to. codes: files have codes of the plane's
-    values; of: what of them the tensor is, "codes", "codebook" or "scale". joined: of the scale of a whole weight, what
-    `joined` of bindings calls it; "" if engines join it with no other.
+    part: the index of the weight's part in the files. codes: set if files store codes of the plane's values; then `of`
+    is the tensor's role: "codes", "codebook" or "scale". joined: for the scale of a whole weight, its name by `joined`
+    of bindings; "" if engines join it with no other.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Held(NamedTuple):
 
     @property
     def may_be_shorter(self) -> bool:
-        """True for a text with numbers that are known only when it is made."""
+        """True for a text with numbers that are not known before it is made."""
         return self.stated is not None and bool(self.stated.offsets)
 
 
 def with_codes(one: Held, parameter: str, count: int) -> list[Held]:
-    """A plane's tensor; of codes of `count` values, those of what they stand for too."""
+    """A plane's tensor; for codes of `count` values, also their codebook and scale."""
     if (codes := one.codes) is None:
         return [one]
     codebook = Facts((256,), torch.float32)
@@ -60,15 +60,15 @@ def with_codes(one: Held, parameter: str, count: int) -> list[Held]:
 
 
 class Noted(NamedTuple):
-    """What is said once all weights are made: the errors of codes that stand for other values than weights have, and
-    the scales that engines join."""
+    """Collected for warnings after all weights are made: errors of codes that do not decode to the exact values, and
+    scales that engines join."""
 
     errors: list[float]
     scales: Scales
 
     @classmethod
     def of_ranks(cls, every: Iterable[Noted]) -> Noted:
-        """What several ranks have noted, of different weights."""
+        """Merges the notes of several ranks, about different weights."""
         errors, scales = list[float](), Scales()
         for one in every:
             errors += one.errors
@@ -78,13 +78,13 @@ class Noted(NamedTuple):
 
 
 class Kept(Protocol):
-    """Files that a weight was read from, or an earlier state of it."""
+    """Files that a weight, or an earlier state of it, was read from."""
 
     def codes(self, plane: str, part: int) -> tuple[Encoded, Tensor]:
-        """The codes that they have for a part's values of a plane, and what these stand for: fp32, of their shape."""
+        """The stored codes of a part of a plane, and their decoded values: fp32, same shape."""
 
     def text(self, name: str) -> bytes | None:
-        """The text of this name, which says what follows from the weight; None if they have none."""
+        """The stored text tensor of this name; None if the files lack it."""
 
 
 def made(
@@ -93,11 +93,11 @@ def made(
     kept: Kept | None = None,
     noted: Noted | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each of a weight's tensors, in memory of their own, of its whole planes.
+    """(name, tensor) for each of a weight's tensors, made from its whole planes without sharing their memory.
 
-    Codes of values are those of `kept`, if they stand for these values to the bit; else they are made, and the error of
-    those that stand for others is added to `noted`, as are scales that engines join. Raises LayoutError, with a name,
-    for values that have no codes.
+    Uses the codes in `kept` if they decode to the values bit for bit; else encodes the values, and adds their error, if
+    any, to `noted`. Adds scales that engines join to `noted`, too. Raises LayoutError, with the tensor's name, for
+    values that can't be encoded.
     """
     tensors = tuple(tensors)
     coded = {(one.part, one.plane): _encoded(one, planes, kept) for one in tensors if one.of == "codes"}
@@ -126,7 +126,7 @@ def _made(
     if one.codes is None:
         assert one.place is not None
         rows, dtype = _rows(one, planes), one.place.plane.dtype
-        # In the dtype of a file that is narrower than the plane's, and holds its values.
+        # Convert to the file's dtype if it is narrower than the plane's; it holds the values.
         return places.write(one.place, rows.to(dtype) if dtype in INTO_F32.values() else rows, one.facts.dtype)
     encoded = coded[one.part, one.plane]
     device = planes[one.plane].device
@@ -137,7 +137,7 @@ def _made(
 
 
 def _rows(one: Held, planes: Mapping[str, Tensor]) -> Tensor:
-    """The part's rows of a plane; all of one that has a row for all."""
+    """The part's rows of a plane; the whole plane if one row covers all parts."""
     plane = planes[one.plane]
     return plane if one.rows[1] - one.rows[0] == len(plane) else plane[one.rows[0] : one.rows[1]]
 
@@ -156,12 +156,12 @@ def _encoded(one: Held, planes: Mapping[str, Tensor], kept: Kept | None) -> Enco
 
 
 def record_scale(scales: Scales, group: str, name: str, value: Tensor) -> None:
-    """Adds a tensor with one value, the scale of a weight that engines join with others."""
+    """Records the scalar scale of a weight that engines join with others."""
     scales.setdefault(group, {})[name] = float(value.flatten()[0])
 
 
 def warn_apart(where: object, scales: Mapping[str, Mapping[str, float]]) -> None:
-    """Says once which weights that engines join have scales of their own, and how far apart."""
+    """Warns once of weights that engines join but whose scales differ, with the largest ratio."""
     apart = {group: found for group, found in scales.items() if len({*found.values()}) > 1}
     if not apart:
         return
@@ -182,7 +182,7 @@ def warn_apart(where: object, scales: Mapping[str, Mapping[str, float]]) -> None
 
 
 def warn_rounded(label: str, errors: Sequence[float]) -> None:
-    """Says once that files have codes which stand for other values than the weights have. errors: of each weight."""
+    """Warns once that the files' codes do not decode to the exact values. errors: one per weight."""
     if errors:
         warnings.warn(
             f"{label}: the scales of {len(errors)} weights are rounded to codes, by at most {max(errors):.2%} of a "

@@ -1,1 +1,1 @@
-"""Untrusted files: read up to a limit, and checked before they are used."""
+"""Reads untrusted files: up to a size limit, and checked before use."""

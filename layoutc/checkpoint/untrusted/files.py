@@ -1,4 +1,4 @@
-"""Opening and reading untrusted files: regular files only, up to a limit, and JSON that can't exhaust memory."""
+"""Opens and reads untrusted files: regular files only, up to a size limit, and JSON that can't exhaust memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, BinaryIO, NoReturn
 
 from layoutc.runtime.errors import DamagedError
 
-DIMS = 64  # the most that a torch tensor has
-_CONTAINERS = 8  # the fewest bytes of JSON for each list or mapping in it: files of ours have twice as many
+DIMS = 64  # the most dims of a torch tensor
+_CONTAINERS = 8  # minimum bytes of JSON per list or mapping; layoutc's files have twice as many
 
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a regular file for reading, unbuffered.
 
-    Raises FileNotFoundError if there is none; DamagedError if it can't be read or is not a regular file, since a pipe
-    would make readers wait forever.
+    Raises FileNotFoundError if there is none; DamagedError if it can't be read or is not a regular file: reading a pipe
+    could block forever.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -35,7 +35,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    """`length` bytes from `offset` on, or as many as there are."""
+    """Reads `length` bytes from `offset` on, or fewer at the end of the file."""
     file.seek(offset)
     data = bytearray()
     while len(data) < length and (more := file.read(min(length - len(data), 2**26))):
@@ -44,12 +44,12 @@ def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
 
 
 def sampled(file: BinaryIO, start: int, size: int) -> bytes:
-    """64 bytes at each of at most 65 places of a file's data: of another model they differ, though headers may not."""
+    """64 bytes at each of at most 65 places of a file's data. They differ between models, even if headers do not."""
     return b"".join(read_at(file, at, min(64, size - at)) for at in range(start, size, max(1, (size - start) // 64)))
 
 
 def read_whole(path: Path, limit: int) -> bytes:
-    """All bytes of a file. Raises DamagedError if it has more than `limit`, or is not a regular file."""
+    """Reads a whole file. Raises DamagedError if it has more than `limit` bytes, or is not a regular file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -58,10 +58,10 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def json_of(raw: bytes, about: str) -> dict[str, Any]:
-    """Parses bytes of JSON that hold a mapping.
+    """Parses JSON bytes whose top level is a mapping.
 
-    Raises DamagedError, whose message begins with `about`, for anything else, and also for duplicate keys, NaN and
-    infinities, and for more nesting or lists than such a file ever has.
+    Raises DamagedError, whose message begins with `about`, for anything else, for duplicate keys, NaN and infinities,
+    and for more nesting or brackets than real files have.
     """
 
     def refuse(why: str) -> NoReturn:
@@ -90,7 +90,7 @@ def json_of(raw: bytes, about: str) -> dict[str, Any]:
 
 
 def short(value: object) -> str:
-    """A file's value for a message: at most one line, however large or nested the value is."""
+    """A value from a file, shortened for a message: at most one line, however large or nested it is."""
     if isinstance(value, str | bytes):
         return repr(value[:80]) + ("..." if len(value) > 80 else "")
     if value is None or isinstance(value, bool | int | float):

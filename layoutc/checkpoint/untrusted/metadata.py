@@ -1,4 +1,4 @@
-"""Reads `.metadata` into torch's metadata classes, by way of stand-ins that a hostile pickle can't misuse."""
+"""Reads `.metadata` into torch's metadata classes, through stand-ins that a malicious pickle can't misuse."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from layoutc.checkpoint.untrusted import unpickling
 from layoutc.checkpoint.untrusted.files import DIMS, short
 from layoutc.runtime.errors import DamagedError
 
-StorageInfo = _StorageInfo  # where an item lies in a file: a private class of torch that is in every .metadata
+StorageInfo = _StorageInfo  # an item's position in a file: a private torch class that every .metadata contains
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-# For each class, by module and name: the fields that an object must have, and those that it may have.
+# (module, class) -> required fields, optional fields.
 _FIELDS: dict[tuple[str, str], tuple[str, str]] = {
     (_METADATA, "Metadata"): ("state_dict_metadata storage_data", "planner_data storage_meta version"),
     (_METADATA, "TensorStorageMetadata"): ("properties size chunks", ""),
@@ -29,7 +29,7 @@ _FIELDS: dict[tuple[str, str], tuple[str, str]] = {
     (_METADATA, "TensorProperties"): ("", ""),
     (_METADATA, "MetadataIndex"): ("fqn", "offset index"),
     (_METADATA, "StorageMeta"): ("", "checkpoint_id save_id load_id modules"),
-    # crc32: of the item's directory; added by layoutc.checkpoint.save
+    # crc32: of the item's zip directory; added by layoutc.checkpoint.save
     (_FILES, "_StorageInfo"): ("relative_path offset length", "transform_descriptors crc32"),
     (_FILES, "_StoragePrefix"): ("prefix", ""),
 }
@@ -38,13 +38,13 @@ _KEYS = {
     for (_, name), (needed, more) in _FIELDS.items()
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by their number in the file
-_PAIRS = 20  # pairs that are compared at most for each chunk, in a tensor that is not cut in a grid
-_ELEMENT, _REST = 32, 2**20  # the most bytes of an item, for each element and besides: several times what recipes store
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # indexed by the file's number
+_PAIRS = 20  # maximum pairs compared per chunk, for a tensor that is not cut in a grid
+_ELEMENT, _REST = 32, 2**20  # maximum bytes per element and of the rest of an item: several times what recipes store
 
 
 class _StandIn:
-    """A stand-in for an object in a file: its class, and the fields that the file sets on it."""
+    """A stand-in for an object in a file: records its class, and the fields that the file sets."""
 
     _class = ""
 
@@ -63,13 +63,13 @@ class _Properties(_StandIn):
 
 
 def metadata_of(data: bytes, where: str) -> dcp.Metadata:
-    """Parses the bytes of a `.metadata` file. Raises DamagedError, whose message begins with `where`, if it can't."""
+    """Parses the bytes of a `.metadata` file. Raises DamagedError, whose message begins with `where`, on failure."""
     value = unpickling.read(data, _names(), where)
     return _Maker(where).metadata(value)
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """New stand-ins for each reading, since a pickle can change the objects that it names."""
+    """New stand-ins for each read, since a pickle can modify the objects that it names."""
     names: dict[tuple[str, str], Any] = {
         (module, name): type(name, (_Properties if name == "TensorProperties" else _StandIn,), {"_class": name})
         for module, name in _FIELDS
@@ -85,21 +85,21 @@ def _names() -> dict[tuple[str, str], Any]:
 
 
 def _size(sizes: Any = ()) -> torch.Size:
-    """In place of torch.Size, which would copy a list of any length, as often as the file says."""
+    """Replaces torch.Size, which would copy lists of any length, any number of times."""
     if type(sizes) not in (tuple, list) or len(sizes) > DIMS:
         raise ValueError(f"a size has more than {DIMS} dims")
     return torch.Size(sizes)
 
 
 def _path(*parts: Any) -> PurePosixPath:
-    """In place of path classes. Of text only: a path made of paths could double in length each time."""
+    """Replaces path classes. Accepts only str parts: a path built from paths could double in length at each step."""
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > 2**14:
         raise ValueError("a path is not made of text, or too long")
     return PurePosixPath(*parts)
 
 
 class _Maker:
-    """Turns stand-ins into torch's classes; every message says which file and which entry is wrong."""
+    """Turns stand-ins into torch's classes. Every error message names the file and the entry."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -108,7 +108,7 @@ class _Maker:
         raise DamagedError(f"{self._where} is damaged: {what}")
 
     def _fields(self, value: Any, name: str, about: str) -> dict[str, Any]:
-        """The fields that the file set on an object, which must be of the class `name`."""
+        """The fields that the file set on an object. Fails if the object's class is not `name`."""
         if not isinstance(value, _StandIn) or type(value)._class != name:
             self._fail(f"{about} is not a {name}")
         fields, (allowed, needed) = vars(value), _KEYS[name]
@@ -187,7 +187,7 @@ class _Maker:
             self._check_apart(full, cuts.index(max(cuts)), name)
 
     def _check_apart(self, chunks: list[dcp.ChunkStorageMetadata], dim: int, name: str) -> None:
-        """Checks that no chunks overlap, comparing only those that meet along the dim with the most cuts."""
+        """Checks that no chunks overlap. Compares only chunks that intersect along `dim`, which has the most cuts."""
         near: list[dcp.ChunkStorageMetadata] = []
         left = _PAIRS * len(chunks) + 10**6
         for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
@@ -248,7 +248,7 @@ class _Maker:
                 self._fail(f"{name} and {other} share bytes of {file}")
 
     def _planner_data(self, value: Any) -> Any:
-        """The path of each entry in the state dict: keys, and indexes of lists."""
+        """The path of each entry in the state dict: dict keys and list indexes."""
         if value is None:
             return None
         if type(value) is not dict or not all(
@@ -275,7 +275,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_grid(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
-    """True if every cut goes through the whole tensor, as those between ranks do: then no two chunks overlap."""
+    """True if every cut goes through the whole tensor, like cuts between ranks. Then no two chunks overlap."""
     for dim in range(len(chunks[0].sizes)):
         spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
         if any(at + size > after for (at, size), (after, _) in pairwise(spans)):

@@ -1,8 +1,8 @@
-"""Unpickling untrusted files: only listed names, only listed opcodes, and no effect that outlives the reading.
+"""Unpickles untrusted files: only listed names, only listed opcodes, and no lasting side effects.
 
-A pickle is a program. Here it can only make plain values and the objects that the caller's names stand for. These are
-made anew for each reading, so that a program which changes them changes nothing else. No opcode can take more memory
-than the file's size justifies, nor more time: hashing tuples that hold one another many times over would never end.
+A pickle is a program. Here it can only make plain values and the objects that the caller's names map to. These objects
+are new for each read, so a program that modifies them changes nothing else. No opcode can use more memory or time than
+the file's size justifies: hashing tuples that contain one another many times over would never end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from layoutc.runtime.errors import DamagedError
 
 Names = Mapping[tuple[str, str], Any]
 
-# Number of bytes that follow an opcode. Opcodes that are not listed are refused: no pickle of plain values or of
-# listed names has them (persistent ids as text, registered extensions, INST, OBJ, NEWOBJ_EX, out-of-band buffers).
+# Number of bytes that follow an opcode. Unlisted opcodes are rejected: no pickle of plain values or of listed names
+# has them (persistent ids as text, registered extensions, INST, OBJ, NEWOBJ_EX, out-of-band buffers).
 _FIXED = {
     **dict.fromkeys(b"().01]}NRQabestu", 0),
     **dict.fromkeys((0x81, 0x85, 0x86, 0x87, 0x88, 0x89, 0x8F, 0x90, 0x91, 0x93, 0x94), 0),
@@ -28,7 +28,7 @@ _FIXED = {
     **dict.fromkeys(b"Jjr", 4),
     **dict.fromkeys(b"G\x95", 8),
 }
-# Number of bytes of the length that precedes the value.
+# Width in bytes of the length field that precedes the value.
 _SIZED = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x8A: 1, ord("U"): 1}
 _PUT, _GLOBAL, _BUILD, _STOP, _MARK = ord("r"), ord("c"), ord("b"), ord("."), ord("(")
 _NUMBER = 0x8A
@@ -48,7 +48,7 @@ _EFFECTS: dict[int, tuple[int, int]] = {
     ord("h"): (_GET, 1),
     ord("j"): (_GET, 4),
 }
-_DEEP, _DEPTH = 64, 40  # the most levels of nested tuples; the lower bits of a value's number, which count tuples
+_DEEP, _DEPTH = 64, 40  # maximum levels of nested tuples; low bits of a stack value, which count tuples
 
 
 def read(
@@ -61,24 +61,24 @@ def read(
 ) -> Any:
     """The value of a pickle.
 
-    names: (module, name) -> the object that it stands for; torch's dtypes may be named as well. persistent: makes the
-    value of a persistent id. builds: whether objects may be given a state; with that, a tensor that names make could be
-    pointed at other memory. longest: the most bytes of an integer.
+    names: (module, name) -> the object to use for it; torch's dtypes are accepted too. persistent: maps a persistent id
+    to its value. builds: whether BUILD may set an object's state, which could point a tensor that `names` makes at
+    other memory. longest: maximum bytes of an integer.
 
-    Raises DamagedError that says what the pickle asks for and may not have.
+    Raises DamagedError that says what the pickle requests and may not have.
     """
     check(data, where, builds, longest)
     try:
         return _Reader(io.BytesIO(data), names, where, persistent).load()
     except DamagedError:
         raise
-    except Exception as error:  # a broken pickle can raise nearly anything
+    except Exception as error:  # a broken pickle can raise almost anything
         reason = error.args[0] if error.args and isinstance(error.args[0], str) else type(error).__name__
         raise DamagedError(f"{where} is damaged: {reason[:200]}") from error
 
 
 def check(data: bytes, where: str, builds: bool = True, longest: int = 8) -> None:
-    """Raises DamagedError for a pickle with an unlisted opcode, or one that takes more memory or time than its size
+    """Raises DamagedError if a pickle has an unlisted opcode, or would use more memory or time than its size
     justifies."""
     _check_opcodes(data, where, builds, longest)
     try:
@@ -95,7 +95,7 @@ class _Reader(pickle.Unpickler):
         self._names, self._where, self._persistent = names, where, persistent
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object that a name stands for. pickle calls this for every name."""
+        """The object that a name maps to. pickle calls this for every name."""
         if (module, name) in self._names:
             return self._names[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -106,16 +106,16 @@ class _Reader(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """The object that a persistent id stands for."""
+        """The object that a persistent id maps to."""
         if self._persistent is None:
             raise DamagedError(f"{self._where} has a persistent id, which such a file never does")
         return self._persistent(pid)
 
 
 def _check_opcodes(data: bytes, where: str, builds: bool, longest: int) -> None:
-    """Raises DamagedError for an unlisted opcode, or one that takes more memory than the file's size justifies.
+    """Raises DamagedError for an unlisted opcode, or one that would use more memory than the file's size justifies.
 
-    The C reader allocates a memo table as long as the greatest number in it.
+    The C unpickler allocates a memo table as long as its largest index.
     """
     at, size, fixed, sized, ops = 0, len(data), _FIXED, _SIZED, 0
     while at < size:
@@ -144,11 +144,11 @@ def _check_opcodes(data: bytes, where: str, builds: bool, longest: int) -> None:
 
 
 def _tuples(data: bytes) -> int:
-    """How many tuples are visited if every tuple that is made or fetched is hashed once, nested ones included.
+    """The number of tuples visited if every tuple that is made or fetched is hashed once, including nested tuples.
 
-    More than _DEEP levels count as endless. Follows the pickle, whose opcodes are all listed, without making anything.
-    On the stack, a tuple is its levels << _DEPTH | the number of tuples in it and itself; any other value is 0. Raises
-    IndexError or KeyError if a value is missing.
+    More than _DEEP levels count as too many. Simulates the pickle, whose opcodes are all listed, without making any
+    object. On the stack, a tuple is its levels << _DEPTH | the number of tuples in it, itself included; any other value
+    is 0. Raises IndexError or KeyError if a value is missing.
     """
     at, total, level, fixed, sized, effects = 0, 0, 1 << _DEPTH, _FIXED, _SIZED, _EFFECTS
     stack: list[int] = []

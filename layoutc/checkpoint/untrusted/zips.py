@@ -1,7 +1,7 @@
 """A strict reader of the zips that torch.save writes: uncompressed records, one after another, with nothing in between.
 
-Each item of a torch.distributed.checkpoint file is one. The directory at its end has every record's name, size and
-CRC-32. So the tail alone says what the item holds, and the bytes can be checked against it.
+Each item of a torch.distributed.checkpoint file is such a zip. The directory at its end has every record's name, size
+and CRC-32, so the tail alone says what the item holds, and the bytes can be checked against it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _END = struct.Struct("<4s4H2IH")  # PK56: disks, records twice, directory's size
 _WIDE_END = struct.Struct("<4sQ2H2I4Q")  # PK66: the same in 64 bits
 _LOCATOR = struct.Struct("<4sIQI")  # PK67: where PK66 is
 _ENTRY = struct.Struct("<4s6H3I5H2I")  # PK12: a record in the directory
-_LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same as a header before the record's bytes
+_LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same, as a header before the record's bytes
 _SIZES, _WIDE_SIZES = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")  # PK78: CRC-32 and sizes, after its bytes
 _TAIL = _END.size + _LOCATOR.size + _WIDE_END.size
-_NAMES = 2**10  # the most bytes of a record's name and extra field in the directory
-_FULL = 0xFFFFFFFF  # says that the value is in the 64-bit extra field
-_SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that a record may have
+_NAMES = 2**10  # maximum bytes of a record's name and extra field in the directory
+_FULL = 0xFFFFFFFF  # marks a value that is in the 64-bit extra field
+_SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that are accepted
 
 
 class Record(NamedTuple):
-    """A record of a zip: where it begins and ends, header included; its size and CRC-32; and what its header repeats of
-    the directory: its fields, and sizes and offsets that need 64 bits."""
+    """A record of a zip: its start and end, header included; its size and CRC-32; and the directory's values that its
+    header repeats: fields, and 64-bit sizes and offsets."""
 
     name: str
     start: int
@@ -42,16 +42,16 @@ class Record(NamedTuple):
 
 
 class Directory(NamedTuple):
-    """All records in the order of their bytes, and the CRC-32 of the directory that lists them."""
+    """All records in file order, and the CRC-32 of the directory that lists them."""
 
     records: tuple[Record, ...]
     crc32: int
 
 
 def directory(read: Read, length: int, where: str) -> Directory:
-    """The directory of a zip of `length` bytes. Only the tail of the zip is read.
+    """The directory of a zip of `length` bytes. Reads only the tail of the zip.
 
-    Raises DamagedError if the bytes are not such a zip.
+    Raises DamagedError if the bytes are not a zip that torch.save wrote.
     """
     start, end, count = _place(bytes(read(max(length - _TAIL, 0), _TAIL)), length, where)
     data = bytes(read(start, end - start))
@@ -73,7 +73,7 @@ def directory(read: Read, length: int, where: str) -> Directory:
 
 
 def data_start(read: Read, record: Record, where: str) -> int:
-    """The offset of a record's bytes. Raises DamagedError if the header before them contradicts the directory."""
+    """The offset of a record's data. Raises DamagedError if the header before it contradicts the directory."""
     head = bytes(read(record.start, _LOCAL.size))
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
         raise _damaged(where, f"{record.name} has no header")
@@ -86,7 +86,7 @@ def data_start(read: Read, record: Record, where: str) -> int:
     matches = later or (crc32, packed, size) == (record.crc32, record.size, record.size)
     matches = matches and tuple(repeated) == record.repeated and rest[:names] == record.name.encode()
     wide = record.wide
-    if len(wide) >= 16 and later:  # the stored size is not known when the header is written
+    if len(wide) >= 16 and later:  # the writer does not know the size yet when it writes the header
         wide = wide[:8] + bytes(8) + wide[16:]
     if not matches or _extra(rest[names:], f"{where}: {record.name}") != wide:
         raise _damaged(where, f"the header of {record.name} is not what the directory says")
@@ -96,7 +96,7 @@ def data_start(read: Read, record: Record, where: str) -> int:
 def check(data: memoryview, where: str) -> Directory:
     """Checks every byte of a zip against its directory, at the speed of CRC-32; returns the directory.
 
-    Raises DamagedError that names the record. The field that says who made the zip is ignored, as all readers do.
+    Raises DamagedError that names the record. Ignores the field that says who made the zip, as all readers do.
     """
 
     def read(offset: int, length: int) -> memoryview:
@@ -114,7 +114,7 @@ def check(data: memoryview, where: str) -> Directory:
 
 
 def _after(record: Record) -> bytes:
-    """The bytes that follow a record's data: its CRC-32 and sizes, if its flags say so."""
+    """The expected bytes after a record's data: its CRC-32 and sizes, if its flags say so."""
     if not record.repeated[1] & _SIZES_FOLLOW:
         return b""
     kind = _WIDE_SIZES if record.wide else _SIZES
@@ -144,7 +144,7 @@ def _place(tail: bytes, length: int, where: str) -> tuple[int, int, int]:
 
 
 def _entry(directory: bytes, at: int, where: str) -> tuple[Record, int, tuple[int, ...]]:
-    """A record of the directory, the size of its entry, and the fields that no reader uses."""
+    """A record from the directory, the size of its entry, and the fields that no reader uses."""
     data = directory[at : at + _ENTRY.size + _NAMES]
     if len(data) < _ENTRY.size or data[:4] != b"PK\1\2":
         raise _damaged(where, "its directory is not as torch.save writes it")
@@ -173,7 +173,7 @@ def _entry(directory: bytes, at: int, where: str) -> tuple[Record, int, tuple[in
 
 
 def _extra(data: bytes, where: str) -> bytes:
-    """The 64-bit values in a record's extra fields. The only other field that is accepted is padding."""
+    """The 64-bit values in a record's extra fields. Accepts no other field but padding."""
     wide = b""
     while data:
         kind, size = data[:2], int.from_bytes(data[2:4], "little")
