@@ -1,1 +1,1 @@
-"""Hugging Face safetensors: loaded, exported, listed."""
+"""Loads, exports, converts and lists Hugging Face safetensors."""

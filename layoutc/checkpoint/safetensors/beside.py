@@ -1,4 +1,4 @@
-"""Tensors in files that are no parameter of a model: scales of activations, and parts that its class leaves out."""
+"""Tensors in files that are not model parameters: activation scales, and parts that the model's class ignores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from layoutc.runtime.bindings.source_configs import Modules
 OF_ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|prob_output|q|k|v|kv|qkv)_(scale|scale_inv|global_scale|zero_point)$"
 )
-OF_INPUTS = re.compile(r"\.(input|activation)_\w+$")  # of what a weight multiplies, and not of caches
-# What transformers' loader leaves out of old files where a model makes it itself: the buffer, and the name there.
+OF_INPUTS = re.compile(r"\.(input|activation)_\w+$")  # scales of a weight's input, not of caches
+# Buffer -> its name in old files, which transformers' loader ignores because the model makes the buffer itself.
 MADE_BY_MODELS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 
 class Weight(NamedTuple):
-    """A tensor that an export writes. name, shape: in the files. bound: by what it is written quantized. is_matrix: a
-    weight that could be quantized, of a module that is no table of embeddings."""
+    """A tensor that an export writes. name, shape: in the files. bound: the binding that it is written by, if
+    quantized. is_matrix: the weight could be quantized, and its module is not an embedding table."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class Weight(NamedTuple):
 
     @property
     def matrices(self) -> int | None:
-        """Of a weight with leading dims; None without any."""
+        """The number of matrices of a weight with leading dims; None without any."""
         return prod(self.shape[:-2]) if len(self.shape) > 2 else None
 
 
 def left_out_by(model: nn.Module) -> re.Pattern[str]:
-    """The names of tensors in files that a model leaves out: those of activations, and what its classes, as in
-    transformers, say that they ignore: layers that predict more tokens, towers of other modalities, old buffers."""
+    """Matches the names of tensors in files that a model ignores: activation scales, and what its classes declare, as
+    in transformers: multi-token-prediction layers, towers of other modalities, old buffers."""
     patterns = [OF_ACTIVATIONS.pattern]
     for module in model.modules():
         patterns += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -55,7 +55,7 @@ def left_out_by(model: nn.Module) -> re.Pattern[str]:
 def modules_of(
     weights: Sequence[Weight], theirs: Sequence[Bound], source: Mapping[str, Stored]
 ) -> tuple[Modules, Modules]:
-    """Modules of plain and of quantized weights: as written, and as in the source."""
+    """The modules of plain and of quantized weights, as written and as in the source."""
     plain, quantized, was_plain, was_quantized = list[str](), list[str](), list[str](), list[str]()
     of, was_of = [list[str]() for _ in theirs], [list[str]() for _ in theirs]
     for one in weights:
@@ -80,12 +80,11 @@ def rest_of(
     weights: Sequence[Weight],
     left_out: re.Pattern[str] | None,
 ) -> tuple[list[str], list[str]]:
-    """Tensors of a source that a model has nothing for: those that are its own all the same, scales of activations and
-    what `left_out` names; and all others, of modules that the model lacks, and scales of the activations of weights
-    that only the source has quantized.
+    """The source's tensors that the model has no parameter for, in two lists: those that still belong to the model
+    (activation scales, and what `left_out` matches); and all others (modules that the model lacks, and activation
+    scales of weights that are quantized only in the source).
 
-    names: of the model's tensors in files, tied ones too.
-    """
+    names: the model's tensors in files, including tied ones."""
     bindings = [(one, one.bound.binding) for one in weights if one.bound is not None]
     parts = [(of, part) for one, of in bindings for part in parts_of(of, one.name, one.matrices)]
     own = {*names, *(part for _, part in parts)}
@@ -115,6 +114,6 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def warn_left(path: Path, names: Sequence[str], export: str = "export_safetensors(..., source=folder)") -> None:
-    """Says once that a load left such tensors alone, and what to do about it."""
+    """Warns once that a load skipped these tensors, and says what to do about it."""
     what = " are for other programs alone, and not loaded. An export has them too if it is told of these files: "
     warn_of(f"{path}: ", names, what + export)

@@ -1,4 +1,4 @@
-"""A weight's planes in other programs' files: where they lie, and slices of them."""
+"""Finds a weight's planes in other checkpoint formats, and checks them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ def held(
     like: Mapping[str, Stored] = NO_TENSORS,
     following: Container[str] | None = None,
 ) -> tuple[Held, ...]:
-    """The tensors that files hold by this binding for a weight of this name and shape.
+    """The tensors that files of this binding hold for a weight of this name and shape.
 
-    texts, like: texts and tensors of files that the weight was read from, by name: what texts say is kept, and so are
-    narrower dtypes of planes, and the dims of single values. following: the names of tensors there that follow from
-    shapes, which some programs leave out; None: all are written. Raises LayoutError if its rows can't be cut into the
-    parts, or its values into the dims, that the binding says; and for files that have codes of a plane's values which
-    the binding does not say how to make.
+    texts, like: texts and tensors, by name, of the files that the weight was read from. The contents of texts, narrower
+    dtypes of planes, and the dims of single values are kept. following: the names of derived tensors in these files,
+    since some programs leave them out; None: write all. Raises LayoutError if the weight's rows or values can't be
+    split as the binding says, or if files store codes of a plane's values that the binding can't make.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
     about = f"{name} in files of {bound.label}"
@@ -86,7 +85,7 @@ def held(
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
-    """The parameters in files that hold a weight, the rows of each, and the matrices that each is a stack of."""
+    """A weight's parameters in files, the rows of each, and the number of matrices if one parameter stacks them."""
     layout, binding = bound.cls.LAYOUT, bound.binding
     matrices = prod(shape[:-2]) if len(shape) > 2 else None
     parameters, m = parts_of(binding, name, matrices), prod(shape[:-1])
@@ -110,8 +109,8 @@ def _place(about: str, pattern: BoundPlane, plane: Facts, matrices: int | None) 
 
 
 class Found(NamedTuple):
-    """A weight in files: its shape, the source of each plane, the names of all tensors that belong to it; which of
-    these, if they are there, nothing reads; and which must hold what follows from the shape."""
+    """A weight in files: its shape, the source of each plane, the names of all its tensors, the names of those that
+    nothing reads (`unread`), and its derived tensors (`stated`)."""
 
     bound: Bound
     shape: tuple[int, ...]
@@ -121,9 +120,9 @@ class Found(NamedTuple):
     stated: tuple[tuple[Stated, Stored], ...]
 
     def check_stated(self, fetch: Read) -> None:
-        """Raises LayoutError if the files hold something else than follows from the weight's shape, or nothing that
-        their codes could stand for: also for a scale of the whole weight that is NaN or infinite, or 0 over codes of
-        other values."""
+        """Raises LayoutError if a derived tensor in the files is wrong, if the codes of a plane's values can't be
+        decoded, or if a scale of the whole weight is NaN or infinite, or is 0 although some codes do not stand for
+        0."""
         for one, stored in self.stated:
             one.check(stored, fetch)
         for meaning in (meaning for plane in self.planes.values() for meaning in plane.meanings):
@@ -142,8 +141,8 @@ class Found(NamedTuple):
                 )
 
     def _are_zero(self, fetch: Read, number: int, matrices: int, whole: str | None) -> Tensor:
-        """Of each matrix of a part: whether all of its codes stand for 0, whatever the scales are in the plane `whole`.
-        A scale in the plane "amax" is that of all parts."""
+        """For each matrix of a part: True if all its codes stand for 0, whatever the scales in the plane `whole` are.
+        A scale in the plane "amax" applies to all parts."""
         planes = {name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in self.planes.items()}
         ones = planes | {name: torch.ones_like(planes[name]) for name in (whole,) if name is not None}
         each = len(planes["rowwise_data"]) // len(self.planes["rowwise_data"].parts)
@@ -152,7 +151,7 @@ class Found(NamedTuple):
         return (torch.stack(values) == 0).view(2, matrices, -1).all(-1).all(0)
 
     def values(self, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """What all of its planes stand for."""
+        """Dequantizes the weight's planes."""
         cls = self.bound.cls
         given = next(name for name, needed in cls.LAYOUT.sources.items() if set(needed) <= planes.keys())
         viewed = {name: plane.contiguous().view(cls.LAYOUT.dtypes[name]) for name, plane in planes.items()}
@@ -163,9 +162,9 @@ class Found(NamedTuple):
 def find(
     name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored], *, whole: bool = False
 ) -> Found | None:
-    """The weight of this name and shape in the files, if they hold it quantized by this binding. whole: not in parts.
+    """The weight of this name and shape, if the files hold it quantized by this binding. whole: not in parts.
 
-    Raises LayoutError if tensors are missing, or have other shapes or dtypes than the binding says.
+    Raises LayoutError if tensors are missing, or their shapes or dtypes contradict the binding.
     """
     bound = bound.without_parts() if whole else bound.as_in(name, tensors)
     layout, binding = bound.cls.LAYOUT, bound.binding
@@ -207,14 +206,14 @@ def find(
 
 
 def _with_one_for_each(bound: Bound) -> list[str]:
-    """The recipes for files as these whose stacks have an amax for each matrix."""
+    """The recipes for the same files whose stacks have one amax per matrix."""
     every = recognize.installed()
     return [one.cls.LAYOUT.name for one in every if one.of_stacks and one.binding.config == bound.binding.config]
 
 
 def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]) -> list[Found]:
-    """The parts of a weight in the files, each as a weight of its own, as the files have them: a part may have values
-    for all its rows, and end inside a block. [] if the files don't hold it by this binding; raises as `find`."""
+    """A weight's parts in the files, each as a separate weight: a part may have its own scale for all its rows, and may
+    end inside a block. [] if the files don't hold the weight by this binding. Raises like `find`."""
     matrices, m = prod(shape[:-2]) if len(shape) > 2 else None, prod(shape[:-1])
     parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
     if len(parts) == 1 or m % len(parts):
@@ -229,7 +228,7 @@ def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping
 def _meaning(
     about: str, bound: Bound, pattern: BoundPlane, parameter: str, count: int, tensors: Mapping[str, Stored]
 ) -> list[Meaning]:
-    """What the codes of `count` values of a parameter stand for; [] where files have the values themselves."""
+    """How to decode the codes of `count` values of a parameter; [] if files store the values themselves."""
     if pattern.codes is None or bound.binding.text is None:
         return []
     codes, text = pattern.codes, tensor_name(bound.binding.text[0], parameter)
@@ -248,7 +247,7 @@ def _there(
     shape: tuple[int, ...],
     bound: BoundPlane | None = None,
 ) -> Stored:
-    """A tensor of this shape and dtype. Raises LayoutError."""
+    """The tensor of this name. Raises LayoutError if it is missing, or has another shape or dtype."""
     if (stored := tensors.get(name)) is None:
         raise LayoutError(f"{about}: {name} is missing")
     if bound is not None and narrower.is_storage(bound, stored) and stored.end - stored.begin == prod(shape):
@@ -258,8 +257,8 @@ def _there(
 
 
 def named_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] = ()) -> dict[str, Stored]:
-    """The weights that files hold quantized by a binding's names, in the order of their scales, with the tensors of
-    their codes; but for those that only another of `told` has the dtypes of."""
+    """The quantized weights in files that match a binding's names, in the order of their scales, each with the tensor
+    of its codes. Leaves out weights whose dtypes match only another binding of `told`."""
     planes, found = bound.binding.planes, dict[str, Stored]()
     data, scale = (
         next(one.name for plane, one in planes.items() if plane.endswith(end)) for end in ("_data", "_scale")
@@ -276,9 +275,9 @@ def named_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] 
 def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] = ()) -> dict[str, Found]:
     """All weights of `named_in`.
 
-    Where the shape of the codes does not tell that of the weight, it is read from the tensor that states it. Raises
-    LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says; DamagedError, which
-    is one, if what states a shape can't be what was written.
+    If the codes' shape does not determine the weight's shape, reads it from the text that states it. Raises LayoutError
+    if a weight's tensors are missing, or their shapes or dtypes contradict the binding; DamagedError, a subclass, if
+    the text is not what was written.
     """
     layout, planes, alone = bound.cls.LAYOUT, bound.binding.planes, bound.without_parts()
     data, found = next(plane for plane in planes if plane.endswith("_data")), dict[str, Found]()
@@ -296,9 +295,9 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound
 
 
 def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tuple[int, int] | None:
-    """Rows and columns of a weight as a text in the files states them; None if the binding has no such text.
+    """A weight's rows and columns, read from a text in the files; None if the binding has no text.
 
-    Sizes are bounded before anything is read, and numbers are checked against the bytes of the planes by `find`.
+    Bounds the text's size before reading. `find` checks the numbers against the bytes of the planes.
     """
     if bound.binding.text is None:
         return None
@@ -320,7 +319,7 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
 
 
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raises LayoutError for a tensor of another shape or dtype. One value may have any number of dims."""
+    """Raises LayoutError if a tensor has another shape or dtype. A single value may have any number of dims."""
     same_shape = stored.shape == shape or (prod(stored.shape) == prod(shape) == 1)
     if not same_shape or not recognize.is_dtype(stored, dtype):
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Which bindings a folder is read by: of those that are told, by name or by config.json, one for each weight."""
+"""Chooses the binding that reads each weight of a folder, among those that a name or config.json identifies."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from layoutc.runtime.errors import LayoutError
 
 
 class Fit(NamedTuple):
-    """A binding, and the names of the weights that it finds, all of which follow it."""
+    """A binding, and the names of the weights that match it."""
 
     bound: Bound
     names: tuple[str, ...]
 
 
 def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
-    """The bindings of `every` that a name or config.json tells of; none for a folder that says nothing.
+    """The bindings of `every` that a name or config.json identifies; [] if the folder has no config and no name.
 
-    Raises LayoutError for a name that none has or that config.json contradicts, for a `quantization_config` that none
-    knows, and for one by which activations are transformed where weights multiply them.
+    Raises LayoutError for an unknown name, a name that config.json contradicts, a `quantization_config` that matches no
+    binding, and a config that transforms activations at run time.
     """
     config = recognize.quantization_config(path)
     _check_transforms(path, config)
@@ -41,8 +41,8 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
 
 
 def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: Mapping[str, Stored]) -> None:
-    """Raises LayoutError for a folder of which a config, or `files`, tells that it is quantized, and that has no weight
-    by such names: an older config beside weights that are plain by now, or another program's files."""
+    """Raises LayoutError if a config or `files` says that a folder is quantized, but no tensor matches the names: an
+    old config next to weights that are plain now, or another program's files."""
     if not told or any(named_in(one, tensors) for one in told):
         return
     older = recognize.older_file(path) if recognize.is_in_older_file(path) else None
@@ -55,7 +55,7 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
 
 
 def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises LayoutError for compressed-tensors' transforms of activations: the weights alone are another model."""
+    """Raises LayoutError for compressed-tensors' activation transforms: without them, the weights are another model."""
     where = values_at(config, ["transform_config", "config_groups", "*", "apply"])
     applied = [one for several in where if isinstance(several, list) for one in several if isinstance(one, Mapping)]
     if online := sorted({str(one["location"]) for one in applied if one.get("location") in ("input", "output")}):
@@ -66,7 +66,7 @@ def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> LayoutError:
-    """The error for a config that no binding has: what of it was looked at, and the bindings that are nearest."""
+    """The error for a config that matches no binding: the values that were compared, and the nearest bindings."""
     own = spelled(config)
     method = own.get("quant_method")
     alike = [one for one in every if spelled(one.binding.config).get("quant_method") == method]
@@ -87,9 +87,9 @@ def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> L
 
 
 def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], every: Sequence[Bound]) -> list[Bound]:
-    """The bindings of one name that a config does not contradict. Raises LayoutError if it contradicts all."""
+    """The bindings in `named` that a config does not contradict. Raises LayoutError if it contradicts all."""
     if config.get("quant_method") not in {one.binding.config.get("quant_method") for one in every}:
-        config = {key: value for key, value in config.items() if key != "quant_method"}  # others write such files too
+        config = {key: value for key, value in config.items() if key != "quant_method"}  # other programs write it too
     wrong = [contradicts(one.binding, config) for one in named]
     if all(wrong):
         nearest = min(named, key=lambda one: len(differences(one.binding, config)))
@@ -107,11 +107,10 @@ def fitting(
     tensors: Mapping[str, Stored],
     by: Callable[[str, tuple[int, ...], Bound, Mapping[str, Stored]], object] = find,
 ) -> list[list[Fit]]:
-    """The bindings that fit, as `alternatives`: all weights that the files hold by their names have the shapes that
-    they say.
+    """The bindings that fit, grouped by `alternatives`: all weights that match a binding's names have its shapes.
 
-    shapes: of the parameters that may be held so, by their names in the files. by: what finds one of them. Raises
-    LayoutError, with what the first one misses, if weights are found that no binding fits.
+    shapes: name in the files -> shape, for the parameters that may be quantized. by: finds one of them. Raises
+    LayoutError, with the first binding's reason, if weights match names but no binding fits them.
     """
     fits, refused = list[Fit](), list[tuple[LayoutError, list[str]]]()
     for one in told:
@@ -123,14 +122,14 @@ def fitting(
             continue
         fits += [Fit(one, names)] if names else []
     check_all_fit(fits, refused)
-    # Of stacks of matrices, those alone that hold an amax of each matrix, where there are such.
+    # For stacks of matrices, keep only the bindings with one amax per matrix, if there are any.
     stacks = {name for fit in fits if fit.bound.of_stacks for name in fit.names if len(shapes[name]) > 2}
     own = [[name for name in fit.names if (name in stacks) == fit.bound.of_stacks] for fit in fits]
     return alternatives([fit._replace(names=tuple(names)) for fit, names in zip(fits, own, strict=True) if names])
 
 
 def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iterable[str]]]) -> None:
-    """Raises why a binding was refused, if any of the weights that it names follows no other."""
+    """Raises the error of a refused binding if any of the weights that match its names fits no other binding."""
     held = {name for fit in fits for name in fit.names}
     for error, names in refused:
         if not held.issuperset(names):
@@ -138,11 +137,11 @@ def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iter
 
 
 def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
-    """Fits in groups: those of one group hold some of the same weights, so that one of them is to be chosen; different
-    groups hold different weights of a folder, each in a recipe of its own.
+    """Groups fits that share weights: one fit of each group must be chosen. Different groups hold different weights of
+    the folder, each with its own recipe.
 
-    Those that hold most weights come first. Where some of a group hold values as files do, those that convert them are
-    left out, and so are those for stacks of matrices where others hold the same.
+    Fits with the most weights come first. A group leaves out fits that convert values if others hold the values as
+    stored, and fits for stacks of matrices if others hold the same weights.
     """
     groups = list[list[Fit]]()
     for fit in fits:
@@ -155,17 +154,17 @@ def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
 
 
 def check_alike(bound: Sequence[Bound], what: str, how: str) -> None:
-    """Raises LayoutError unless the bindings read files alike, as weights of different recipes may.
+    """Raises LayoutError unless the bindings have the same planes; bindings of different recipes may.
 
-    what: the files, in words. how: what a user passes to choose one.
+    what: the files, for the message. how: the argument that chooses one.
     """
     if any(dict(one.binding.planes) != dict(bound[0].binding.planes) for one in bound):
         raise several(bound, what, how)
 
 
 def one_of(named: Sequence[Bound], of_source: Collection[str]) -> Bound:
-    """The binding that a name means: of several recipes', that of the source's. of_source: layout ids. Raises
-    LayoutError."""
+    """The binding that a name means; if several recipes have it, the one of the source's recipe. of_source: layout ids.
+    Raises LayoutError if several remain."""
     bound = [one for one in named if one.layout_id in of_source] or named
     if len(bound) > 1:
         raise LayoutError(f"several recipes have such files: choose one of {', '.join(one.label for one in bound)}")
@@ -173,5 +172,5 @@ def one_of(named: Sequence[Bound], of_source: Collection[str]) -> Bound:
 
 
 def several(bound: Sequence[Bound], what: str, how: str) -> LayoutError:
-    """The error for files that fit several bindings, with their names."""
+    """The error for files that fit several bindings; it lists their names."""
     return LayoutError(f"{what} fit several recipes: pass {how} one of {', '.join(sorted(one.label for one in bound))}")

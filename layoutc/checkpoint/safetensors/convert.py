@@ -1,4 +1,4 @@
-"""Converts a folder of safetensors between bindings, or to plain values: with one weight in memory at a time."""
+"""Converts a folder of safetensors between bindings, or to plain values, with one weight in memory at a time."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from layoutc.runtime.weight import operators
 
 class Converted(NamedTuple):
     """The files that a conversion wrote, the weights that are quantized in them, and the tensors that it left out.
-    no_config: why there is no config.json, where one would have to be made. dequantized: weights that are plain now.
-    copied: files beside the weights, such as the tokenizer's."""
+    no_config: why there is no config.json, if one could not be made. dequantized: weights that are plain now.
+    copied: companion files, e.g. the tokenizer's."""
 
     files: tuple[str, ...]
     quantized: tuple[str, ...]
@@ -49,7 +49,7 @@ class Converted(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A weight or a plain tensor: what is written for it."""
+    """A weight or a plain tensor, and the tensors that are written for it."""
 
     name: str
     source: Found | Stored
@@ -60,18 +60,18 @@ class Job(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a file."""
+        """The job's bytes in a file."""
         return sum(one.nbytes for one in self.tensors)
 
     @property
     def quantizes(self) -> bool:
-        """True if its values are quantized; false if they are plain, or codes are kept."""
+        """True if values are quantized; False if they stay plain, or codes are kept."""
         ids = [one.layout_id for one in (getattr(self.source, "bound", None), self.into) if one is not None]
         return self.into is not None and len({*ids}) == len(ids)
 
 
 class Amaxes:
-    """Those of weights that are quantized, and that engines join into one: of all of them, found at the first."""
+    """The shared amaxes of weights that are quantized and that engines join. Computed at a group's first weight."""
 
     def __init__(self, jobs: Sequence[Job], values: Callable[[Job], Tensor]) -> None:
         self._values, self._found = values, dict[str, Tensor]()
@@ -81,7 +81,7 @@ class Amaxes:
         self._groups = {name: (group, [own[one] for one in names]) for group, names in groups for name in names}
 
     def of(self, job: Job) -> Tensor | None:
-        """The amax that a weight is quantized under; None if it is its own alone. Reads the others of its group."""
+        """The shared amax of a weight's group; None if the weight shares none. Reads all weights of the group."""
         group, members = self._groups.get(job.name, ("", []))
         for one in () if group in self._found else members:
             assert one.into is not None
@@ -101,23 +101,22 @@ def convert_safetensors(
     source_files: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Converted:
-    """Rewrites a folder of safetensors in another checkpoint format; in one process, without a model.
+    """Rewrites a folder of safetensors in another checkpoint format, in one process, without a model.
 
-    files: the binding to write, such as `mxfp8/compressed_tensors`; `compressed_tensors` alone suffices if one recipe
-    has it, or the source's does. dtype, in its place: plain values of quantized weights, as torch.bfloat16 or its name.
-    Weights that both bindings hold alike keep their bytes. Others are dequantized and requantized; those that engines
-    fuse (the binding's `fused`) share an amax. match: fnmatch patterns of names of plain two-dim tensors to quantize as
-    well. Other plain tensors are copied. source_files: the source's binding; default: the one that its config.json
-    names.
-    max_shard_bytes: as for `export_safetensors`.
+    files: the binding to write, e.g. `mxfp8/compressed_tensors`; `compressed_tensors` alone suffices if only one recipe
+    has it, or the source's recipe does. dtype: dequantize instead, to this dtype (torch.bfloat16 or its name).
+    Weights that both bindings store identically keep their bytes. Others are dequantized and requantized; those that
+    engines fuse (the binding's `fused`) share an amax. match: fnmatch patterns for names of plain 2-D tensors to
+    quantize too. Other plain tensors are copied. source_files: the source's binding; default: the one that its
+    config.json names. max_shard_bytes: as for `export_safetensors`.
 
     Formats with quantized scales (`bitsandbytes_double`) round them, and a warning says by how much; from the same
-    binding, codes and texts are kept. Stacks of experts are copied or dequantized, not moved to another binding, since
-    formats differ in what such a stack is. If the binding stays the same, quantization_config and scales of activations
+    binding, codes and texts are kept. Stacks of experts are copied or dequantized, but not moved to another binding,
+    since formats define stacks differently. If the binding stays the same, quantization_config and activation scales
     are kept; else they are left out, and the result names them. Small files are copied: tokenizer, templates.
 
-    Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
-    LayoutError or ValueError, before anything is written.
+    Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError like `load_safetensors`, and
+    LayoutError or ValueError, all before anything is written.
 
     Example:
 
@@ -189,7 +188,7 @@ def convert_safetensors(
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of plain values, by itself or its name. Raises ValueError for another."""
+    """A dtype for plain values, from a torch.dtype or its name. Raises ValueError for any other dtype."""
     found = {str(one).removeprefix("torch."): one for one in weights.FLOATS}.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ValueError(f"dtype= must be float32, bfloat16 or float16, not {dtype}")
@@ -200,8 +199,8 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 def _quantized(
     path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Sequence[Bound]
 ) -> dict[str, Found]:
-    """The weights that the source holds quantized, each by the binding that it has; into: what may be written, whose
-    recipes come first. Raises LayoutError."""
+    """The source's quantized weights, each found by its binding. into: bindings that may be written; their recipes are
+    tried first. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
     if not (told := choosing.told(path, files, every)):
@@ -209,7 +208,7 @@ def _quantized(
     choosing.check_holds(path, files, told, contents.tensors)
     fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
     targets = {one.layout_id for one in into}
-    for one in sorted(told, key=lambda one: one.layout_id not in targets):  # first the one whose bytes are kept
+    for one in sorted(told, key=lambda one: one.layout_id not in targets):  # prefer the one that keeps the bytes
         try:
             found = weights_in(one, contents.tensors, told)
         except LayoutError as error:
@@ -226,7 +225,7 @@ def _quantized(
 
 
 def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], every: Sequence[Bound]) -> None:
-    """Raises LayoutError for codes in a folder that no weight of those that were found holds."""
+    """Raises LayoutError if a folder has codes that belong to none of the found weights."""
     left = undecoded.undecoded(contents.tensors, {one for weight in found.values() for one in weight.tensors})
     fit = dict[str, None]()
     for one in sorted(every, key=lambda one: one.label) if left else ():
@@ -247,7 +246,7 @@ def _jobs(
     slices: Slices,
     goes_on: bool,
 ) -> list[Job]:
-    """What is written, in the order of names. Raises LayoutError for what the target can't hold."""
+    """The jobs, sorted by name. Raises LayoutError for weights that the target can't hold."""
     of_weights = {tensor for weight in found.values() for tensor in weight.tensors}
     beside = _beside(contents, found)
     of_weights = of_weights - beside if goes_on else of_weights | beside
@@ -257,7 +256,7 @@ def _jobs(
     for name, stored in contents.tensors.items():
         if name in of_weights:
             continue
-        if stored.dtype not in OF_OTHERS:  # nothing that is multiplied: copied as bytes
+        if stored.dtype not in OF_OTHERS:  # not an operand of products: copy as bytes
             jobs.append(Job(name, stored, None, (writing.copy_of(name, stored),)))
             continue
         facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
@@ -293,7 +292,7 @@ def _weight(
         assert dtype is not None
         return Job(name, source, None, (Planned(name, Facts(shape, dtype)),))
     if isinstance(source, Found) and source.bound.is_alike(into):
-        into = source.bound  # of another recipe, but the files are the same
+        into = source.bound  # another recipe, but identical files
     if len(shape) > 2 and not (isinstance(source, Found) and source.bound.binding.planes == into.binding.planes):
         raise LayoutError(
             f"{name} is a stack of experts, and layoutc knows no other binding that holds it alike: load and export it"
@@ -306,7 +305,7 @@ def _weight(
     if isinstance(source, Found) and source.bound.layout_id == into.layout_id:
         named = {plane: tensor_name(into.binding.planes[plane].name, name) for plane in source.planes}
         like = {named[plane]: one.parts[0][0] for plane, one in source.planes.items() if not one.meanings}
-    if not same:  # the dims of a single value are the program's own
+    if not same:  # programs differ in the dims of single values
         like = {tensor: one._replace(shape=(0,)) for tensor, one in like.items()}
     tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS, like, kept.following if kept else None)
     planned = tuple(Planned(one.name, one.facts, one.may_be_shorter) for one in tensors)
@@ -314,14 +313,15 @@ def _weight(
 
 
 def _beside(contents: Contents, found: Mapping[str, Found]) -> set[str]:
-    """Scales of activations and the like, of a folder that has weights quantized, and the order of their columns."""
+    """Activation scales, other unread tensors, and column orders of quantized weights in a folder."""
     unread = {name for weight in found.values() for name in weight.unread}
     unread |= {one.name for weight in found.values() for one, _ in weight.stated if one.may_be_unset}
     return {name for name in contents.tensors if found and (name in unread or OF_ACTIVATIONS.search(name))}
 
 
 def _is_plain(job: Job) -> bool:
-    """A guess by name and dims, since files don't say what a module is; more names in such a list do no harm."""
+    """Guesses from name and dims whether a plain tensor is a linear weight: files don't state module types. Extra names
+    in the config's list do no harm."""
     shape, name = job.tensors[0].facts.shape, job.name
     matrix = isinstance(job.source, Stored) and len(shape) == 2 and name.endswith(".weight")
     return job.into is None and matrix and "norm" not in name and "embed" not in name
@@ -335,7 +335,7 @@ def _modules(names: Iterable[str]) -> list[str]:
 def _made(
     job: Job, slices: Slices, dtype: torch.dtype | None, amaxes: Amaxes, noted: Noted
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one weight."""
+    """A job's tensors."""
     if isinstance(job.source, Stored) and job.source.dtype not in OF_OTHERS:
         yield job.name, bytes_of(job.source)
     elif job.quantizes:
@@ -354,7 +354,7 @@ def _made(
 
 
 def _values(job: Job, slices: Slices, dtype: torch.dtype | None) -> Tensor:
-    """A plain tensor as it is; or what codes stand for, in this dtype."""
+    """A plain tensor as is, or a quantized weight dequantized to this dtype."""
     if isinstance(job.source, Stored):
         return slices.read(job.source, ())
     assert dtype is not None

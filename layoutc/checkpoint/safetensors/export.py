@@ -41,7 +41,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Item(NamedTuple):
-    """A weight: its name in the files, the tensors that are written for it, and how another program's files hold it."""
+    """A weight: its name in the files, and the tensors to write for it. held: the binding's tensors, if files=."""
 
     source: str  # its name in the state dict
     name: str
@@ -49,17 +49,17 @@ class Item(NamedTuple):
     tensors: dict[str, Facts]
     held: tuple[Held, ...] = ()
     kept: KeptIn | None = None
-    copied: Callable[[], Tensor] | None = None  # reads a tensor of the source, in place of a value
-    declared: tuple[str, tuple[int, ...]] | None = None  # its dtype and shape in files, of bytes
+    copied: Callable[[], Tensor] | None = None  # reads a tensor of the source, which replaces `value`
+    declared: tuple[str, tuple[int, ...]] | None = None  # dtype and shape in the header, for raw bytes
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a file."""
+        """The item's bytes in a file."""
         return sum(facts.nbytes for facts in self.tensors.values())
 
     @property
     def planned(self) -> list[Planned]:
-        """Its tensors in a file."""
+        """The item's tensors in a file."""
         shorter = {one.name for one in self.held if one.may_be_shorter}
         return [Planned(name, facts, name in shorter, self.declared) for name, facts in self.tensors.items()]
 
@@ -77,28 +77,28 @@ def export_safetensors(
     source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Writes model_or_state_dict as a folder of safetensors files; returns the names of the files.
+    """Writes model_or_state_dict as a folder of safetensors files; returns the file names.
 
-    dtype: None writes each plane of a quantized weight as a tensor `<weight>.<plane>`, compact, with layouts and
+    dtype: None writes each plane of a quantized weight as a compact tensor `<weight>.<plane>`, with layouts and
     checksums in each file's metadata; `load_safetensors` reads the same bytes back. torch.bfloat16, float16 or float32
     converts all floating-point tensors, and dequantizes quantized weights under their usual names.
-    files: a binding that the recipes' specs state under `files`, such as `deepseek`. Weights, also those that are cast
-    on gather, are written in that format, and config.json says so. Formats with quantized scales
-    (`bitsandbytes_double`) round them, and a warning says by how much. config: the rest of config.json; default: that
-    of a transformers model, if dtype or files is given.
+    files: a binding that the recipes' specs define under `files`, e.g. `deepseek`. Quantized and cast-on-gather weights
+    are written in that format, and config.json says so. Formats with quantized scales (`bitsandbytes_double`) round
+    them, and a warning says by how much. config: the rest of config.json; default: the config of a transformers model,
+    if dtype or files is given.
     source: the folder that the weights were loaded from. Its small files (tokenizer, templates) are copied. If it has
-    the same binding, its quantization_config is kept, with the modules that are plain now. Scales of activations and
-    layers that the model's class ignores are copied, and so are texts and codes of unchanged scales. A warning names
-    what is left out.
-    max_shard_bytes: the size of a file, unless one weight is larger. rename: maps a name of the state dict to the name
-    in the files. Of tied weights only the first is written; values that are not tensors are left out.
+    the same binding, its quantization_config is kept, updated with the modules that are plain now. Activation scales
+    and layers that the model's class ignores are copied, and so are texts and codes of unchanged scales. A warning
+    names tensors that are left out.
+    max_shard_bytes: maximum file size, unless one weight is larger. rename: maps a state dict name to the name in the
+    files. Only the first of tied weights is written; values that are not tensors are left out.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Ranks that see
-    the folder take turns writing, a weight at a time, into a folder beside it, which gets its name when it is complete.
+    the folder take turns writing, a weight at a time, into a temporary folder, which is renamed when complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
     ValueError before anything is gathered or written; OSError if writing fails, and LayoutError for scales without a
-    finite mean, with nothing left behind.
+    finite mean. A failed export leaves nothing behind.
 
     Example:
 
@@ -164,7 +164,7 @@ def export_safetensors(
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype | None) -> list[Bound]:
-    """The binding of this name of each recipe of the model. Raises ValueError, LayoutError."""
+    """The binding `files` of each of the model's recipes. Raises ValueError, LayoutError."""
     if files is None:
         return []
     if dtype is not None:
@@ -185,8 +185,8 @@ def items_of(
     problems: list[Problem],
     files: Origin,
 ) -> list[Item]:
-    """The weights to write, after this rank's checks. files: those that weights were loaded from. Raises ValueError,
-    LayoutError."""
+    """The weights to write, after this rank's checks. files: the files that weights were loaded from. Raises
+    ValueError, LayoutError."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()
@@ -211,8 +211,8 @@ def items_of(
 
 
 def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple[tuple[Held, ...], KeptIn | None]:
-    """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
-    one, and without a binding. And what is kept of files that it was loaded from."""
+    """The tensors that the binding's files hold for a quantized or cast-on-gather weight, and what is kept from the
+    files that it was loaded from; () and None for a plain weight, or without a binding."""
     local, cls = local_tensor(value), class_of(value)
     if not theirs or cls is None:
         return (), None
@@ -232,8 +232,8 @@ def _as_kept(name: str, value: Tensor, one: Bound, kept: KeptIn | None) -> tuple
 
 
 def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[list[Item], list[str]]:
-    """Items whose tensors have dtypes that hold all their values: those of the source, or else the planes' own; and
-    the names of the weights that have the latter. Collective."""
+    """Chooses dtypes that hold all values: the source's, or else the planes'. Returns the items, and the names of the
+    weights that need the planes' dtypes. Collective."""
     wide = {item.name: planes for item in items if item.kept and (planes := item.kept.too_wide(_planes_of(item.value)))}
     everyone = everywhere(wide, group)
     found = list[Item]()
@@ -248,13 +248,13 @@ def settled(items: Sequence[Item], group: dist.ProcessGroup | None) -> tuple[lis
 
 
 def _planes_of(value: Tensor) -> Mapping[str, Tensor] | None:
-    """The entries of a weight that this rank has; None of one that is quantized when it is gathered."""
+    """This rank's plane entries of a weight; None if the weight is quantized on gather."""
     local = local_tensor(value)
     return {name: local.entries(name) for name in local.store.planes} if isinstance(local, QuantizedTensor) else None
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
-    """The tensors that are written for a value: name -> shape and dtype."""
+    """The tensors to write for a value: name -> shape and dtype."""
     local, shape = local_tensor(value), tuple(value.shape)
     if not isinstance(local, QuantizedTensor) or dtype is not None:
         to = dtype if dtype is not None and value.is_floating_point() else value.dtype
@@ -262,7 +262,7 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
     planes = local.LAYOUT.planes(prod(shape[:-1]), shape[-1])
     found = {f"{name}.{plane}": facts for plane, facts in planes.items() if plane in local.store.planes}
     for tensor, facts in found.items():
-        if facts.dtype not in DTYPES.values() and facts.dtype.itemsize == 1:  # which other loaders don't know
+        if facts.dtype not in DTYPES.values() and facts.dtype.itemsize == 1:  # other loaders don't support it
             found[tensor] = facts._replace(dtype=torch.uint8)
     return found
 
@@ -274,8 +274,8 @@ def _with_source(
     rename: Rename | None,
     source: Origin,
 ) -> tuple[dict[str, Any], list[Item], list[str]]:
-    """The quantization_config that is written; the tensors that are copied from a source, in files of the same form;
-    and the names of those that are left out. Raises LayoutError."""
+    """The quantization_config to write, the tensors to copy from a source of the same format, and the names of tensors
+    that are left out. Raises LayoutError."""
     bounds = {one.cls.LAYOUT.layout_id: one for one in theirs}
     modules, weights = dict(model.named_modules()) if isinstance(model, nn.Module) else {}, list[beside.Weight]()
     for item in items:
@@ -309,9 +309,9 @@ def _gather_file(
     problems: list[Problem],
     said: Noted,
 ) -> None:
-    """Gathers a file's weights on all ranks; the one with a thread writes each while the next is gathered.
+    """Gathers a file's weights on all ranks. The rank with a thread writes each while the next is gathered.
 
-    What fails there is noted, not raised, since the other ranks wait in the gathers.
+    Write errors are noted, not raised, since the other ranks wait in the gathers.
     """
     described, file = dict[str, Any](), None
     if thread and not problems:
@@ -339,7 +339,7 @@ def _metadata(described: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> int:
-    """The most bytes that descriptions of a file's weights take: with checksums of as many digits as there are."""
+    """The maximum bytes of a file's weight descriptions: assumes checksums with the most digits."""
     locals_of = ((item, local_tensor(item.value)) for item in items if dtype is None and not item.held)
     described = {
         item.name: _description(item.name, local, item.value.shape, dict.fromkeys(item.tensors, 2**32 - 1))
@@ -350,7 +350,7 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
 
 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> Iterator[tuple[str, Tensor]]:
-    """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
+    """An item's tensors by name, on the CPU, in new memory. Raises LayoutError if a plane has an unexpected shape."""
     if item.held:
         planes = whole_planes(class_of(item.value), whole, joint_amax(item.value))
         planes = {name: plane.cpu() for name, plane in planes.items()}
@@ -373,7 +373,7 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> 
 
 
 def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums: Mapping[str, int]) -> dict[str, Any]:
-    """A quantized weight of a shape as the metadata of a file describes it, in JSON values. sums: CRC-32 by tensor."""
+    """A quantized weight's description in a file's metadata, as JSON values. sums: tensor name -> CRC-32."""
     return {
         "format": stored_form.FORMAT,
         **stored_form.describe(weight.LAYOUT),

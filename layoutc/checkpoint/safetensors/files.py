@@ -1,4 +1,4 @@
-"""Folders of safetensors files: headers and indexes are checked before use, and tensors are read slice by slice."""
+"""Reads folders of safetensors files: checks headers and indexes before use, and reads tensors slice by slice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.weight.stored_form import is_facts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OURS = "layoutc"  # the key in a file's metadata under which quantized weights are described
-HEADER = 100_000_000  # the most bytes of a header or an index, as in the safetensors library
-CHUNK = 1 << 24  # bytes of a file that are read at a time for its checksum
+OURS = "layoutc"  # the metadata key for descriptions of quantized weights
+HEADER = 100_000_000  # maximum bytes of a header or an index, as in the safetensors library
+CHUNK = 1 << 24  # bytes to read at a time for a checksum
 
 
 class Contents(NamedTuple):
-    """The contents of a folder: tensors by name, descriptions of quantized weights by name, a digest of all headers and
-    of some of the data."""
+    """The contents of a folder: tensors by name, descriptions of quantized weights by name, and a digest of all headers
+    and of samples of the data."""
 
     tensors: dict[str, Stored]
     described: dict[str, Mapping[str, Any]]
@@ -47,9 +47,9 @@ def library() -> ModuleType:
 
 
 def read_folder(folder: Path) -> Contents:
-    """Reads the headers of a folder as Hugging Face lays it out: one file, or several and an index.
+    """Reads the headers of a folder in Hugging Face's structure: one file, or several and an index.
 
-    Raises FileNotFoundError if there is neither, DamagedError for a file or index that can't be what was written.
+    Raises FileNotFoundError if there is neither, DamagedError if a file or the index is not what was written.
     """
     if (folder / SINGLE).is_file():
         files: dict[str, list[str] | None] = {SINGLE: None}
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> Contents:
 
 
 def _index(path: Path) -> dict[str, list[str] | None]:
-    """An index: file name -> names of the tensors in it."""
+    """Reads an index: file name -> names of the tensors in it."""
     mapping = json_of(read_whole(path, HEADER), f"{path}: the index").get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
         raise DamagedError(f"{path} has no weight_map of names to files")
@@ -98,7 +98,7 @@ def _index(path: Path) -> dict[str, list[str] | None]:
 def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes]:
     """(tensors by name, metadata, the header's bytes) of one file.
 
-    Raises DamagedError if it has no valid header, or one that does not describe a file of this size.
+    Raises DamagedError if the header is invalid, or does not describe a file of this size.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -113,7 +113,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes
         raw = read_at(file, 8, length)
     header = json_of(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # null, as MLX writes it
+    metadata = {} if metadata is None else metadata  # MLX writes null
     if not isinstance(metadata, dict):
         raise DamagedError(f"{path}: the metadata of the header is not a mapping")
     start = 8 + length
@@ -147,7 +147,7 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
 
 
 def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The quantized weights that a file's metadata describes, as `export_safetensors` writes them."""
+    """The quantized weights that a file's metadata describes, in the format of `export_safetensors`."""
     if OURS not in metadata:
         return {}
     text = metadata[OURS]
@@ -174,14 +174,14 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str
 
 # ------------------------------------------------------------------------------------------------------------- contents
 class Reader(Protocol):
-    """What reads slices of tensors in files."""
+    """Reads slices of tensors in files."""
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor on the CPU, to be copied and dropped; all of it without an index."""
+        """A slice of a tensor on the CPU, to be copied and dropped. An index of () reads the whole tensor."""
 
 
 class Slices:
-    """Files of a folder, mapped into memory at first use. Only slices that are asked for are read."""
+    """A folder's files, memory-mapped at first use. Reads only the requested slices."""
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
@@ -195,7 +195,7 @@ class Slices:
         self._open.close()
 
     def open(self, path: Path) -> Any:
-        """The mapped file. Raises DamagedError if safetensors refuses it."""
+        """The mapped file. Raises DamagedError if safetensors rejects it."""
         if path not in self._files:
             import safetensors
 
@@ -206,13 +206,13 @@ class Slices:
         return self._files[path]
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor on the CPU: a view of mapped memory, to be copied and dropped."""
+        """A slice of a tensor on the CPU: a view of mapped memory, which the caller must copy and drop."""
         file = self.open(stored.path)
         return read_slice(file, stored, index)
 
 
 def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-    """The one place where values are read."""
+    """Reads a slice from an open file. All reads of values go through here."""
     if stored.header is not None:
         whole: Tensor = file.get_tensor(stored.name)
         return whole.reshape(-1).view(torch.uint8).reshape(stored.shape)[index]

@@ -1,4 +1,4 @@
-"""The entries of a folder of safetensors files, for `inspect`: read from headers, which can't run code."""
+"""Lists a folder of safetensors files for `inspect`, from headers only, which can't run code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from layoutc.runtime.weight import stored_form
 
 
 def entries(folder: Path) -> tuple[EntryFacts, ...]:
-    """The entries of a folder, in the order of their bytes. The planes of a quantized weight are one entry.
+    """A folder's entries, in file order. A quantized weight's planes are one entry.
 
-    Raises DamagedError if a header or an index is not what was written, LayoutError if the files are not named as
-    Hugging Face names them.
+    Raises DamagedError if a header or an index is not what was written, LayoutError if the file names are not Hugging
+    Face's.
     """
     try:
         contents = read_folder(folder)
@@ -42,8 +42,8 @@ def entries(folder: Path) -> tuple[EntryFacts, ...]:
 
 
 def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
-    """The weights that another program's files hold quantized, by the bindings that config.json tells of. Warns of
-    those that are named as a binding says, but follow none."""
+    """The quantized weights of other formats, found by the bindings that config.json identifies. Warns of weights that
+    match a binding's names but fit no binding."""
     if not (config := recognize.quantization_config(folder)):
         return {}
     told, found, refused = recognize.recognized(config, recognize.installed()), dict[str, Found](), list[LayoutError]()
@@ -60,7 +60,7 @@ def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
 
 
 def _held(name: str, found: Found) -> EntryFacts:
-    """A weight by a binding, which is its kind."""
+    """A weight found by a binding; the binding is the entry's kind."""
     cls = found.bound.cls
     header = stored_form.describe(cls.LAYOUT) | {
         "recipe": found.bound.label,

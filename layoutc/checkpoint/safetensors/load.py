@@ -1,4 +1,4 @@
-"""Loads Hugging Face safetensors into a model of quantized and sharded weights: each rank reads only its part."""
+"""Loads Hugging Face safetensors into a model with quantized and sharded weights. Each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import operators, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
-DEQUANTIZED = 1 << 22  # values that are dequantized at a time
+DEQUANTIZED = 1 << 22  # values to dequantize at a time
 
 
 @torch.no_grad()
@@ -53,19 +53,19 @@ def load_safetensors(
 ) -> Loaded:
     """Loads model.safetensors, or the files that model.safetensors.index.json names, into a whole or sharded model.
 
-    Plain values (F32, BF16, F16) are quantized to the bytes that the whole weight would have, whatever the cuts;
-    weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` keep their bytes in
-    the same layout, and so do other checkpoint formats, by the bindings that specs state under `files`. convert:
-    dequantize for another layout or a plain parameter; a stack of experts then takes parts that have an amax each.
+    Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight, whatever the cuts; cast-on-gather
+    weights store them unchanged. Quantized weights keep their bytes if the layout is the same, both from
+    `export_safetensors` and from other checkpoint formats, by the bindings that specs define under `files`. convert:
+    dequantize for another layout or a plain parameter; a stack of experts then accepts parts with separate amaxes.
     files: the binding (`deepseek`, or `fp8_block/deepseek`); default: the one that config.json names.
 
-    Each rank reads its own slices, one parameter at a time, beside headers and its share of checksums. rename: maps a
-    name of the model's state dict to the name in the files. One name is enough for tied parameters. Buffers that the
-    files lack stay as they are, and the result names them. Buffers outside the state dict, such as rotary frequencies,
-    are made anew in a transformers model, and named in others. strict: raise for names that the files lack or that the
-    model does not have. Scales of activations, and layers that a transformers model says it ignores, are not loaded; a
-    warning on the first rank names them. Another names parameters whose dtype is narrower than the files', if values
-    were rounded; values beyond it are refused.
+    Each rank reads headers, its share of checksums, and its slices, one parameter at a time. rename: maps a name in the
+    model's state dict to the name in the files. Tied parameters need only one of their names there. Buffers that the
+    files lack keep their values, and the result names them. Buffers outside the state dict, e.g. rotary frequencies,
+    are recomputed in a transformers model; in other models the result names them. strict: raise for names that the
+    files or the model lack. Activation scales, and layers that a transformers model declares as ignored, are not
+    loaded; a warning on the first rank names them. Another warning names parameters whose values were rounded because
+    their dtype is narrower than the files'; values that would overflow it raise.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -154,8 +154,8 @@ def check(step: Step, convert: bool) -> None:
 
 
 def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
-    """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
-    what must follow from the weight's shape. scales: gets those that engines join."""
+    """For other formats, checks derived tensors and planes that have one row for the whole weight, whose values may not
+    fit the recipe. Adds the scales that engines join to `scales`."""
     if not isinstance(entry := step.source, Entry):
         return
     for found in entry.found:
@@ -171,10 +171,10 @@ def _check_single_values(step: Step, slices: Reader, scales: Scales) -> None:
 
 
 def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
-    """The name and dtypes of a parameter that does not hold all values of this rank's part; [] for one that does, and
-    for one that is quantized, or filled with what codes stand for. These are read once more than a load reads.
+    """[name and dtypes] if the parameter's dtype rounds values of this rank's part; else []. [] also for quantized
+    parameters and dequantized sources. The values to compare are read a second time by the load.
 
-    decoded: the source is read as what codes stand for. Raises LayoutError for values beyond the parameter's dtype.
+    decoded: the source is dequantized. Raises LayoutError for values that overflow the parameter's dtype.
     """
     name, param, source = step
     local = local_tensor(param)
@@ -182,7 +182,7 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     if held or not local.is_floating_point() or not holds(param):
         return []
     plain = None if isinstance(source, Entry) or decoded or isinstance(local, QuantizedTensor) else source.dtype
-    # Other dtypes than fp16 reach as far as what codes stand for.
+    # Only fp16 has a smaller range than dequantized codes.
     into = local.dtype
     narrower = into is torch.float16 if plain is None else torch.promote_types(DTYPES[plain], into) is not into
     if not narrower:
@@ -196,7 +196,7 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
 
 
 def say_rounded(where: str | PathLike[str], names: list[str], group: dist.ProcessGroup | None) -> None:
-    """Says once, on the first rank, which parameters were rounded on any. Collective."""
+    """Warns once, on the first rank, of parameters that were rounded on any rank. Collective."""
     every = sorted({name for of_rank in everywhere(names, group) for name in of_rank})
     if rank_of(group) == 0:
         said = f"{where}: values were rounded into the model's dtype: "
@@ -204,7 +204,7 @@ def say_rounded(where: str | PathLike[str], names: list[str], group: dist.Proces
 
 
 def holds(param: Tensor) -> bool:
-    """False for a DTensor that only other ranks have."""
+    """False for a DTensor whose mesh does not include this rank."""
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
@@ -212,7 +212,7 @@ def _converts(dtype: str, local: Tensor) -> bool:
     as_dtype = DTYPES.get(dtype)
     if isinstance(local, QuantizedTensor):
         return as_dtype in weights.FLOATS
-    if local.is_floating_point():  # an 8-bit float has no scale here
+    if local.is_floating_point():  # not from 8-bit floats, whose scale is missing
         return {as_dtype, local.dtype} <= {*weights.FLOATS, torch.float64}
     return as_dtype == local.dtype
 
@@ -250,7 +250,7 @@ def _other(name: str, local: Tensor, source: Entry) -> str:
 
 
 def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
-    """Checks this rank's share of the checksums: each is checked on one rank of the group. Raises DamagedError."""
+    """Checks this rank's share of the checksums: one rank of the group checks each. Raises DamagedError."""
     loads = [0] * size_of(group)
     planes = [
         (contents.tensors[f"{name}.{plane}"], entry["crc32"][plane])
@@ -269,14 +269,14 @@ def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dist.ProcessGroup], Any]:
-    """The groups whose ranks share amaxes with this one, and how rows are sharded over those that may share blocks."""
+    """The groups whose ranks share amaxes with this rank, and the sharding of rows over ranks that may share blocks."""
     if isinstance(param, DTensor):
         return meshes.amax_groups(local.LAYOUT, param, name), shards.row_sharding_of(param, local)
     return shards.amax_groups(local)[0], shards.row_sharding(local)
 
 
 def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
-    """The amax of each parameter that is quantized from values, under one with others. Collective over their shards."""
+    """The shared amax of each parameter that is quantized from values and shares one. Collective over their shards."""
     groups, found = dict[str, Group](), dict[Group, Tensor]()
     for step in steps:
         local = local_tensor(step.param)
@@ -292,7 +292,7 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
 
 
 def _is_same(local: Tensor, source: Stored | Entry) -> bool:
-    """True if the files have a weight quantized in the layout that the model has it in."""
+    """True if the files hold a weight in the model's layout."""
     if not (isinstance(source, Entry) and isinstance(local, QuantizedTensor)):
         return False
     return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id and bool(source.planes)
@@ -309,22 +309,22 @@ def _plain_values(step: Step, slices: Reader) -> Tensor:
 
 
 def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
-    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: that of a weight that
-    is quantized under one with others."""
+    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: the shared amax, for
+    a weight that has one."""
     name, param, source = step
     if not holds(param):
         return
     local = local_tensor(param).detach()
     if isinstance(source, Entry) and isinstance(local, QuantizedTensor) and _is_same(local, source):
         _write_planes(param, local, source, slices)
-        if completing.lacking(local, source.planes):  # those that other programs' files don't have
+        if completing.lacking(local, source.planes):  # planes that other formats don't store
             groups, row_sharding = _sharing(name, param, local)
             tag = shards.tag(local) if groups else None
             completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
         return
     values = _plain_values(step, slices)
     if isinstance(local, QuantizedTensor):
-        # As copy_, but also for shards that were not made by fully_shard.
+        # Like copy_, but also for shards that fully_shard did not make.
         groups, row_sharding = _sharing(name, param, local)
         shared = {"group": groups or None, "tag": shards.tag(local) if groups else None, "row_sharding": row_sharding}
         values = values.to(local.device).contiguous()
@@ -337,12 +337,12 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
 
 
 def _read(slices: Reader, source: Stored | PlaneSource, index: tuple[slice, ...]) -> Tensor:
-    """Entries of a plane, as layoutc's own files hold it or as those of other programs do."""
+    """Reads a plane's entries from layoutc's files or from another format."""
     return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
 
 
 def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Reader) -> None:
-    """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
+    """Writes the entries that cover the shard's rows, run by run; shared planes even if the shard has no rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
     for name in (name for name in local.store.planes if name in source.planes):
@@ -355,7 +355,7 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
 
 
 def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
-    """The values of this rank's part in its local shape, dequantized from the whole blocks that it touches."""
+    """The values of this rank's part, in its local shape, dequantized from the whole blocks that the part touches."""
     out, at = torch.empty(local.shape, dtype=dtype, device=local.device), 0
     for part, run in _by_parts(source, rows_of(source.shape, box_of(param))):
         for rows in _some_at_a_time([run], source.cls.LAYOUT.block_rows):
@@ -389,7 +389,7 @@ def _by_parts(source: Entry, runs: list[Rect]) -> Iterator[tuple[Entry, Rect]]:
 
 
 def _some_at_a_time(runs: list[Rect], block_rows: int) -> Iterator[Rect]:
-    """Runs of rows in pieces that end where blocks do: dequantizing takes many times the bytes of what it gives."""
+    """Splits runs of rows at block boundaries, since dequantizing needs many times the bytes of its result."""
     for rows in runs:
         each = max(1, DEQUANTIZED // (block_rows * max(1, rows.c1 - rows.c0))) * block_rows
         first = rows.r0

@@ -1,4 +1,4 @@
-"""What a load will do: each parameter of a model, and where in the files its values are."""
+"""Plans a load: maps each parameter of a model to its values in the files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Loaded(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A quantized weight in the files. found: as another program's files hold it, whole or in parts; () for layoutc's
-    own. apart: equal shares of its rows, each by itself, in place of planes. instead: it in such shares, for a weight
-    whose planes have one value for all of them."""
+    """A quantized weight in the files. found: the weight or its parts in another format; () for layoutc's files.
+    apart: equal shares of its rows as separate entries, in place of planes. instead: the alternative in shares, for a
+    weight whose planes have one value for all shares."""
 
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
@@ -59,21 +59,21 @@ class Step(NamedTuple):
 def bindings(
     model: nn.Module, folder: Path, contents: Contents, files: str | None, rename: Rename | None
 ) -> list[Bound]:
-    """The bindings by which weights are looked for: of the model's recipes, and those that fit its other weights.
-    Raises LayoutError."""
+    """The bindings to look for weights by: those of the model's recipes, and those that fit its other weights. Raises
+    LayoutError."""
     state, _ = state_of(model)
     classes = {type(local): None for local in map(local_tensor, state.values()) if isinstance(local, QuantizedTensor)}
     own = recognize.bindings_of(classes)
     labels = {one.label for one in own}
     every = [*own, *(one for one in recognize.installed() if one.label not in labels)]
     if files is None and not recognize.recognized(recognize.quantization_config(folder), every):
-        return []  # plain values, or names that the model does not have
+        return []  # plain values, or names that the model lacks
     told = choosing.told(folder, files, every)
     if not contents.described:
         choosing.check_holds(folder, files, told, contents.tensors)
     mine = [one for one in told if one.label in labels]
     shapes = {file_name(name, rename): tuple(value.shape) for name, value in state.items() if value.is_floating_point()}
-    for one in mine:  # what is left may be in recipes that the model does not have
+    for one in mine:  # the remaining weights may be in recipes that the model lacks
         shapes = {
             name: shape
             for name, shape in shapes.items()
@@ -87,8 +87,8 @@ def bindings(
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """The tensors of a model's state dict, and their names, those of tied ones together."""
-    # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
+    """The tensors of a model's state dict, and their names, grouped by tied tensor."""
+    # keep_vars keeps tied parameters one object, and cast-on-gather weights from becoming plain.
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     aliases = dict[int, list[str]]()
     for name, value in state.items():
@@ -104,8 +104,8 @@ def plan(
     theirs: list[Bound],
     problems: list[Problem],
 ) -> tuple[list[Step], Loaded, list[str]]:
-    """The steps, in the order of the model's state dict, which is the same on all ranks; and the names of tensors that
-    only another program reads, or that the model's class says it leaves out."""
+    """The steps, in state dict order, which is the same on all ranks; the result of the load; and the names of tensors
+    that only other programs read, or that the model's class declares as ignored."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
     there = (contents.tensors.keys() - of_planes) | contents.described.keys()
     state, aliases = state_of(model)
@@ -143,17 +143,17 @@ def plan(
 
 
 def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> None:
-    """Raises LayoutError for tensors that a load reads, if another, which it does not read, says how to decode them.
+    """Raises LayoutError if a load reads a tensor but not the companion that says how to decode it.
 
-    expected: the names of all that it reads, and of all that lies beside these.
+    expected: the names of all tensors that the load reads or knows as companions.
     """
     left = {name: why for name, why in undecoded.beside(tensors, expected).items() if name in expected}
     undecoded.refuse("the files", left, "Pass files=, the binding that reads all of them, or dequantize them first")
 
 
 def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> Entry | None:
-    """A weight that other programs' files hold quantized: by a binding of the parameter's own layout first, and else
-    part by part. Raises LayoutError if they are not as the binding says."""
+    """A quantized weight in another format: by a binding of the parameter's layout if possible, else part by part.
+    Raises LayoutError if the files contradict the binding."""
     local = local_tensor(param)
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
     for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
@@ -175,7 +175,7 @@ def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) ->
 
 
 def file_name(name: str, rename: Rename | None) -> str:
-    """The name in the files for a name in a state dict, without the prefix that torch.compile adds."""
+    """The name in the files for a state dict name, without torch.compile's prefix."""
     name = name.replace("_orig_mod.", "")
     return name if rename is None else rename(name)
 
@@ -200,7 +200,7 @@ def _source(name: str, contents: Contents) -> Stored | Entry:
 
 
 def in_parts(step: Step, fetch: Read) -> Step:
-    """A step by a weight's parts in the files, if these have values that the weight has one of for all."""
+    """Makes a step read a weight part by part if its parts differ in a value that the weight shares."""
     source = step.source
     if isinstance(source, Entry) and source.instead is not None:
         shared = (plane for plane in source.planes.values() if isinstance(plane, BoundSource) and plane.shared)
@@ -210,7 +210,7 @@ def in_parts(step: Step, fetch: Read) -> Step:
 
 
 def sources_of(step: Step) -> list[Stored]:
-    """The tensors of the files that a step reads."""
+    """The tensors in files that a step reads."""
     if isinstance(step.source, Stored):
         return [step.source]
     planes = [plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values()]
@@ -221,8 +221,8 @@ def sources_of(step: Step) -> list[Stored]:
 def classes_in(
     path: Path, model: nn.Module, files: str | None, rename: Rename | None
 ) -> dict[str, type[QuantizedTensor]]:
-    """Parameter -> the class of the recipe whose binding the files follow, of which a folder may have several. Raises
-    as `layoutc.checkpoint.quantize_as_stored`."""
+    """Parameter -> the class of the recipe whose binding its tensors match; a folder may use several. Raises like
+    `layoutc.checkpoint.quantize_as_stored`."""
     contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
     if not told:
         raise LayoutError(f"{path}: config.json has no quantization_config: pass files=, the binding's name")
@@ -243,7 +243,7 @@ def classes_in(
 
 
 def _check_is_held(fit: choosing.Fit) -> None:
-    """Raises LayoutError, with what would work, for weights that no recipe holds as they are."""
+    """Raises LayoutError, with alternatives, if no recipe holds the weights without conversion."""
     cls = fit.bound.cls
     if not issubclass(cls, Regrouped):
         return

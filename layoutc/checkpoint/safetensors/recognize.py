@@ -1,4 +1,4 @@
-"""Which binding holds for a folder and its weights: told by config.json, and by dtypes and shapes of tensors."""
+"""Recognizes the bindings of a folder and its weights, by config.json and the dtypes and shapes of tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from layoutc.runtime.installed import every, find, nearest
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
-# Files beside config.json that had the config before it did, and the quant_method that they leave out.
+# Older files that hold the config instead of config.json -> the quant_method that they leave out.
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-LIMIT = 16_000_000  # the most bytes of a config
+LIMIT = 16_000_000  # maximum bytes of a config
 OF_OTHER_SHAPES, NARROWER, ONE_VALUE, EXACT = 1, 2, 3, 4  # how well tensors fit a binding; 0: not at all
 SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
 
@@ -36,45 +36,45 @@ class Bound(NamedTuple):
 
     @property
     def label(self) -> str:
-        """recipe/binding, as it is chosen by name."""
+        """recipe/binding, the name that users pass."""
         return f"{self.cls.LAYOUT.name}/{self.binding.name}"
 
     @property
     def layout_id(self) -> str:
-        """What decides a weight's bytes."""
+        """The id of the layout that determines a weight's bytes."""
         return self.cls.LAYOUT.layout_id
 
     @property
     def converts(self) -> bool:
-        """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
+        """True if files store a plane in another form, so that the recipe can't hold every stored value."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
 
     @property
     def of_stacks(self) -> bool:
-        """True if each matrix of a stack has an amax of its own."""
+        """True if each matrix of a stack has a separate amax."""
         return self.cls.LAYOUT.amax_of_matrices
 
     def is_alike(self, other: Bound) -> bool:
-        """True if files by two bindings, perhaps of different recipes, mean the same by the same bytes: tensors, blocks
-        and configs are those of the other."""
+        """True if two bindings, perhaps of different recipes, describe identical files: same tensors, blocks and
+        configs."""
         one, two = self.binding, other.binding
         stored = all(self.cls.LAYOUT.stored[name] == other.cls.LAYOUT.stored.get(name) for name in one.planes)
         facts = ("planes", "shape", "groups", "codebook", "text", "config")
         return stored and all(getattr(one, fact) == getattr(two, fact) for fact in facts)
 
     def as_in(self, name: str, tensors: Container[str]) -> Bound:
-        """The binding for files that may hold a weight of this name whole, as a stack of experts, in place of parts."""
+        """The binding for these files: without parts if they hold the weight whole, as a stack of experts."""
         data = next((one.name for plane, one in self.binding.planes.items() if plane.endswith("_data")), None)
         if not self.binding.parts or data is None or tensor_name(data, name) not in tensors:
             return self
         return self.without_parts()
 
     def without_parts(self) -> Bound:
-        """The binding for files that hold each weight whole."""
+        """The binding for files that hold each weight whole, not in parts."""
         return self._replace(binding=self.binding._replace(parts=()))
 
     def check_shape(self, shape: tuple[int, ...], name: str) -> None:
-        """Raises LayoutError for a shape that the recipe does not take."""
+        """Raises LayoutError for a shape that the recipe does not support."""
         try:
             self.cls.LAYOUT.check_shape(shape, name)
         except ValueError as error:
@@ -82,15 +82,15 @@ class Bound(NamedTuple):
 
     @property
     def is_read_only(self) -> bool:
-        """True if files hold codes of some plane's values, of a codebook that the binding does not state; or blocks of
-        other sizes than the recipe's."""
+        """True if files store codes of a plane's values under a codebook that the binding does not define, or blocks
+        whose sizes are not the recipe's."""
         coded = any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
         return coded or issubclass(self.cls, Regrouped)
 
 
 def config_in(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, with the quantization_config that older programs have in a file beside it; {} without
-    any. Raises DamagedError for a damaged file."""
+    """A folder's config.json, with the quantization_config that older programs store in a separate file; {} without
+    either. Raises DamagedError for a damaged file."""
     config = _json_in(folder / CONFIG)
     if is_in_older_file(folder) and (name := older_file(folder)) is not None:
         stated = _json_in(folder / name)
@@ -101,12 +101,12 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 def older_file(folder: Path) -> str | None:
-    """The file of a folder that had the config before config.json did; None without one."""
+    """The name of a folder's older config file; None without one."""
     return next((name for name in OLDER_FILES if (folder / name).is_file()), None)
 
 
 def is_in_older_file(folder: Path) -> bool:
-    """True if config.json has no quantization_config, and a file beside it has one."""
+    """True if config.json has no quantization_config, but an older config file exists."""
     return holder(_json_in(folder / CONFIG)) is None and older_file(folder) is not None
 
 
@@ -115,19 +115,19 @@ def _json_in(path: Path) -> dict[str, Any]:
 
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
-    """The `quantization_config` of a folder's config.json, of the model or of a part of it; {} without one. Raises
+    """The `quantization_config` in a folder's config.json, for the model or a part of it; {} without one. Raises
     DamagedError for a damaged file."""
     return quantization_of(config_in(folder))
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of a config, of the model or of a part of it; {} without one."""
+    """The `quantization_config` in a config, for the model or a part of it; {} without one."""
     found = holder(dict(config))
     return found[0][found[1]] if found else {}
 
 
 def bindings_of(classes: Iterable[type[QuantizedTensor]]) -> list[Bound]:
-    """All bindings of classes; of equal ones of one layout, the last. Another recipe may have a layout and no files."""
+    """All bindings of classes, without duplicates within a layout (the last wins)."""
     found = list[Bound]()
     for cls in classes:
         for binding in cls.LAYOUT.files.values():
@@ -142,13 +142,13 @@ def installed() -> list[Bound]:
 
 
 def classes() -> list[type[QuantizedTensor]]:
-    """Those of the recipes that come with layoutc, and of packages that register theirs."""
+    """The classes of layoutc's recipes, and of packages that register recipes."""
     return [recipe.Tensor for recipe in every()]
 
 
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that a name means: `deepseek`, or `fp8_block/deepseek`, of recipes in `generated/` here too. Raises
-    LayoutError if there are none."""
+    """The bindings that a name means, e.g. `deepseek` or `fp8_block/deepseek`. Also finds recipes in the current
+    folder's `generated/`. Raises LayoutError if there are none."""
     every = list(bound)
     found = [one for one in every if files in (one.binding.name, one.label)]
     if not found and "/" in files:
@@ -168,15 +168,15 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
 
 
 def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that a config tells of: those that hold values as files do, and that compare most of it, first; of
-    those that read other sizes of blocks than recipes have, too."""
+    """The bindings that match a config, including those for other block sizes than the recipes'. First come bindings
+    that hold values without conversion, then those that compare more of the config."""
     found = [one for one in with_other_blocks(bound, config) if recognizes(one.binding, config)]
     return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))
 
 
 def with_other_blocks(bound: Iterable[Bound], config: Mapping[str, Any]) -> list[Bound]:
-    """Bindings, and after them those by which the same files are read in blocks of the sizes that a config states, or
-    with scales of other dtypes, these first."""
+    """The bindings, followed by their variants for scales of other dtypes, and then by those for the block sizes that a
+    config states."""
     own = list(bound)
     others = (other for one in own for other in regrouped(one.cls, one.binding, config))
     return own + [Bound(*one) for one in sorted(others, key=lambda one: one[0].RESIZED)]
@@ -186,8 +186,8 @@ def with_other_blocks(bound: Iterable[Bound], config: Mapping[str, Any]) -> list
 def is_for(
     bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], told: Iterable[Bound] = ()
 ) -> bool:
-    """True if files have scales of this weight by a binding's names, and no other of `told` alone has their dtypes and
-    shapes.
+    """True if files have this weight's scales under a binding's names, and no other binding of `told` fits their dtypes
+    and shapes better.
 
     A folder may hold weights in several recipes, whose tensors may have the same names.
     """
@@ -204,24 +204,24 @@ def is_for(
 
 
 def is_held(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> bool:
-    """True if files have this weight's planes by a binding's names, in its dtypes or narrower ones, of its shapes.
+    """True if files have this weight's planes under a binding's names, with its shapes, in its dtypes or narrower ones.
 
-    shape: None for a weight of two dims that the files' codes tell the shape of.
+    shape: None for a 2-D weight whose shape follows from the files' codes.
     """
     return _fit(bound, name, shape, tensors) > OF_OTHER_SHAPES
 
 
 def scales_of(bound: Bound) -> list[str]:
-    """The names of tensors that tell a quantized weight: all planes but its codes."""
+    """The name patterns of tensors that identify a quantized weight: all planes but its codes."""
     return [pattern.name for plane, pattern in bound.binding.planes.items() if "data" not in plane]
 
 
 def is_for_another(
     bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
 ) -> bool:
-    """True if the tensors of a weight have the dtypes and shapes that another of `told` says, and not those of this
-    one; or narrower ones than that says, where this one has no place for them; or if they are those of both, and more
-    of that one, such as zero points. shape: as for `is_held`."""
+    """True if another binding of `told` fits a weight's tensors better than `bound`; or if both fit exactly, but the
+    other also names more planes that exist, e.g. zero points.
+    shape: as for `is_held`."""
     own, names = _fit(bound, name, shape, tensors), {plane.name for plane in bound.binding.planes.values()}
     if own < EXACT:
         return any(_fit(other, name, shape, tensors) > own for other in told)
@@ -230,15 +230,15 @@ def is_for_another(
 
 
 def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:
-    """EXACT if the first tensor of each of a weight's planes is there, and has the dtype and dims that the binding
-    says; ONE_VALUE if one that has a single value has other dims; NARROWER for dtypes of which the planes hold every
-    value; OF_OTHER_SHAPES for dtypes alone; 0 for other dtypes."""
+    """EXACT if the first tensor of each plane exists with the binding's dtype and dims; ONE_VALUE if a single value has
+    other dims; NARROWER for dtypes whose every value the planes hold; OF_OTHER_SHAPES if only the dtypes fit; 0 if they
+    do not, or a tensor is missing."""
     matrices, fit = prod(shape[:-2]) if shape is not None and len(shape) > 2 else None, EXACT
     parts = parts_of(bound.as_in(name, tensors).binding, name, matrices)
     planes = bound.binding.planes
     of_weight: Mapping[str, Facts] = {}
     if bound.binding.text is not None and tensor_name(bound.binding.text[0], parts[0]) not in tensors:
-        return 0  # its name has the kind of codes
+        return 0  # the text's name includes the type of codes
     data = tensors.get(next((tensor_name(one.name, parts[0]) for key, one in planes.items() if "data" in key), ""))
     if shape is None and data is not None:
         code = next(key for key in planes if "data" in key)
@@ -260,7 +260,7 @@ def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mappin
 
 
 def _fit_of_shape(plane: BoundPlane, facts: Facts, stored: Stored, matrices: int | None) -> int:
-    """As `_fit`, of one tensor's shape."""
+    """Like `_fit`, for one tensor's shape."""
     as_is, in_file = narrower.as_stored(plane, facts, stored.dtype)
     try:
         shape = places.place(as_is, in_file, matrices).shape
@@ -272,5 +272,5 @@ def _fit_of_shape(plane: BoundPlane, facts: Facts, stored: Stored, matrices: int
 
 
 def is_dtype(stored: Stored, dtype: str) -> bool:
-    """True for a dtype of the same bytes too."""
+    """True if the dtypes are equal, or view the same bytes."""
     return stored.dtype == dtype or any({stored.dtype, dtype} <= group for group in SAME_BYTES)

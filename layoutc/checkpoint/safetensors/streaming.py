@@ -1,4 +1,4 @@
-"""A model's tensors as another program's files hold them, one weight at a time: for engines that take them live."""
+"""Streams a model's tensors in another checkpoint format, one weight at a time, to refit live engines."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def stream_export(
     source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of what `export_safetensors` with `files` writes of model_or_state_dict, on every rank.
+    """Yields, on every rank, the (name, tensor) pairs that `export_safetensors` with `files` would write.
 
-    Use it to refit an engine that serves the model in training. Each weight takes one gather. Tensors are new memory on
-    the device of the gathers, except plain weights that are not sharded. Only one weight is held at a time, if the
-    caller keeps none.
+    Use it to refit an engine that serves the model during training. Each weight needs one gather. Tensors are new
+    memory on the gathers' device, except plain weights that are not sharded. Only one weight is in memory at a time, if
+    the caller keeps none.
 
-    files, rename: as for `export_safetensors`. Weights that are cast on gather are quantized as in the forward pass.
-    source: the folder that the weights were loaded from. Its texts are kept, and its codes of unchanged scales; what
-    else it holds beside weights is not streamed.
+    files, rename: as for `export_safetensors`. Cast-on-gather weights are quantized as in the forward pass. source: the
+    folder that the weights were loaded from. Its texts and its codes of unchanged scales are kept; its other tensors
+    are not streamed.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and iterate to
-    the end. Problems are found, and raised on all ranks, when the first tensor is asked for.
+    the end. Checks run when the first tensor is requested, and raise on all ranks.
 
-    Raises LayoutError for weights that no such binding holds, and what `export_safetensors` raises.
+    Raises LayoutError for weights that the binding can't hold, and what `export_safetensors` raises.
 
     Example:
 
@@ -75,7 +75,7 @@ def stream_export(
 
 
 def _tensors(item: Item, said: Noted) -> Iterator[tuple[str, Tensor]]:
-    """A weight's tensors. What a caller does between two of them runs in its own grad mode."""
+    """A weight's tensors. The caller's code between two of them runs in the caller's grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
         planes = whole_planes(class_of(item.value), whole, joint_amax(item.value)) if item.held else {}

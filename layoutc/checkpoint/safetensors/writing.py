@@ -1,4 +1,4 @@
-"""Writes files of an export: a weight at a time, beside the gather of the next, and config.json at the end."""
+"""Writes an export's files: each weight during the gather of the next, and config.json at the end."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Sized(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a file."""
+        """The item's bytes in a file."""
 
 
 S = TypeVar("S", bound=Sized)
 
 
 def split_into_files(items: Iterable[S], limit: int) -> dict[str, list[S]]:
-    """Items, in order, in files of at most `limit` bytes, or of one item: by the names of the files. Raises ValueError
-    if the limit is not positive."""
+    """Splits items, in order, into files of at most `limit` bytes or of one item; returns file name -> items. Raises
+    ValueError if the limit is not positive."""
     if limit <= 0:
         raise ValueError(f"max_shard_bytes must be positive, not {limit}")
     files: list[list[S]] = [[]]
@@ -56,13 +56,13 @@ def split_into_files(items: Iterable[S], limit: int) -> dict[str, list[S]]:
 
 
 def check_new(folder: Path, what: str) -> None:
-    """Raises FileExistsError if a folder is not a new one, or an empty one. what: what is done, as a verb."""
+    """Raises FileExistsError unless a folder is new or empty. what: the operation, as a verb, for the message."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty: {what} into a new folder")
 
 
 def begin_folder(folder: Path) -> Path:
-    """Makes the folder beside, into which files are written."""
+    """Makes the temporary folder next to `folder` that files are written into."""
     made = partly(folder)
     made.mkdir()
     return made
@@ -70,7 +70,7 @@ def begin_folder(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """The folder of `begin_folder`, which is removed unless `finish_folder` has given it its name."""
+    """The folder of `begin_folder`, removed on exit unless `finish_folder` has renamed it."""
     made = begin_folder(folder)
     try:
         yield made
@@ -79,23 +79,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
-    """Writes the index, if there are several files, and gives the folder its name."""
+    """Writes the index, if there are several files, and renames the folder into place."""
     if len(files) > 1:
         where, total = {one.name: file for file, planned in files.items() for one in planned}, 0
         for name in files:
-            with open(partly / name, "rb") as file:  # all but its header, whose length is in the first 8 bytes
+            with open(partly / name, "rb") as file:  # the size without the header, whose length is in 8 bytes
                 total += os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (partly / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         sync(partly / INDEX)
     sync(partly)
-    os.replace(partly, folder)  # which is empty, if it exists
+    os.replace(partly, folder)  # `folder` is empty, if it exists
     sync(folder.parent)
 
 
 class Planned(NamedTuple):
-    """A tensor that a file will hold, before it is made. may_be_shorter: its size is the most that it can have.
-    declared: the dtype and shape that the file says it has, of bytes of a dtype that torch does not have."""
+    """A tensor that a file will hold, before it is made. may_be_shorter: its planned size is a maximum. declared: the
+    dtype and shape in the header, for raw bytes of a dtype that torch lacks."""
 
     name: str
     facts: Facts
@@ -104,23 +104,23 @@ class Planned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that it has."""
+        """The tensor's maximum bytes."""
         return self.facts.nbytes
 
 
 def copy_of(name: str, stored: Stored) -> Planned:
-    """A tensor that is copied from another file: as bytes, where torch has no dtype for it."""
+    """Plans a tensor copied from another file, as raw bytes if torch lacks its dtype."""
     if stored.dtype in OF_OTHERS:
         return Planned(name, Facts(stored.shape, OF_OTHERS[stored.dtype]))
     return Planned(name, Facts((stored.end - stored.begin,), torch.uint8), declared=(stored.dtype, stored.shape))
 
 
 class OpenFile:
-    """A file of safetensors that is written tensor by tensor, in any order, with what was planned and in no other size.
+    """A safetensors file, written tensor by tensor in any order. It accepts exactly the planned tensors and sizes.
 
-    As the library does, wider dtypes come first, so that every tensor is aligned. Those of bytes that may be shorter
-    than planned come last, in the order in which they are made. reserve: bytes of metadata, which is known only at the
-    end. Raises OSError if writing fails.
+    As in the safetensors library, wider dtypes come first, so every tensor is aligned. Byte tensors that may be shorter
+    than planned come last, in the order they are made. reserve: bytes for metadata, which is known only at the end.
+    Raises OSError if writing fails.
     """
 
     def __init__(self, path: Path, planned: Iterable[Planned], reserve: int = 0) -> None:
@@ -152,7 +152,7 @@ class OpenFile:
         return json.dumps(header, separators=(",", ":")).encode()
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor on the CPU. Raises LayoutError if it is not as planned."""
+        """Writes a CPU tensor. Raises LayoutError if it differs from the plan."""
         one, facts = self._left.pop(name, None), Facts(tuple(tensor.shape), tensor.dtype)
         shorter = one is not None and one.may_be_shorter and facts.dtype == one.facts.dtype
         shorter = shorter and one is not None and len(facts.shape) == 1 and facts.nbytes <= one.facts.nbytes
@@ -166,12 +166,12 @@ class OpenFile:
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def put_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes tensors as `put` does, one after another."""
+        """Writes tensors with `put`, one after another."""
         for name, tensor in tensors:
             self.put(name, tensor)
 
     def finish(self, metadata: Mapping[str, str] | None = None) -> None:
-        """Writes the header, and waits for the disk. Raises LayoutError if something planned was not made."""
+        """Writes the header, and syncs the file. Raises LayoutError if a planned tensor was not written."""
         if self._left:
             raise LayoutError(f"{next(iter(self._left))} was planned, and not made")
         header = self._header(metadata or {"format": "pt"})
@@ -185,7 +185,7 @@ class OpenFile:
 
 
 class Writing:
-    """A thread that writes: a weight is written while the next is gathered, and no more are held."""
+    """A writer thread: it writes one weight while the next is gathered, so at most two are in memory."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "layoutc-export")
@@ -198,21 +198,21 @@ class Writing:
         self._pool.shutdown()
 
     def begin(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Begins work when the one before is done. Raises what failed in that."""
+        """Waits for the previous work, then begins the next. Raises the previous work's error."""
         self.wait()
         self._last = self._pool.submit(work, *arguments)
 
     def wait(self) -> None:
-        """Waits for the last work. Raises what failed in it."""
+        """Waits for the last work. Raises its error."""
         if self._last is not None:
             last, self._last = self._last, None
             last.result()
 
 
 def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes a file with one tensor in memory at a time. made: all that is planned, in any order.
+    """Writes a file with one tensor in memory at a time. made: all planned tensors, in any order.
 
-    Raises as OpenFile.
+    Raises like OpenFile.
     """
     file = OpenFile(path, planned)
     file.put_all(made)
@@ -220,12 +220,12 @@ def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[
 
 
 def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
-    """Writes config.json with this `quantization_config`, where the config has one; or without any if it is empty."""
+    """Writes config.json with this `quantization_config`, in the place where the config has it; none if it is empty."""
     stated = deepcopy(dict(config))
     found = holder(stated)
     before = found[0][found[1]] if found is not None else None
     for at in holders(stated) or [stated]:
-        for one in KEYS:  # MLX has two that say the same
+        for one in KEYS:  # MLX writes the same config under two keys
             if one in at and at[one] == before:
                 del at[one]
         if quantization:
@@ -238,7 +238,7 @@ def write_config(folder: Path, config: Mapping[str, Any], quantization: Mapping[
 
 
 def config_of_model(model: nn.Module | Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any] | None:
-    """What config.json says of a model of transformers, as its save_pretrained does; None for others. dtype: of plain
+    """The config.json of a transformers model, as its save_pretrained writes it; None for other models. dtype: of plain
     tensors in the files; default: the model's."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -246,8 +246,8 @@ def config_of_model(model: nn.Module | Mapping[str, Any], dtype: torch.dtype | N
     if not hasattr(own, "to_dict"):
         return None
     config = dict(own.to_dict())
-    whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
-    classes = (kind for kind in type(whole).__mro__ if not issubclass(kind, FSDPModule))  # which FSDP2 subclasses
+    whole: Any = getattr(model, "_orig_mod", model)  # unwraps torch.compile
+    classes = (kind for kind in type(whole).__mro__ if not issubclass(kind, FSDPModule))  # skips FSDP2's subclass
     config["architectures"] = config.get("architectures") or [next(classes).__name__]
     if (stored := dtype or getattr(whole, "dtype", None)) is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(stored).removeprefix("torch.")
@@ -257,7 +257,7 @@ def config_of_model(model: nn.Module | Mapping[str, Any], dtype: torch.dtype | N
 def quantization_of(
     theirs: Sequence[Bound], source: Mapping[str, Any], now: Modules, before: Modules
 ) -> dict[str, Any]:
-    """As `config_of`. Raises LayoutError for bindings that contradict each other."""
+    """Like `config_of`. Raises LayoutError for bindings that contradict each other."""
     found = config_of([one.binding for one in theirs], source, now, before)
     if found is None:
         raise LayoutError(
