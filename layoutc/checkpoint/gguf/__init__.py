@@ -1,1 +1,1 @@
-"""GGUF, one file of tensors and of what a program needs to run them: read, filled into models, and written."""
+"""Reads, loads, converts and exports GGUF: files of tensors with the metadata that programs need to run them."""

@@ -1,7 +1,7 @@
-"""What tensors are called in GGUF files of an architecture, and how they differ from those of transformers' models.
+"""Maps tensor names and row orders in GGUF files to those of transformers' models, by architecture.
 
-Source: the tables of llama.cpp's converter, which the package gguf has as constants and as its tensor mapping; and how
-the converter permutes rows. Architectures whose converter changes values, as Gemma's adds 1 to norms, are left out.
+Sources: llama.cpp's converter tables, which the package gguf has as constants and as its tensor mapping; and the
+converter's row permutations. Architectures whose converter changes values are left out (Gemma's adds 1 to norms).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import NamedTuple
 
-# {n} is the number of a layer; what follows the last dot, weight or bias, is the same on both sides.
+# {n} is the layer index; the last part of a name (weight or bias) is the same on both sides.
 _DECODER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -31,8 +31,8 @@ _NORMS_OF_HEADS = {
     "blk.{n}.attn_k_norm": "model.layers.{n}.self_attn.k_norm",
 }
 _ROUTER = {"blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate"}
-# Weights of experts, of three dims: what a model has as one may be several tensors, whose rows follow each other in the
-# matrix of each expert.
+# 3-D weights of experts. One parameter of the model may be several tensors in files: their rows are concatenated in
+# each expert's matrix.
 _EXPERTS = {
     "model.layers.{n}.mlp.experts.gate_up_proj": ("blk.{n}.ffn_gate_exps", "blk.{n}.ffn_up_exps"),
     "model.layers.{n}.mlp.experts.gate_proj": ("blk.{n}.ffn_gate_exps",),
@@ -46,9 +46,9 @@ _FUSED = {
 
 
 class Config(NamedTuple):
-    """A model of transformers. sizes: keys of files, without the architecture -> fields of its config. experts: it is
-    for files that say how many experts there are. biases: fields -> the modules in files that have a bias if they are
-    true. head: it has the field head_dim."""
+    """A transformers config. sizes: file keys, without the architecture -> config fields. experts: for files that state
+    a number of experts. biases: fields -> the modules in files that have a bias if the field is true. head: the config
+    has the field head_dim."""
 
     model_type: str
     name: str
@@ -67,7 +67,7 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "feed_forward_length": "intermediate_size",
 }
-# Dims of weights, outermost first, by names of fields: of configs, and of those that follow from them.
+# Module -> dims of its weight, outermost first, as config fields or sizes derived from them.
 _EXPERT = ("experts", "expert_rows", "hidden_size")
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "token_embd": ("vocab_size", "hidden_size"),
@@ -101,12 +101,11 @@ _LLAMA = {"attention_bias": "blk.0.attn_q", "mlp_bias": "blk.0.ffn_gate"}
 class Architecture(NamedTuple):
     """The names of an architecture.
 
-    modules: a module in files -> in transformers' model. rotated: modules in files whose rows, in each head, have pairs
-    of rotary dims beside each other, where transformers' models have all first ones before all second ones: with the
-    key that says how many heads there are, and the one that says it if that is left out; {arch} is the architecture.
-    stacked: a parameter of transformers' model, of three dims -> the modules in files that hold it together.
-    ignored: tensors that follow from the config, which no parameter holds. configs: what config.json of such models is
-    made of; none where a file's keys say too little.
+    modules: module in files -> module in transformers' model. rotated: modules in files whose rows interleave the two
+    rotary dims of each pair (per head; transformers' models have all first dims before all second ones) -> the key for
+    the number of heads, and its fallback; {arch} is the architecture. stacked: 3-D parameter of transformers' model ->
+    the modules in files that hold it together. ignored: tensors that are derived from the config and that no parameter
+    holds. configs: how to make config.json; () if a file's keys are not enough.
     """
 
     modules: Mapping[str, str]
@@ -134,7 +133,7 @@ ARCHITECTURES = {
         | _NORMS_OF_HEADS
         | _ROUTER,
         stacked=_EXPERTS,
-        # llama.cpp makes the weights of the chosen experts add up to 1, whatever the file says.
+        # llama.cpp normalizes the weights of the chosen experts to sum to 1, whatever the file says.
         configs=(
             Config("qwen3_moe", "Qwen3MoeForCausalLM", _SIZES | _QWEN3_MOE, {"norm_topk_prob": True}, experts=True),
         ),
@@ -144,26 +143,26 @@ ARCHITECTURES = {
 
 
 class Place(NamedTuple):
-    """Where files hold a parameter: tensors, whose rows follow each other in each of its matrices, and the module of
-    the first, with {n}."""
+    """The tensors in files that hold a parameter, their rows concatenated in each of its matrices; and the module of
+    the first tensor, with {n}."""
 
     tensors: tuple[str, ...]
     module: str
 
 
 class Names:
-    """The names of one architecture, as functions."""
+    """Translates the names of one architecture."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        """Of modules of transformers' models, and the modules in files."""
+        """(pattern of a module in transformers' model, module in files) pairs."""
         return [(_pattern(ours), theirs) for theirs, ours in self.architecture.modules.items()]
 
     def in_files(self, parameter: str) -> Place | None:
-        """Where files hold a parameter of transformers' model; None if it has no name there."""
+        """The place of a parameter of transformers' model in files; None if it has no name there."""
         for ours, several in self.architecture.stacked.items():
             if (match := _pattern(ours).fullmatch(parameter)) is not None:
                 return Place(tuple(f"{one.replace('{n}', match[1])}.weight" for one in several), several[0])
@@ -175,7 +174,7 @@ class Names:
         return None
 
     def parameter(self, tensor: str) -> str | None:
-        """The parameter of transformers' model that a tensor holds, or a part of; None if none does."""
+        """The parameter of transformers' model that a tensor holds, whole or in part; None if there is none."""
         module, _, last = tensor.rpartition(".")
         for ours, several in self.architecture.stacked.items():
             for one in several:
@@ -189,5 +188,5 @@ class Names:
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A name with {n}, whose group is the number."""
+    """The pattern for a name with {n}; its group is the index."""
     return re.compile(re.escape(name).replace(r"\{n\}", r"(\d+)"))

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file. Nothing that it says is believed before it is compared with the file's size.
+"""Reads the header of a GGUF file. Checks every size in it against the file's size before use.
 
 Source: the format's definition, docs/gguf.md of ggml, versions 2 and 3. A file is a header (magic, version, counts,
 key-values, an entry for each tensor), padding up to the alignment, and tensors, each padded up to the alignment.
@@ -20,8 +20,8 @@ from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import DamagedError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # the layout of bytes is the same
-HEADER = 100_000_000  # the most bytes of a header, as of safetensors: vocabularies of a million words have a third
+VERSIONS = (2, 3)  # with the same byte layout
+HEADER = 100_000_000  # maximum bytes of a header, as for safetensors; a vocabulary of a million words needs a third
 ALIGNMENT = "general.alignment"
 MOST_ALIGNED = 1 << 20
 NESTED = 4  # arrays in arrays
@@ -29,9 +29,9 @@ MOST_DIMS, MOST_NAME, MOST_KEY = 4, 64, 65_535
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 CHUNK = 1 << 20
-# Of what takes a Python object or a step each, in a header. Files of released models have some dozen keys, a thousand
-# tensors, a vocabulary of some hundred thousand strings and as many merges, templates of some kilobytes,
-# and no arrays in arrays.
+# Limits for header items that each cost a Python object or a step. Files of released models have dozens of keys, a
+# thousand tensors, a vocabulary of some hundred thousand strings and as many merges, templates of some kilobytes,
+# and no nested arrays.
 MOST = {
     "keys": 65_536,
     "tensors": 131_072,
@@ -40,15 +40,15 @@ MOST = {
     "numbers in short arrays": 1 << 20,
     "bytes of text": 1 << 24,
 }
-MOST_NUMBERS = 4_096  # of an array that is kept: what layers differ in has one entry for each
+MOST_NUMBERS = 4_096  # the longest array that is kept: per-layer values have one entry per layer
 _LENGTH = struct.Struct("<Q")
 
 Value = int | float | str | tuple[int | float, ...]
 
 
 class Held(NamedTuple):
-    """A tensor as the header describes it. shape: outermost dim first. It is bytes `begin` to `end` of the file, or of
-    file `part` of a model in several."""
+    """A tensor as the header describes it, in bytes `begin` to `end` of the file, or of file `part` if a model is
+    split. shape: outermost dim first."""
 
     name: str
     number: int
@@ -59,16 +59,16 @@ class Held(NamedTuple):
 
     @property
     def type(self) -> str:
-        """The name of its type."""
+        """The name of the tensor's type."""
         return TYPES[self.number].name
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """A file's header.
 
-    values: numbers, strings and short arrays of numbers by key; other arrays are left out. keys: where each key-value
-    lies in the file. digest: of all bytes of the header, and of some of the data. files: of a model in several,
-    all of them.
+    values: numbers, strings and short arrays of numbers by key; other arrays are left out. keys: the (begin, end) bytes
+    of each key-value in the file. digest: a hash of the header and of samples of the data. files: all files of the
+    model.
     """
 
     path: Path
@@ -82,14 +82,14 @@ class Header(NamedTuple):
 
 
 class _Cursor:
-    """The bytes of a header, read when they are needed, and never beyond the file's end or the limit."""
+    """The bytes of a header, read on demand, never beyond the file's end or the limit."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.size, self.at, self.bytes = path, size, 0, b""
         self._file, self._taken = file, Counter[str]()
 
     def need(self, count: int, what: str) -> int:
-        """The place of the next `count` bytes, which are then there. Raises DamagedError if the file has fewer."""
+        """Reads the next `count` bytes; returns their offset. Raises DamagedError if the file has fewer."""
         begin, self.at = self.at, self.at + count
         if self.at > self.size:
             raise DamagedError(
@@ -106,17 +106,17 @@ class _Cursor:
         return begin
 
     def number(self, code: str, what: str) -> int | float:
-        """The next number, of a code of struct."""
-        begin = self.need(struct.calcsize(f"<{code}"), what)  # which may read more bytes
+        """The next number, by its struct code."""
+        begin = self.need(struct.calcsize(f"<{code}"), what)  # first, since it may replace self.bytes
         value: int | float = struct.unpack_from(f"<{code}", self.bytes, begin)[0]
         return value
 
     def integer(self, code: str, what: str) -> int:
-        """The next number, of a code of integers."""
+        """The next integer, by its struct code."""
         return int(self.number(code, what))
 
     def count(self, least: int, what: str) -> int:
-        """The next count, of things of `least` bytes each. Raises DamagedError if the file can't hold so many."""
+        """The next count, of items of at least `least` bytes. Raises DamagedError if the file can't hold them."""
         count = self.integer("Q", what)
         if count * least > self.size - self.at:
             raise DamagedError(
@@ -126,7 +126,7 @@ class _Cursor:
         return count
 
     def take(self, kind: str, count: int, what: str) -> None:
-        """Counts `count` more of a kind. Raises DamagedError if the header has more of them than are read."""
+        """Adds `count` items of a kind. Raises DamagedError if the header exceeds the kind's limit."""
         self._taken[kind] += count
         if (found := self._taken[kind]) > MOST[kind]:
             raise DamagedError(
@@ -135,7 +135,7 @@ class _Cursor:
             )
 
     def pass_strings(self, count: int, what: str) -> None:
-        """Passes over strings. Raises DamagedError if the file has fewer."""
+        """Skips strings. Raises DamagedError if the file has fewer."""
         for _ in range(count):
             if self.at + 8 > len(self.bytes):
                 self.number("Q", what)
@@ -146,7 +146,7 @@ class _Cursor:
             self.at = end
 
     def string(self, most: int, what: str) -> str:
-        """The next string. Raises DamagedError if it is longer, or no UTF-8."""
+        """The next string. Raises DamagedError if it has more than `most` bytes, or is not UTF-8."""
         length = self.count(1, f"the length of {what}")
         if length > most:
             raise DamagedError(f"{self.path}: {what} has {length} bytes; the limit is {most}")
@@ -158,10 +158,10 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. No bytes of tensors are read.
+    """The header of a file, with a hash of samples of the data.
 
-    Raises FileNotFoundError; DamagedError for a file that is not GGUF as defined, or not whole: in big-endian order, of
-    another version, truncated, with types that nobody knows, or tensors that overlap, or lie otherwise than defined.
+    Raises FileNotFoundError; DamagedError if a file is not valid GGUF or not complete: big-endian, of another version,
+    truncated, with unknown types, or with tensors that overlap or are not placed as the format defines.
     """
     with open_file(path) as file:
         cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
@@ -190,7 +190,7 @@ def read_header(path: Path) -> Header:
 
 
 def _begin(cursor: _Cursor) -> int:
-    """The version, after the magic."""
+    """Reads the magic and the version; returns the version."""
     path = cursor.path
     if cursor.size < 24 or cursor.need(4, "the magic") or cursor.bytes[:4] != MAGIC:
         raise DamagedError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()} and a header")
@@ -209,7 +209,7 @@ def _begin(cursor: _Cursor) -> int:
 
 
 def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | None:
-    """The next value; None for an array that is passed over: of strings, of arrays, or of many numbers."""
+    """The next value; None for a skipped array: of strings, of arrays, or of many numbers."""
     if kind in SCALARS:
         return cursor.number(SCALARS[kind], what)
     if kind == STRING:
@@ -251,7 +251,7 @@ def _alignment(path: Path, values: Mapping[str, Value]) -> int:
 
 
 def _entry(cursor: _Cursor) -> Held:
-    """The next tensor; its bytes as an offset from where tensors begin, and their number."""
+    """The next tensor; `begin` is its offset from the start of the tensors, `end` its number of bytes."""
     name = cursor.string(MOST_NAME, "the name of a tensor")
     about = f"{cursor.path}: {short(name)}"
     dims = cursor.integer("I", f"the dims of {short(name)}")
@@ -272,7 +272,7 @@ def _entry(cursor: _Cursor) -> Held:
 
 
 def _placed(path: Path, described: list[Held], start: int, size: int, alignment: int) -> dict[str, Held]:
-    """Tensors at their bytes of the file, in its order: one after another, each padded up to the alignment."""
+    """The tensors with their bytes, in file order. Checks that they are contiguous, each padded up to the alignment."""
     tensors, end = dict[str, Held](), start
     for one in sorted(described, key=lambda one: one.begin):
         if one.name in tensors:

@@ -38,12 +38,12 @@ def convert_gguf(
     dtype: torch.dtype | str,
     max_shard_bytes: int = 5 * 2**30,
 ) -> Converted:
-    """Writes a GGUF file as plain safetensors, with transformers' names and row order; in one process, without a model.
+    """Writes a GGUF file as plain safetensors, with transformers' names and row order, in one process, without a model.
 
-    dtype: that of dequantized tensors, as torch.bfloat16 or its name; plain tensors are copied. max_shard_bytes: the
-    size of a file. Tensors that follow from the config, and layers that predict more tokens, are left out; the result
-    names them. config.json is made from the file's keys, for transformers' AutoConfig; the result says why if it can't
-    be. Raises FileExistsError if the folder is not empty, and what `load_gguf` raises, before anything is written.
+    dtype: of dequantized tensors (torch.bfloat16 or its name); plain tensors are copied. max_shard_bytes: maximum file
+    size. Tensors derived from the config, and multi-token-prediction layers, are left out; the result names them.
+    config.json is made from the file's keys, for transformers' AutoConfig; if that is not possible, the result says
+    why. Raises FileExistsError if the folder is not empty, and what `load_gguf` raises, before anything is written.
 
     Example:
 
@@ -73,7 +73,7 @@ def convert_gguf(
         if place.tensors[0] in mapped.sources:
             continue
         mapped.sources[place.tensors[0]] = source = source_of(place, names, header)
-        entry(name, torch.empty(0), source, mapped, kinds, False)  # refuses what can't be read
+        entry(name, torch.empty(0), source, mapped, kinds, False)  # raises if the type can't be read
         facts = Facts(source.shape, OF_OTHERS[source.plain] if source.plain else to)
         jobs[name] = place.tensors[0], facts
     config, why = dict[str, object](), ""
@@ -100,11 +100,11 @@ def convert_to_gguf(
     *,
     source: str | PathLike[str],
 ) -> Converted:
-    """Writes a folder of plain safetensors, under transformers' names, as one GGUF file; without a model.
+    """Writes a folder of plain safetensors, with transformers' names, as one GGUF file, without a model.
 
-    source: a GGUF file of the same architecture. The new file has its key-values, order and types. Tensors with the
-    same values as the source's keep its bytes; others are quantized to its types, where recipes state them. Works and
-    raises as `export_gguf` with `quantize=True`. Raises LayoutError for a folder of quantized weights.
+    source: a GGUF file of the same architecture. The new file gets its key-values, order and types. Tensors with the
+    same values as the source's keep the source's bytes; others are quantized to its types if recipes define them. Works
+    and raises like `export_gguf` with `quantize=True`. Raises LayoutError for a folder of quantized weights.
 
     Example:
 
@@ -129,7 +129,7 @@ def convert_to_gguf(
 
 
 def _made(planned: Planned, tensor: str, mapped: Mapped, kinds: list[Kind]) -> tuple[str, Tensor]:
-    """A tensor that is written. tensor: of the file, the first of those that are one weight."""
+    """A tensor to write, with its name. tensor: the first of the file's tensors that make up the weight."""
     name, facts = planned.name, planned.facts
     source = entry(name, _like(facts), mapped.sources[tensor], mapped, kinds, False)
     wide = partial(_values, facts._replace(dtype=torch.float32), source, mapped)
@@ -137,12 +137,12 @@ def _made(planned: Planned, tensor: str, mapped: Mapped, kinds: list[Kind]) -> t
 
 
 def _like(facts: Facts) -> Tensor:
-    """A tensor of this shape and dtype, in no memory."""
+    """A tensor of this shape and dtype that needs no memory."""
     return torch.empty((), dtype=facts.dtype).expand(facts.shape)
 
 
 def _values(facts: Facts, source: Stored | Entry, mapped: Mapped) -> Tensor:
-    """The values of a source, of this shape and dtype."""
+    """The values of a source, in this shape and dtype."""
     if isinstance(source, Entry):
         values = dequantized(_like(facts), _like(facts), source, mapped, facts.dtype)
     else:

@@ -1,4 +1,4 @@
-"""Exports a model to a GGUF file, with the key-values of another one: vocabulary, config, chat template."""
+"""Exports a model to a GGUF file with another file's key-values: vocabulary, config, chat template."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of failures
+BETWEEN = 1 << 30  # bytes to write before ranks exchange failures
 
 
 class Item(NamedTuple):
-    """A tensor that is written. value: the model's; None for one of the source that no parameter holds. kind: of a
-    weight that is quantized, or will be. order: of its rows. of: the first of the tensors that hold the value together.
-    kept: the source's bytes, since they stand for the values of a plain one."""
+    """A tensor to write. value: the model's; None for a source tensor that no parameter holds. kind: for a weight that
+    is or will be quantized. order: of its rows. of: the first of the tensors that hold the value together. kept: write
+    the source's bytes, since they decode to the plain value."""
 
     planned: Planned
     value: Tensor | None
@@ -60,20 +60,20 @@ def export_gguf(
 ) -> dict[str, str]:
     """Writes model_or_state_dict as one GGUF file for llama.cpp and its ecosystem; returns tensor -> type.
 
-    source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
-    vocabulary, template) are copied byte for byte, and so is the order of tensors. Weights that are quantized, or cast
-    on gather, are written as the type that their recipe states. A plain tensor with the same values as the source's
-    keeps the source's bytes and type. Else it becomes F32 with one dim, and keeps its own dtype with more. Tensors that
-    the model has as one weight, such as gate and up of experts, are kept together or not at all. So a model that was
-    loaded and not trained gives the source's file. Tensors that `load_gguf` leaves out are copied. quantize: also
-    quantize plain tensors to the source's types, where recipes state these. rename: maps a name of the state dict to
-    transformers' name. Of tied weights only the first is written.
+    source: a GGUF file of the same architecture, e.g. the one that the model was loaded from. Its key-values (sizes,
+    vocabulary, template) are copied byte for byte, and the order of tensors is kept. Quantized and cast-on-gather
+    weights are written in the type that their recipe defines. A plain tensor with the same values as the source's keeps
+    the source's bytes and type. Else it becomes F32 if it is 1-D, and keeps its dtype if it has more dims. Tensors that
+    are one weight in the model, e.g. gate and up of experts, are kept together or not at all. So a model that was
+    loaded but not trained reproduces the source file. Tensors that `load_gguf` leaves out are copied. quantize: also
+    quantize plain tensors to the source's types, if recipes define them. rename: maps a state dict name to
+    transformers' name. Only the first of tied weights is written.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
-    gathered one weight at a time, and the first rank writes. The file gets its name when it is complete.
+    gathered one weight at a time, and the first rank writes. The file is renamed into place when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the file exists; FileNotFoundError,
-    DamagedError or LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
+    DamagedError or LayoutError before anything is written; OSError if writing fails. A failure leaves nothing behind.
 
     Example:
 
@@ -105,7 +105,7 @@ def export_gguf(
     agree(problems, process_group)
     for at, (item, *of_ranks) in enumerate(zip(items, *kept, strict=True)):
         items[at] = item._replace(kept=all(of_ranks))
-        if all(of_ranks):  # of the source's type, then
+        if all(of_ranks):  # then use the source's type
             number = header.tensors[item.planned.name].number
             items[at] = items[at]._replace(kind=None, planned=item.planned._replace(number=number))
     out: OpenGguf | None = None
@@ -143,9 +143,9 @@ def _items(
     rename: Rename | None,
     problems: list[Problem],
 ) -> list[Item]:
-    """What is written, in the source's order, then what it lacks; types of plain tensors are as for new ones.
+    """The tensors to write: in the source's order, then those that it lacks. Plain tensors get the types of new ones.
 
-    into: the types that plain weights are quantized to where the source has them, by number.
+    into: number -> type, for the source's types that plain weights are quantized to.
     """
     names, found, expected, state = names_of(header), dict[str, Item](), set[str](), state_of(model)
     kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
@@ -182,7 +182,7 @@ def _items(
 def _shares(
     name: str, value: Tensor, place: Place, names: Names, header: Header
 ) -> Iterator[tuple[str, tuple[int, ...], Rotated | Share | None]]:
-    """The tensors that a parameter is written as: name, shape, and the order of rows. Raises LayoutError."""
+    """The (name, shape, row order) of each tensor that a parameter is written as. Raises LayoutError."""
     shape, parts = tuple(value.shape), len(place.tensors)
     if parts == 1:
         yield place.tensors[0], shape, rotation_of(place.tensors[0], place.module, shape, names, header)
@@ -195,7 +195,7 @@ def _shares(
 
 
 def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
-    """The type that a quantized weight is written as; None for a plain one. Raises LayoutError."""
+    """The type to write a quantized weight in; None for a plain one. Raises LayoutError."""
     if (cls := class_of(value)) is None:
         return None
     kind = next((one for one in kinds if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id), None)
@@ -211,7 +211,7 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
 
 
 def _number(name: str, value: Tensor, kind: Kind | None) -> int:
-    """The type of a tensor, for a plain one as it is written anew. Raises LayoutError for a dtype that has none."""
+    """The type number of a tensor that is not kept. Raises LayoutError if its dtype has none."""
     if kind is not None:
         return kind.binding.number
     plain = "F32" if value.dim() < 2 and value.is_floating_point() else NAMES.get(value.dtype, "")
@@ -221,7 +221,7 @@ def _number(name: str, value: Tensor, kind: Kind | None) -> int:
 
 
 def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
-    """The item, kept if this rank's values of a plain tensor are those that the source's stands for."""
+    """The item, marked as kept if this rank's values of a plain tensor equal the source's decoded values."""
     if item.value is None or class_of(item.value) is not None or (source := mapped.sources.get(item.of)) is None:
         return item
     local = local_tensor(item.value)
@@ -242,7 +242,7 @@ def _bits(values: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped, header: Header) -> None:
-    """Writes a tensor on the rank that writes."""
+    """Writes a tensor, on the writing rank."""
     name = item.planned.name
     if whole is None:
         out.put(name, copied(mapped.bytes_of(header.tensors[name])))

@@ -1,4 +1,4 @@
-"""Which recipes' records are types of GGUF, as their specs state; and the entries of a file by them, for `inspect`."""
+"""Maps GGUF types to the recipes whose specs define their records, and lists a file's entries for `inspect`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ CONTAINER = "gguf"
 
 
 class Kind(NamedTuple):
-    """A recipe's class, and the type that its records are."""
+    """A recipe's class, and the GGUF type of its records."""
 
     cls: type[QuantizedTensor]
     binding: RecordBinding
 
     @property
     def label(self) -> str:
-        """recipe/binding, as it is printed."""
+        """recipe/binding, for display."""
         return f"{self.cls.LAYOUT.name}/{self.binding.name}"
 
 
 def kinds_of(classes: Iterable[type[QuantizedTensor]]) -> list[Kind]:
-    """The types of classes. Raises LayoutError for one that is no type of GGUF as its spec states it."""
+    """The GGUF types of classes. Raises LayoutError if a spec contradicts GGUF's definition of the type."""
     found = [Kind(cls, one) for cls in classes for one in cls.LAYOUT.containers if one.container == CONTAINER]
     for kind in found:
         stated = (kind.binding.type, kind.binding.elements, kind.binding.nbytes)
@@ -46,15 +46,15 @@ def kinds_of(classes: Iterable[type[QuantizedTensor]]) -> list[Kind]:
 
 
 def installed() -> list[Kind]:
-    """The types of the recipes that come with layoutc, and of packages that register theirs."""
+    """The GGUF types of layoutc's recipes, and of packages that register recipes."""
     return kinds_of(recognize.classes())
 
 
 def entries(path: Path) -> tuple[tuple[EntryFacts, ...], tuple[Path, ...]]:
-    """The entries of a model, in the order of their bytes, and its files: of types that a recipe states by the recipe,
-    others by type.
+    """A model's entries, in file order, and its files. An entry's kind is the recipe that defines its type, else the
+    type.
 
-    Raises DamagedError if the file is not GGUF as defined.
+    Raises DamagedError if the file is not valid GGUF.
     """
     header, kinds = read_model(path), {kind.binding.number: kind for kind in installed()}
     return tuple(_entry(held, kinds.get(held.number)) for held in header.tensors.values()), header.files

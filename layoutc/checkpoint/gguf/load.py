@@ -1,4 +1,4 @@
-"""Loads a GGUF file into a model of quantized and sharded weights: each rank reads only its part."""
+"""Loads a GGUF file into a model with quantized and sharded weights. Each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ def load_gguf(
 ) -> LoadedGguf:
     """Loads a GGUF file, version 2 or 3, into a whole or sharded model with transformers' names.
 
-    Weights of a recipe whose records are the file's type take its bytes as they are. Plain parameters, and weights that
-    are cast on gather, take tensors of every type: quantized ones are dequantized, and the result names them. The
-    package gguf dequantizes types that no recipe states. convert: also dequantize for weights that the model has
-    quantized in another layout. Rows of q and k that llama.cpp reorders return to transformers' order.
+    Weights whose recipe defines the file's type keep the file's bytes. Plain parameters and cast-on-gather weights
+    accept tensors of every type: quantized ones are dequantized, and the result names them. The package gguf
+    dequantizes types that no recipe defines. convert: also dequantize for weights that the model has quantized in
+    another layout. Rows of q and k that llama.cpp reorders return to transformers' order.
 
-    Of a model in several files, `file` is the first, NAME-00001-of-00003.gguf; the others lie beside it.
+    If a model has several files, pass the first, NAME-00001-of-00003.gguf; the others must be in the same folder.
 
-    Each rank reads its own slices, one parameter at a time, beside the header. rename: maps a name of the model's state
-    dict to transformers' name. strict: raise for names that the file lacks or that the model does not have. Not loaded:
-    layers that predict more tokens, encoders, scales of activations, and what a transformers model says it ignores; a
-    warning on the first rank names them. Buffers outside the state dict are made anew, or named, as by
-    `load_safetensors`.
+    Each rank reads the header and its slices, one parameter at a time. rename: maps a name in the model's state dict to
+    transformers' name. strict: raise for names that the file or the model lacks. Not loaded: multi-token-prediction
+    layers, encoders, activation scales, and what a transformers model declares as ignored; a warning on the first rank
+    names them. Buffers outside the state dict are recomputed, or named in the result, as in `load_safetensors`.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
     Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
-    FileNotFoundError; DamagedError for a file that is truncated or not valid GGUF; LayoutError for architectures,
-    names, shapes and types that do not fit; ImportError if the package gguf is needed and missing.
+    FileNotFoundError; DamagedError for a truncated or invalid GGUF file; LayoutError for architectures, names, shapes
+    and types that do not fit; ImportError if the package gguf is needed and missing.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""What a load of a GGUF file will do: each parameter of a model, and the tensor that holds it."""
+"""Plans a load of a GGUF file: maps each parameter of a model to the tensors that hold it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ARCHITECTURE = "general.architecture"
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_OF_OTHER_PARTS = re.compile(r"(v|a|mm)\.|blk\.\d+\.nextn\.")  # encoders of images and sound, and more tokens at once
+_OF_OTHER_PARTS = re.compile(r"(v|a|mm)\.|blk\.\d+\.nextn\.")  # image and audio encoders, multi-token prediction
 
 
 class LoadedGguf(NamedTuple):
-    """The result of `load_gguf`: names of the model that the file lacks, names of the file that the model lacks, and
-    plain parameters whose values were dequantized."""
+    """The result of `load_gguf`: names that the file lacks, names that the model lacks, and plain parameters whose
+    values were dequantized."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -42,7 +42,7 @@ class LoadedGguf(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps in the order of the model's state dict, and the tensors that the model may lack."""
+    """The steps in state dict order, the result of the load, and the skipped tensors that the model may lack."""
 
     steps: list[Step]
     loaded: LoadedGguf
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 def names_of(header: Header) -> Names:
-    """The names of a file's architecture. Raises LayoutError for one that is not known."""
+    """The names of a file's architecture. Raises LayoutError if it is unknown."""
     found = header.values.get(ARCHITECTURE)
     if not isinstance(found, str) or found not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -59,9 +59,8 @@ def names_of(header: Header) -> Names:
 
 
 def beside(header: Header, names: Names, model: object = None) -> set[str]:
-    """The tensors of a file that a model may lack, since its own values don't follow from them: of layers that predict
-    more tokens, as the file's keys count them, of encoders, scales of activations, and what the model's class leaves
-    out, by its names."""
+    """A file's tensors that a model may lack without changing its values: multi-token-prediction layers, as the file's
+    keys count them, encoders, activation scales, and what the model's class declares as ignored."""
     keys = (f"{header.values[ARCHITECTURE]}.{key}" for key in ("block_count", "nextn_predict_layers"))
     count, more = (header.values.get(key) for key in keys)
     first = count - more if isinstance(count, int) and isinstance(more, int) else None
@@ -76,7 +75,7 @@ def beside(header: Header, names: Names, model: object = None) -> set[str]:
 
 
 def source_of(place: Place, names: Names, header: Header) -> Source:
-    """The tensors of a place, which the file has, with the order of their rows. Raises LayoutError."""
+    """The source for a place whose tensors the file has, with their row order. Raises LayoutError."""
     held, *beside = (header.tensors[tensor] for tensor in place.tensors)
     if any(one.shape != held.shape for one in beside):
         shapes = ", ".join(f"{one.name} {list(one.shape)}" for one in (held, *beside))
@@ -87,16 +86,16 @@ def source_of(place: Place, names: Names, header: Header) -> Source:
 
 
 def has(header: Header, place: Place | None) -> bool:
-    """Whether a file has all tensors of a place."""
+    """True if a file has all tensors of a place."""
     return place is not None and all(tensor in header.tensors for tensor in place.tensors)
 
 
 def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, header: Header) -> Rotated | None:
-    """The order of the rows of a tensor; None for the parameter's. Raises LayoutError."""
+    """The row order of a tensor; None if it is the parameter's. Raises LayoutError."""
     keys = [key.format(arch=header.values[ARCHITECTURE]) for key in names.architecture.rotated.get(module, ())]
     if not keys:
         return None
-    # A key that the file has decides, also where its value is none that can be: the next one says something else.
+    # A key in the file decides even if its value is invalid: its fallback means something else.
     key = next((key for key in keys if key in header.keys), keys[0])
     heads, rows, of_layer = header.values.get(key), shape[0], ""
     if isinstance(heads, tuple):
@@ -118,10 +117,9 @@ def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, he
 
 
 def config_of(header: Header) -> dict[str, object]:
-    """What config.json of the model in a file says: its sizes, as keys and shapes of tensors have them.
+    """The config.json for a file's model, from the file's keys and tensor shapes.
 
-    Raises LayoutError with the reason where keys say too little, something that fields of a config are not known of, or
-    something else than the tensors.
+    Raises LayoutError, with the reason, if keys are missing, have no known config field, or contradict the tensors.
     """
     arch, values = str(header.values.get(ARCHITECTURE)), header.values
     experts = values.get(f"{arch}.expert_count", 0) != 0
@@ -162,7 +160,7 @@ def config_of(header: Header) -> dict[str, object]:
 
 
 def _check_layers(header: Header, key: str, config: Mapping[str, object]) -> None:
-    """Raises LayoutError unless a file has just the layers that a config counts, all with the same tensors."""
+    """Raises LayoutError unless a file has exactly the layers that a config counts, all with the same tensors."""
     layers, count = dict[int, set[str]](), config["num_hidden_layers"]
     for name in header.tensors:
         if (match := _LAYER.match(name)) is not None:
@@ -175,7 +173,7 @@ def _check_layers(header: Header, key: str, config: Mapping[str, object]) -> Non
 
 
 def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> None:
-    """Raises LayoutError unless all tensors have the shapes of the model that a config describes."""
+    """Raises LayoutError unless all tensors have the shapes that a config implies."""
     sizes = {field: size for field, size in config.items() if isinstance(size, int)}
     heads, of_keys = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % of_keys:
@@ -197,7 +195,7 @@ def _check_shapes(header: Header, arch: str, config: Mapping[str, object]) -> No
 
 
 def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
-    """The value of a key, also where it has an entry for each layer. Raises LayoutError if these differ."""
+    """The value of a key, which may have an entry per layer. Raises LayoutError if the entries differ."""
     value = values.get(key)
     if not isinstance(value, tuple):
         return value
@@ -207,12 +205,12 @@ def _of_all_layers(key: str, values: Mapping[str, Value]) -> object:
 
 
 def _is_number(value: object) -> bool:
-    """A number that fp32 holds."""
-    return isinstance(value, int | float) and abs(value) < 2.0**127  # which NaN is not
+    """True for a number in fp32's range."""
+    return isinstance(value, int | float) and abs(value) < 2.0**127  # False for NaN
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal number that fp32 rounds to a value, which files hold in fp32."""
+    """The shortest decimal number that rounds to a value in fp32, the dtype that files store it in."""
     made = (float(f"{value:.{digits}g}") for digits in range(1, 10))
     return next((one for one in made if struct.pack("<f", one) == struct.pack("<f", value)), value)
 
@@ -220,7 +218,7 @@ def _decimal(value: float) -> float:
 def plan(
     model: nn.Module, header: Header, rename: Rename | None, strict: bool, convert: bool, problems: list[Problem]
 ) -> tuple[Plan, Mapped]:
-    """What a load does, and the file that it reads. Raises LayoutError for a file that no model can be found in."""
+    """Plans a load; returns the plan and the mapped file. Raises LayoutError if the architecture is unknown."""
     names, sources = names_of(header), dict[str, Source]()
     file, steps, missing, expected = Mapped(header, sources), list[Step](), list[str](), set[str]()
     state, aliases = state_of(model)
@@ -267,10 +265,10 @@ def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
 
 
 def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Kind], convert: bool) -> Stored | Entry:
-    """Where a parameter's values come from: plain values, records of a recipe, or what another type stands for.
+    """The source of a parameter's values: plain values, a recipe's records, or another type, dequantized by gguf.
 
-    kinds: the types that recipes state. Raises LayoutError for a type that no recipe states, of a weight that is
-    quantized, unless `convert`, and of which nobody knows the values; ImportError without the package that does.
+    kinds: the types that recipes define. Raises LayoutError if no recipe defines the type of a quantized weight, unless
+    `convert`, or if the package gguf can't dequantize the type; ImportError without that package.
     """
     local, path = local_tensor(param), file.path
     if source.plain:
@@ -283,7 +281,7 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
         try:
             m, k = layout.check_shape(source.shape, name)
         except ValueError:
-            break  # of one dim: the values that it stands for
+            break  # the recipe does not support the shape (e.g. 1-D): use dequantized values
         first = next(iter(layout.sources.values()))
         orientations = tuple(one for one, planes in layout.sources.items() if planes == first)
         records, facts = source.records(path), layout.planes(m, k)
@@ -304,10 +302,10 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
 def classes_in(
     path: Path, model: nn.Module, files: str | None, rename: Rename | None
 ) -> dict[str, type[QuantizedTensor]]:
-    """Parameter -> the class of the recipe that states the type which a file has it in. Tables of embeddings stay
-    plain, tied ones too: they are looked up, not multiplied. Raises as `layoutc.checkpoint.quantize_as_stored`.
+    """Parameter -> the class of the recipe that defines its type in the file. Embedding tables stay plain, even if they
+    are tied: they are looked up, not multiplied. Raises like `layoutc.checkpoint.quantize_as_stored`.
 
-    files: `recipe/binding` where several recipes state a type.
+    files: `recipe/binding`, needed if several recipes define a type.
     """
     header = read_model(path)
     names, by_number = names_of(header), dict[int, list[Kind]]()

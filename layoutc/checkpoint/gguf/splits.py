@@ -1,7 +1,7 @@
-"""The header of a model in one GGUF file or in several, as llama.cpp's llama-gguf-split writes them.
+"""Reads the header of a model in one GGUF file or in several, as llama.cpp's llama-gguf-split writes them.
 
-Source: llama_split_path and the loader of llama.cpp: files are numbered from 1 in names and from 0 in the key split.no;
-all have the counts of files and tensors, and the first has the keys of the model. Each is a GGUF file by itself.
+Source: llama_split_path and llama.cpp's loader. Files are numbered from 1 in names and from 0 in the key split.no. All
+have the counts of files and tensors, and the first has the model's keys. Each is a valid GGUF file by itself.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-OWN = (NUMBER, COUNT, TENSORS, ALIGNMENT)  # keys of a file, in place of the model
+OWN = (NUMBER, COUNT, TENSORS, ALIGNMENT)  # keys that describe a file, not the model
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_model(path: Path) -> Header:
-    """The header of a model: of its one file; or of all, whose first this is, with the first one's keys.
+    """The header of a model: of its only file, or of all its files merged, with the keys of the first, `path`.
 
-    Raises as `read_header` does; LayoutError for a file that is not the first, or has another name than the first has;
-    FileNotFoundError for one that is missing; DamagedError for files that do not belong together.
+    Raises what `read_header` does; LayoutError if `path` is not the first file, or is not named like it;
+    FileNotFoundError if a file is missing; DamagedError if files do not belong together.
     """
     first = read_header(path)
     count = first.values.get(COUNT, 1)
@@ -52,7 +52,7 @@ def read_model(path: Path) -> Header:
 
 
 def _paths(first: Header, count: Value) -> list[Path]:
-    """The files of a model of which this should be the first. Raises LayoutError."""
+    """The files of a model whose first file this should be. Raises LayoutError."""
     path, number, match = first.path, first.values.get(NUMBER), _NAME.fullmatch(first.path.name)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number < count:
         raise DamagedError(f"{path}: {NUMBER} is {short(number)} of {short(count)} files, which can't be")
@@ -76,7 +76,7 @@ def _read(first: Path, path: Path) -> Header:
 
 
 def _check(header: Header, first: Header, part: int) -> None:
-    """Raises DamagedError for a file that is not this part of the model."""
+    """Raises DamagedError if a file is not part `part` of the model."""
     number, count = header.values.get(NUMBER), header.values.get(COUNT)
     if (number, count) != (part, first.values[COUNT]):
         raise DamagedError(

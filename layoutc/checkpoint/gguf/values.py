@@ -1,4 +1,4 @@
-"""The values of tensors in a GGUF file: slices of plain ones, planes of records, and what other types stand for."""
+"""Reads values from a GGUF file: slices of plain tensors, planes from records, and dequantized other types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-CHUNK = 1 << 22  # bytes of records that are read or made at a time: their bits take some thirty times as many
+CHUNK = 1 << 22  # bytes of records to read or make at a time; unpacking their bits needs some thirty times as much
 BYTES = "U8"
 
 
@@ -37,8 +37,7 @@ def library() -> ModuleType:
 
 
 def check_known(held: Held) -> None:
-    """Raises LayoutError for a tensor of a type that the package gguf does not know the values of, ImportError without
-    it."""
+    """Raises LayoutError if the package gguf can't dequantize a tensor's type, ImportError without the package."""
     quants, one = library(), torch.zeros(1, TYPES[held.number].nbytes, dtype=torch.uint8)
     import gguf
 
@@ -51,8 +50,8 @@ def check_known(held: Held) -> None:
 
 
 class Rotated(NamedTuple):
-    """Rows of so many heads: in a file, the two rotary dims of a pair lie beside each other; in a model, all first ones
-    of a head lie before all second ones."""
+    """The order of rows in rotary heads: files interleave the two dims of each pair; models have all first dims of a
+    head before all second ones."""
 
     rows: int
     heads: int
@@ -71,20 +70,20 @@ class Rotated(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Rows of one of the tensors that a weight of experts is made of: part `number` of `parts` of each matrix."""
+    """The rows of one of the tensors that make up a weight of experts: part `number` of `parts` of each matrix."""
 
     parts: int
     number: int
     each: int  # rows of a part of a matrix
 
     def in_model(self, rows: Tensor) -> Tensor:
-        """The rows of a model that lie at these of a file, of all matrices one after another."""
+        """The rows of a model that these rows of a file hold, counted over all matrices."""
         return (rows // self.each * self.parts + self.number) * self.each + rows % self.each
 
 
 class Source(NamedTuple):
-    """A tensor of a file as a parameter holds it. rotated: how its rows are ordered; None: as in the parameter. beside:
-    tensors of the same shape whose rows follow in each matrix of the parameter."""
+    """The tensors of a file that a parameter holds. rotated: their row order; None: the parameter's. beside: tensors of
+    the same shape whose rows follow those of `held` in each matrix of the parameter."""
 
     held: Held
     rotated: Rotated | None
@@ -103,45 +102,45 @@ class Source(NamedTuple):
 
     @property
     def types(self) -> list[str]:
-        """The types of its tensors, each once."""
+        """The distinct types of the tensors, sorted."""
         return sorted({one.type for one in self.parts})
 
     @property
     def plain(self) -> str:
-        """The dtype of plain values, fp32 for several; "" if any tensor's are not plain."""
+        """The dtype of plain values, F32 if the tensors' dtypes differ; "" if any tensor is not plain."""
         if not all(one in PLAIN for one in self.types):
             return ""
         return PLAIN[self.held.type] if len(self.types) == 1 else "F32"
 
     def stored(self, path: Path) -> Stored:
-        """It, as what is read by slices: plain values, those that its type stands for, or rows of records as bytes."""
+        """The source as a tensor to read in slices: of plain or dequantized values."""
         held = self.held
         return Stored(path, held.name, self.plain or "F32", self.shape, held.begin, held.end)
 
     def records(self, path: Path) -> Stored:
-        """Rows of its bytes."""
+        """The source's records as rows of bytes."""
         held, rows = self.held, prod(self.held.shape[:-1])
         nbytes = (held.end - held.begin) // rows
         return Stored(path, held.name, BYTES, (rows * len(self.parts), nbytes), held.begin, held.end)
 
 
 class Mapped:
-    """Files that are mapped into memory at first use. Only slices that are asked for are read."""
+    """Files that are memory-mapped at first use. Reads only the requested slices."""
 
     def __init__(self, header: Header, sources: dict[str, Source]) -> None:
         self.path, self._files, self._ends = header.path, header.files, [0 for _ in header.files]
         for held in header.tensors.values():
             self._ends[held.part] = max(self._ends[held.part], held.end)
-        self.sources = sources  # by the names of tensors
+        self.sources = sources  # tensor name -> source
         self._bytes = dict[int, Tensor]()
         self._last: tuple[object, dict[str, Tensor]] | None = None
 
     def bytes_of(self, held: Held) -> Tensor:
-        """All bytes of a tensor, as they lie in its file."""
+        """All bytes of a tensor, in file order."""
         if held.part not in self._bytes:
             path = self._files[held.part]
             with open_file(path) as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that this memory can't be written: nothing does
+                warnings.simplefilter("ignore")  # torch warns of read-only memory; nothing writes to it
                 whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 if len(whole) < self._ends[held.part]:
                     raise DamagedError(f"{path} was truncated while it was read; something else writes into it")
@@ -149,7 +148,7 @@ class Mapped:
         return self._bytes[held.part][held.begin : held.end]
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor on the CPU, rows in the model's order; to be copied and dropped."""
+        """A slice of a tensor on the CPU, with rows in the model's order; the caller must copy and drop it."""
         source = self.sources[stored.name]
         return self._joined(source, stored, index) if source.beside else self._one(source, stored, index)
 
@@ -162,7 +161,7 @@ class Mapped:
         return _rows(source, raw.view(dtype).view(stored.shape), index)
 
     def _joined(self, source: Source, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of tensors that follow each other in each matrix: runs of rows, each of one matrix of one tensor."""
+        """A slice of concatenated tensors, read in runs of rows from one matrix of one tensor each."""
         lead, columns = stored.shape[:-1], index[-1] if index else slice(None)
         rows, each = torch.arange(prod(lead)).view(lead)[index[:-1]], source.held.shape[-2]
         blocks, counts = torch.unique_consecutive(rows.flatten() // each, return_counts=True)
@@ -177,7 +176,7 @@ class Mapped:
         return torch.cat(pieces).view(*rows.shape, -1)
 
     def _dequantized(self, source: Source, raw: Tensor, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """What other types stand for, fp32, some rows at a time."""
+        """The dequantized values of other types, fp32, computed a few rows at a time."""
         import gguf
 
         kind, quants = gguf.GGMLQuantizationType(source.held.number), library()
@@ -193,10 +192,10 @@ class Mapped:
     def planes(
         self, cls: type[QuantizedTensor], binding: RecordBinding, part: tuple[Stored, range, range]
     ) -> dict[str, Tensor]:
-        """The planes of whole records: rows of a weight, and columns, as numbers of records. The last are kept."""
+        """The planes of whole records; caches the last result. part: tensor, rows, and columns in records."""
         if self._last is not None and self._last[0] == (cls, part):
             return self._last[1]
-        self._last = None  # before others take memory
+        self._last = None  # frees memory before the next allocation
         stored, rows, records = part
         k, orientation = len(records) * binding.elements, orientation_of(binding)
         facts = cls.LAYOUT.planes(len(rows), k)
@@ -218,12 +217,12 @@ class Mapped:
 
 
 def orientation_of(binding: RecordBinding) -> str:
-    """The orientation whose records a container holds."""
+    """The orientation of a container's records."""
     return binding.buffer.rpartition("_")[0]
 
 
 def _rows(source: Source, values: Tensor, index: tuple[slice, ...]) -> Tensor:
-    """Entries of a tensor whose first dim, or first two, are rows of a weight."""
+    """The entries at `index` of a tensor whose first dim is rows, put in the model's order."""
     if source.rotated is None or not index:
         whole = values if source.rotated is None else values[source.rotated.in_file(torch.arange(len(values)))]
         return whole[index]
@@ -232,7 +231,7 @@ def _rows(source: Source, values: Tensor, index: tuple[slice, ...]) -> Tensor:
 
 
 class RecordSource(NamedTuple):
-    """A plane of a weight that a file holds as records."""
+    """A plane of a weight that a file stores as records."""
 
     name: str
     cls: type[QuantizedTensor]
@@ -247,7 +246,7 @@ class RecordSource(NamedTuple):
         return self.facts.shape
 
     def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
-        """Entries of the plane, of its dtype. `fetch` is not used: planes are read with those beside them."""
+        """The plane's entries at `index`, in its dtype. Ignores `fetch`: all planes of a record are read together."""
         rows, entries = (range(size)[one] for size, one in zip(self.shape, index, strict=True))
         each = self.facts.shape[1] * self.binding.nbytes // self.stored.shape[1]  # entries of a record
         records = range(entries.start // each, -(-entries.stop // each))

@@ -1,4 +1,4 @@
-"""Writes a GGUF file: the key-values of another one, and tensors in its order, one after another."""
+"""Writes a GGUF file: key-values copied from another file, then the planned tensors, one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layoutc.runtime.bindings.gguf_types import TYPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-COPIED = 1 << 24  # bytes of another file that are copied at a time
+COPIED = 1 << 24  # bytes of another file to copy at a time
 
 
 class Planned(NamedTuple):
@@ -34,16 +34,16 @@ class Planned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, without padding."""
+        """The tensor's bytes, without padding."""
         kind = TYPES[self.number]
         return prod(self.shape) // kind.elements * kind.nbytes
 
 
 class OpenGguf:
-    """A file that is written beside its name, and gets it when all that was planned is there.
+    """A file that is written under a temporary name, and renamed into place when all planned tensors are written.
 
-    Raises OSError if writing fails, DamagedError if the source changed, LayoutError for tensors of other sizes.
-    """
+    Raises OSError if writing fails, DamagedError if the source changed, LayoutError if a tensor's size differs from the
+    plan."""
 
     def __init__(self, path: Path, source: Header, planned: Sequence[Planned]) -> None:
         self._path, self._planned, self._alignment = path, list(planned), source.alignment
@@ -86,7 +86,7 @@ class OpenGguf:
         self._pad()
 
     def finish(self) -> None:
-        """Gives the file its name, when it is on the disk. Raises FileExistsError if something has it by now."""
+        """Syncs the file and renames it into place. Raises FileExistsError if the name is taken by now."""
         if self._planned:
             raise LayoutError(f"{self._planned[0].name} was planned, and not made")
         self._file.flush()
@@ -97,7 +97,7 @@ class OpenGguf:
         sync(self._path.parent)
 
     def abandon(self) -> None:
-        """Removes what was written, unless it has its name."""
+        """Removes the file unless it has been renamed into place."""
         self._file.close()
         self._partly.unlink(missing_ok=True)
 
@@ -109,12 +109,12 @@ def check_new(path: Path) -> None:
 
 
 def records_of(kind: Kind, whole: Tensor, order: Rotated | Share | None) -> Iterator[Tensor]:
-    """The records of a whole weight, or of a share, some rows at a time, in the order of a file: of its planes; or of
-    plain values, which are quantized as a gather casts them. A record is of one row, and nothing of a weight is in
-    none of them."""
+    """The records of a whole weight, or of a share, a few rows at a time, in the file's row order. Made from planes, or
+    from plain values, which are quantized as a gather does. Each record belongs to one row, and the records hold
+    everything of the weight."""
     cls, binding = kind
     orientation, k, first = orientation_of(binding), whole.shape[-1], next(iter(cls.LAYOUT.sources))
-    quantized = isinstance(whole, QuantizedTensor) or cls.LAYOUT.stochastic  # whose bits follow from places
+    quantized = isinstance(whole, QuantizedTensor) or cls.LAYOUT.stochastic  # random bits depend on positions
     planes = whole_planes(cls, whole) if quantized else {}
     values = None if quantized else whole.reshape(-1, k)
     m = prod(whole.shape[:-1]) // (order.parts if isinstance(order, Share) else 1)
@@ -128,7 +128,7 @@ def records_of(kind: Kind, whole: Tensor, order: Rotated | Share | None) -> Iter
 
 
 def values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None) -> Iterator[Tensor]:
-    """The values of a whole tensor, or of a share, in a dtype, some rows at a time, in the order of a file."""
+    """The values of a whole tensor, or of a share, in a dtype, a few rows at a time, in the file's row order."""
     values = values.reshape(-1, values.shape[-1]) if isinstance(order, Share) else values
     m = len(values) // (order.parts if isinstance(order, Share) else 1)
     each = max(1, CHUNK // max(1, prod(values.shape[1:])))
@@ -137,11 +137,11 @@ def values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None)
 
 
 def _in_model(rows: range, order: Rotated | Share | None) -> slice | Tensor:
-    """The rows of a model that lie at these of a file."""
+    """The rows of a model that these rows of a file hold."""
     return slice(rows.start, rows.stop) if order is None else order.in_model(torch.arange(rows.start, rows.stop))
 
 
 def copied(raw: Tensor) -> Iterator[Tensor]:
-    """Bytes of a mapped file, some at a time."""
+    """The bytes of a mapped file, COPIED at a time."""
     for first in range(0, len(raw), COPIED):
         yield raw[first : first + COPIED]
