@@ -1,1 +1,1 @@
-"""What the weights of a model are: names, shapes and kinds, from configs, files' headers, modules or shapes."""
+"""A model's weights: names, shapes and kinds, read from configs, file headers, modules or shapes."""

@@ -1,4 +1,4 @@
-"""Hugging Face configs as models: the weights that `architectures.yaml` states for a model_type, with their sizes."""
+"""Reads Hugging Face configs: the weights that `architectures.yaml` defines for a model_type, with their sizes."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def _said(path: Path) -> Mapping[str, Any]:
 
 
 def table() -> Mapping[str, Any]:
-    """What `architectures.yaml` says."""
+    """The content of `architectures.yaml`."""
     return _said(TABLE)
 
 
 def named() -> Mapping[str, Mapping[str, Any]]:
-    """Configs of the models that have a name."""
+    """The configs of named models."""
     return _said(KNOWN)
 
 
 def known() -> list[str]:
-    """Every model_type that configs can have."""
+    """Every known model_type."""
     return sorted(kind for entry in table()["architectures"].values() for kind in entry["types"])
 
 
 def read(config: Mapping[str, Any], source: str) -> Model:
     """The model of a config.
 
-    Raises ModelError for a model_type that is not known, for a field that is missing, and for sizes that no model has.
+    Raises ModelError for an unknown model_type, a missing field, or implausible sizes.
     """
     kind = config.get("model_type")
     entry = next((one for one in table()["architectures"].values() if kind in one["types"]), None)
@@ -64,7 +64,7 @@ def read(config: Mapping[str, Any], source: str) -> Model:
         layers.append(Layer(f"model.layers.{i}", made[parts], attention, width, sizes.saved(parts)))
     root = sizes.weights(("ends",))
     if sizes.value("tie_word_embeddings"):
-        # The head multiplies with it: all tokens, as any linear layer.
+        # The head multiplies all tokens by the embedding, like any linear layer.
         root = tuple(
             replace(one, share=1.0, tied=("lm_head.weight",)) if one.kind == "embedding" else one for one in root
         )
@@ -75,7 +75,7 @@ def read(config: Mapping[str, Any], source: str) -> Model:
 
 
 class _Sizes:
-    """The fields of a config, with those that it leaves out, and the weights that follow."""
+    """The fields of a config, including defaults, and the weights that follow from them."""
 
     def __init__(self, config: Mapping[str, Any], entry: Mapping[str, Any], source: str) -> None:
         self.source, self.fields = source, dict(config)
@@ -87,7 +87,7 @@ class _Sizes:
                 self.fields[field] = self.value(default) if isinstance(default, str) else default
 
     def value(self, text: Any) -> Any:
-        """Of an expression. Raises ModelError for a field that is missing, of another type, NaN or infinite."""
+        """The value of an expression. Raises ModelError for a field that is missing, mistyped, NaN or infinite."""
         try:
             return evaluate(text, self.fields)
         except KeyError as error:
@@ -96,21 +96,21 @@ class _Sizes:
             raise ModelError(f"{self.source}: {text} can't be worked out: {error}") from error
 
     def whole(self, text: str, most: int = MOST_SIZE) -> int:
-        """A size. Raises ModelError for one that is not a whole number from 1 to `most`."""
+        """A size. Raises ModelError unless it is a whole number from 1 to `most`."""
         value = self.value(text)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ModelError(f"{self.source}: {text} is {value!r}, and must be a whole number from 1 to {most:,}")
         return value
 
     def number(self, text: Any) -> float:
-        """A number that need not be whole. Raises ModelError for one that is not from 0 to MOST_SIZE."""
+        """A number, possibly fractional. Raises ModelError unless it is from 0 to MOST_SIZE."""
         value = self.value(text)
         if not isinstance(value, int | float) or not 0 <= value <= MOST_SIZE:
             raise ModelError(f"{self.source}: {text} is {value!r}, and must be a number from 0 to {MOST_SIZE:,}")
         return float(value)
 
     def check_heads(self) -> None:
-        """Raises ModelError for heads that share columns, or keys and values, unequally."""
+        """Raises ModelError if heads can't share columns, or keys and values, equally."""
         heads, others = (self.fields.get(f"num_{what}_heads") for what in ("attention", "key_value"))
         if self.derived_heads and self.whole("hidden_size") % self.whole("num_attention_heads"):
             raise ModelError(
@@ -120,12 +120,12 @@ class _Sizes:
             raise ModelError(f"{self.source}: {heads} heads can't share {others} heads of keys and values equally")
 
     def saved(self, parts: Sequence[str]) -> Saved:
-        """What the parts keep for backward, of each token."""
+        """The bytes per token that the parts save for backward."""
         kept = [table()["saved"][part] for part in parts if part in table()["saved"]]
         return Saved(*(sum(self.number(one[at]) for one in kept) for at in (0, 1)))
 
     def parts(self, listed: Sequence[Any], i: int) -> list[str]:
-        """The parts that layer `i` has."""
+        """The parts of layer `i`."""
         self.fields["i"] = i
         return [
             one if isinstance(one, str) else one["part"]
@@ -134,7 +134,7 @@ class _Sizes:
         ]
 
     def weights(self, parts: Sequence[str]) -> tuple[Weight, ...]:
-        """The parameters of some parts, in order."""
+        """The parameters of `parts`, in order."""
         return tuple(
             self._weight(one)
             for part in parts

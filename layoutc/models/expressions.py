@@ -1,6 +1,6 @@
-"""Sizes as text, such as `num_attention_heads * head_dim`: integers, names, and arithmetic on them.
+"""Evaluates sizes as text, e.g. `num_attention_heads * head_dim`: numbers, names, and arithmetic on them.
 
-Whole numbers, comparisons, `and`, `or`, `not`, `if`/`else` and membership of a list; no calls, no attributes.
+Also comparisons, `and`, `or`, `not`, `if`/`else` and membership in a list; no calls, no attributes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def _parsed(text: str) -> ast.expr:
 
 
 def evaluate(text: str | int | float | bool, names: Mapping[str, Any]) -> Any:
-    """The value of an expression. Raises KeyError for a name that is not there, ValueError for one that is NaN or
-    infinite and for anything else than arithmetic, TypeError for arithmetic on what are no numbers, ArithmeticError as
-    Python does."""
+    """The value of an expression. Raises KeyError for an unknown name, ValueError for a NaN or infinite value or
+    unsupported syntax, TypeError for arithmetic on non-numbers, ArithmeticError like Python."""
     return text if isinstance(text, int | float) else _value(_parsed(text), names)
 
 

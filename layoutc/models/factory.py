@@ -1,4 +1,4 @@
-"""Models that a function builds: it is called on the meta device, and its modules say what weights are for."""
+"""Reads a model from a function that builds it: calls the function on the meta device, and inspects the modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from layoutc.models.weights import Kind, Model, ModelError, Weight, in_layers, k
 
 
 def read(name: str) -> Model:
-    """The model that `module:factory` returns; modules of the working directory are found.
+    """The model that `module:factory` returns; the module may be in the working directory.
 
-    Imports torch and runs the function, so it is for code that is trusted. Raises ModelError if there is no such
-    function, or if it returns no torch.nn.Module; what the function raises, as a ModelError that says so.
+    Imports torch and runs the function, so use it only for trusted code. Raises ModelError if the function does not
+    exist, raises, or does not return a torch.nn.Module.
     """
     import torch
     from torch import nn

@@ -1,4 +1,4 @@
-"""safetensors files as models: names and shapes from an index and the headers of its files. No weights are read."""
+"""Reads a model from safetensors files: names and shapes from an index and file headers. Reads no weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from layoutc.models.weights import MOST_SIZE, Model, ModelError, Weight, in_laye
 MOST_JSON = 100_000_000  # bytes of a config, an index, or a header
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 FLOATS = {"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
-# Of checkpoints that are quantized already: no parameters of a model that trains.
+# Scales of quantized checkpoints, which are not parameters of a model in training.
 _SCALES = re.compile(r"(_scale_inv|[._]scales?|_scale_2|[._]zeros|[._]zero_point|input_scale|weight_scale)$")
 
 
 def content_of(path: Path, most: int = MOST_JSON) -> bytes:
-    """A file of at most so many bytes. Raises ModelError for a larger one, or one that can't be read."""
+    """A file's content. Raises ModelError if it has more than `most` bytes, or can't be read."""
     try:
         with path.open("rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > most:
@@ -30,7 +30,7 @@ def content_of(path: Path, most: int = MOST_JSON) -> bytes:
 
 
 def mapping_of(content: bytes, what: str) -> dict[str, Any]:
-    """The mapping that some JSON is. Raises ModelError for anything else."""
+    """Parses a JSON mapping. Raises ModelError for anything else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -41,7 +41,7 @@ def mapping_of(content: bytes, what: str) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> Model:
-    """The model of an index, whose files lie beside it. Raises ModelError for files that are missing or damaged."""
+    """The model of an index, whose files are in its folder. Raises ModelError if files are missing or damaged."""
     files = mapping_of(content_of(path), str(path)).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ModelError(f"{path} has no weight_map of names to files; is it a safetensors index?")
@@ -60,7 +60,7 @@ def read_index(path: Path) -> Model:
 
 
 def read_files(paths: list[Path], source: Path) -> Model:
-    """The model of some files. Raises ModelError as `read_index`, and for a name that two files have."""
+    """The model of several files. Raises ModelError like `read_index`, and if two files have the same name."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         for name, entry in header(path):
@@ -71,7 +71,7 @@ def read_files(paths: list[Path], source: Path) -> Model:
 
 
 def header(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of a file's tensors, with what its header says of them. The file may end behind the header."""
+    """Yields a file's tensor names with their header entries. The file may be cut off after the header."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""What a user names as a model, in any of its forms, as a `Model`: decides by what is there which reader to ask."""
+"""Reads a `Model` from a user's argument in any form: chooses the reader by what exists at that path or name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
-    """The model that an argument names. Raises ModelError for what is none, with the forms that there are.
+    """The model that an argument names. Raises ModelError, which lists the accepted forms, if it names none.
 
-    A folder's config.json wins over its files, if its architecture is known. sizes: fields of the config, in place of
-    those of a model that has a name.
+    A folder's config.json wins over its files, if its architecture is known. sizes: config fields to override, for a
+    named model.
     """
     path, known = Path(model), config.named()
     if model in known and not path.exists():
@@ -48,7 +48,7 @@ def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
 
 
 def written(model: str, key: str) -> dict[str, Any] | None:
-    """What a JSON file holds, if it has this key at its top; None for anything else. Raises ModelError as `read`."""
+    """A JSON file's content, if it has this top-level key; None for anything else. Raises ModelError like `read`."""
     path = Path(model)
     if path.suffix != ".json" or not path.is_file():
         return None
@@ -57,7 +57,7 @@ def written(model: str, key: str) -> dict[str, Any] | None:
 
 
 def _named(model: Model, path: Path) -> Model:
-    """A model with the name of its file, or of the folder that it is the config of."""
+    """The model, named after its file, or after its folder if the file is config.json."""
     return replace(model, name=path.stem if path.name != CONFIG else path.absolute().parent.name)
 
 

@@ -1,4 +1,4 @@
-"""Shapes that somebody types as models: `NAME=4096x14336`, and `NAME*32=...` for one in each of 32 layers."""
+"""Reads a model from shapes on the command line: `NAME=4096x14336`; `NAME*32=...` for one in each of 32 layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE = "up=14336x4096, or up*32=14336x4096 for one in each of 32 layers, or e
 
 
 def read(stated: Sequence[str]) -> Model:
-    """The model of shapes. Raises ModelError for text that is none."""
+    """The model of shapes. Raises ModelError for text that is not a shape."""
     return in_layers("shapes", "--shapes", [weight for text in stated for weight in _weights(text.strip())])
 
 

@@ -1,6 +1,6 @@
-"""A model as its weights: what they are called, how large they are, what they are for, and which FSDP2 shards together.
+"""A model as its weights: their names, shapes and kinds, and which of them FSDP2 shards together.
 
-Pure values. Every reader of this room makes a `Model`; nothing else knows where it came from.
+Pure data. Every reader in this package returns a `Model`, and nothing else depends on where it came from.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Literal, get_args
 
 Kind = Literal["linear", "experts", "embedding", "norm", "bias", "router", "adapter", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Cut = Literal["rows", "columns", "none"]  # by tensor parallelism
-MOST_LAYERS = 10_000  # of a model
-MOST_WEIGHTS = 2_000_000  # of a model
-MOST_SIZE = 2**40  # of a dim
+Cut = Literal["rows", "columns", "none"]  # how tensor parallelism splits a weight
+MOST_LAYERS = 10_000  # per model
+MOST_WEIGHTS = 2_000_000  # per model
+MOST_SIZE = 2**40  # per dim
 
 
 class ModelError(ValueError):
-    """What was given is no model, with what it could be."""
+    """The input is not a valid model; the message says what is accepted."""
 
 
 @dataclass(frozen=True)
 class Weight:
     """A parameter. name: within its layer. shape: of the whole parameter, in elements.
 
-    share: the part of tokens that each of its elements is multiplied with (experts: chosen over all of them; 0: rows
-    are looked up, or elements are added). cut: how tensor parallelism splits it, if it is there. tied: full names of
-    other parameters that are this one. trains: False if it is frozen.
+    share: the fraction of tokens that each element is multiplied by (experts: chosen / total; 0: rows are looked up, or
+    elements are added). cut: how tensor parallelism splits the parameter, if used. tied: full names of other parameters
+    that share it. trains: False if it is frozen.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Weight:
 
     @property
     def elements(self) -> int:
-        """Of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return prod(self.shape)
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(rows, columns), with leading dims as rows; a vector is a column."""
+        """(rows, columns), with leading dims folded into rows; a vector is one column."""
         if len(self.shape) < 2:
             return self.elements, 1
         return prod(self.shape[:-1]), self.shape[-1]
@@ -56,7 +56,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that forward leaves for backward, of each token: of modules as called, and compiled."""
+    """Bytes per token that forward saves for backward, for eager and for compiled modules."""
 
     eager: float
     compiled: float
@@ -64,11 +64,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters that FSDP2 gathers together. name: of the module; "" for the root, which has all that is left.
+    """The parameters that FSDP2 gathers together. name: of the module; "" for the root, which has all the others.
 
-    attention: columns of queries and values, together, over 2: an attention layer multiplies 4 times as many by each
-    pair of tokens. width: columns of activations that elementwise work goes through. Both 0 where unknown. saved: of
-    activations in bf16; None where unknown.
+    attention: half the sum of query and value columns; attention computes 4 times as many multiplications per pair of
+    tokens. width: columns of activations that elementwise ops process. Both are 0 if unknown. saved: for activations in
+    bf16; None if unknown.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Of all its parameters."""
+        """The number of elements of the layer."""
         return sum(weight.elements for weight in self.weights)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Layers in the order of forward, and the root apart. source: where it was read. notes: for readers."""
+    """Layers in forward order, and the root. source: where the model was read from. notes: for users."""
 
     name: str
     source: str
@@ -95,12 +95,12 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """The number of elements of the model."""
         return sum(layer.elements for layer in (*self.layers, self.root))
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
-        """The root, which is gathered first and kept, and then the others."""
+        """The root, which is gathered first and kept, then the other layers."""
         return (self.root, *self.layers)
 
     def names(self) -> list[str]:
@@ -109,7 +109,7 @@ class Model:
 
 
 def full_name(layer: Layer, weight: Weight) -> str:
-    """As the model calls a parameter."""
+    """A parameter's name in the model."""
     return f"{layer.name}.{weight.name}" if layer.name else weight.name
 
 
@@ -119,14 +119,14 @@ _LAYER = re.compile(r"^((?:[^.]+\.)*?[^.]+\.\d+)\.(.+)$")
 def layer_of(name: str) -> tuple[str, str]:
     """`model.layers.3.mlp.up.weight` -> (`model.layers.3`, `mlp.up.weight`): up to the first number; else ("", name).
 
-    That is what people give to fully_shard: each element of the outermost list of modules.
+    Users pass the same modules to fully_shard: each element of the outermost module list.
     """
     found = _LAYER.match(name)
     return (found[1], found[2]) if found else ("", name)
 
 
 def in_layers(name: str, source: str, weights: Iterable[Weight], notes: Iterable[str] = ()) -> Model:
-    """A model of weights with full names, each in the layer that its name says. Raises ModelError if there are none."""
+    """Groups weights with full names into a model's layers by `layer_of`. Raises ModelError if there are no weights."""
     layers: dict[str, list[Weight]] = {"": []}
     for weight in weights:
         layer, rest = layer_of(weight.name)
@@ -138,13 +138,13 @@ def in_layers(name: str, source: str, weights: Iterable[Weight], notes: Iterable
 
 
 def check_layers(source: str, what: str, count: int) -> None:
-    """Raises ModelError for more layers than are planned."""
+    """Raises ModelError for more than MOST_LAYERS layers."""
     if count > MOST_LAYERS:
         raise ModelError(f"{source}: {what} is {count}, and must be a whole number from 1 to {MOST_LAYERS:,}")
 
 
 def check(model: Model) -> None:
-    """Raises ModelError for a model without weights, with too many of them or of layers, or with a name twice."""
+    """Raises ModelError for a model with no weights, too many weights or layers, or a duplicate name."""
     check_layers(model.source, "the number of layers", len(model.layers))
     names = model.names()
     if not names:
@@ -165,7 +165,7 @@ _MATRIX = "*.weight"
 
 
 def kind_by_name(name: str, shape: tuple[int, ...]) -> Kind:
-    """What a parameter probably is, where there is no module to ask: by its name and its dims."""
+    """Guesses a parameter's kind from its name and dims, if there is no module to inspect."""
     if name.endswith("bias") or "_bias" in name.rpartition(".")[2]:
         return "bias"
     if _EMBEDDING.search(name):
@@ -180,7 +180,7 @@ def kind_by_name(name: str, shape: tuple[int, ...]) -> Kind:
 
 
 def adapted(model: Model, rank: int) -> Model:
-    """The same, of which adapters of so many rows alone are trained: of each linear layer but those of the root."""
+    """The model with a frozen base and trained adapters of this rank on each linear layer outside the root."""
     layers = tuple(
         replace(layer, weights=tuple(one for weight in layer.weights for one in _with_adapters(weight, rank)))
         for layer in model.layers
