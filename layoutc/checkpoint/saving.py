@@ -77,10 +77,10 @@ def async_save(
 ) -> Any:
     """Saves like torch.distributed.checkpoint.async_save; returns its future.
 
-    The state dict is copied to the host before this returns, so the model may change afterwards. Arguments as for
-    `save`, except: options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared
-    memory; the caller closes it, and may reuse it from torch 2.12 on). process_group: must have a CPU backend, and
-    nothing else may use it during the save; default: a gloo group of all ranks that only these saves use.
+    The state dict is copied to the host before this returns, so the model may change afterwards. Arguments are those of
+    `save`. options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared memory; the
+    caller closes it, and may reuse it from torch 2.12 on). process_group: must have a CPU backend, and nothing else may
+    use it during the save; default: a gloo group of all ranks that only these saves use.
 
     A new save waits for one that is still running. A killed save leaves no folder. Raises what `save` does, before it
     returns. If files are missing at the end, the future raises a LayoutError inside torch's CheckpointException.

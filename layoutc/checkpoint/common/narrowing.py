@@ -12,7 +12,7 @@ from torch import Tensor
 from layoutc.runtime.errors import LayoutError, printable
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-AT_A_TIME = 1 << 22  # values
+AT_A_TIME = 1 << 22  # values to compare at a time
 SHOWN = 2
 # Dtype -> the source dtypes whose finite values may overflow in it.
 REACH = {

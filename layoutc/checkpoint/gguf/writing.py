@@ -103,7 +103,7 @@ class OpenGguf:
 
 
 def check_new(path: Path) -> None:
-    """Raises FileExistsError if a name is taken."""
+    """Raises FileExistsError if the path exists."""
     if os.path.lexists(path):
         raise FileExistsError(f"{path} exists: export into a new file")
 

@@ -366,7 +366,7 @@ def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dty
 
 
 def _values(source: Entry, rows: Rect, slices: Reader, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of some rows and columns."""
+    """The values of a rectangle, dequantized from whole blocks."""
     cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
     blocks, planes = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k), {}
     for name, file in source.planes.items():
@@ -378,7 +378,7 @@ def _values(source: Entry, rows: Rect, slices: Reader, dtype: torch.dtype, devic
 
 
 def _by_parts(source: Entry, runs: list[Rect]) -> Iterator[tuple[Entry, Rect]]:
-    """Runs of rows, each with the entry that holds it, counted from that entry's first row."""
+    """Splits runs of rows by entry; yields each entry with a run counted from the entry's first row."""
     parts = source.apart or (source,)
     each = prod(source.shape[:-1]) // len(parts)
     for rows in runs:

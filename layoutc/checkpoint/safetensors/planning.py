@@ -28,7 +28,7 @@ Rename = Callable[[str], str]
 
 
 class Loaded(NamedTuple):
-    """The result of `load_safetensors`: names of the model that the files lack, and names that the model lacks."""
+    """The result of `load_safetensors`: names that the files lack, and names that the model lacks."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

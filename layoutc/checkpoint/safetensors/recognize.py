@@ -219,9 +219,8 @@ def scales_of(bound: Bound) -> list[str]:
 def is_for_another(
     bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
 ) -> bool:
-    """True if another binding of `told` fits a weight's tensors better than `bound`; or if both fit exactly, but the
-    other also names more planes that exist, e.g. zero points.
-    shape: as for `is_held`."""
+    """True if another binding of `told` fits a weight's tensors better than `bound`, or if both fit exactly and the
+    other has more planes, e.g. zero points. shape: as for `is_held`."""
     own, names = _fit(bound, name, shape, tensors), {plane.name for plane in bound.binding.planes.values()}
     if own < EXACT:
         return any(_fit(other, name, shape, tensors) > own for other in told)

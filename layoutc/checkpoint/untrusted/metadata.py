@@ -225,7 +225,7 @@ class _Maker:
         return info  # type: ignore[no-any-return]
 
     def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, StorageInfo]) -> None:
-        """Checks that every chunk has an item, and every item a chunk."""
+        """Checks that every chunk has an item, and every item has a chunk."""
         wanted = set()
         for name, entry in entries.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
