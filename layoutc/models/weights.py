@@ -66,9 +66,9 @@ class Saved:
 class Layer:
     """The parameters that FSDP2 gathers together. name: of the module; "" for the root, which has all the others.
 
-    attention: half the sum of query and value columns; attention computes 4 times as many multiplications per pair of
-    tokens. width: columns of activations that elementwise ops process. Both are 0 if unknown. saved: for activations in
-    bf16; None if unknown.
+    attention: half the sum of query and value columns; attention costs 4 times as many operations per pair of tokens.
+    width: columns of activations that elementwise ops process. Both are 0 if unknown. saved: for activations in bf16;
+    None if unknown.
     """
 
     name: str
