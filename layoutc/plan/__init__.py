@@ -1,1 +1,1 @@
-"""Every decision that follows from a layout: what is gathered, derived, cut, and how kernels work. Pure functions."""
+"""All decisions that follow from a layout: what is gathered, derived and cut, and how kernels work. Pure functions."""

@@ -1,8 +1,8 @@
-"""Codebooks that kernels look up in memory: of scales, zero points, what super-blocks share, and elements if long.
+"""Codebooks that kernels look up in memory: of scales, zero points and super-block scales, and long ones of elements.
 
-They have up to 256 values. Each takes a comparison of its own for each code otherwise, which took longer than all that
-is read and written. Smaller codebooks of elements are held by programs (`from_codebook`). Behind the values are the
-steps of long codebooks of elements, for kernels that encode as many elements as they decode: those of optimizers.
+They have up to 256 values. Comparing each code with every value took longer than the kernel's memory traffic. Programs
+hold smaller codebooks of elements (`from_codebook`). The steps of long codebooks of elements follow the values, for
+optimizer kernels, which encode as many elements as they decode.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Kind = Literal["element", "scale", "zero"]
 class Codebook:
     """The values of a format, one for each code, among those of all codebooks of a recipe."""
 
-    suffix: str  # of the arithmetic that has the format
-    kind: Kind  # what it is there
-    first: int  # the place of the first value
-    steps: int | None = None  # that of the first number at which elements step up, if they are encoded by a look-up
+    suffix: str  # of the functions that use the format
+    kind: Kind  # what they use it for
+    first: int  # index of the first value
+    steps: int | None = None  # index of the first step between elements, if elements are encoded by a look-up
 
 
 def codebooks_of(layout: Layout) -> dict[Format, Codebook]:
-    """The codebooks of a recipe that are looked up in memory, in the order that they lie in there."""
+    """A recipe's codebooks that are looked up in memory, in memory order."""
     used = list[tuple[str, Kind, Format]]()
     for source in layout.sources:
         q, suffix = source.quantization, suffixes_of(layout)[source.name]
@@ -53,16 +53,16 @@ def codebooks_of(layout: Layout) -> dict[Format, Codebook]:
 
 
 def _is_looked_up(element: Format, layout: Layout) -> bool:
-    """Whether elements are decoded, and encoded, by what lies in memory: long codebooks, and those of states, of which
-    a launch encodes as many as it decodes, and has no time to compare each with all steps."""
+    """Whether elements are decoded and encoded by look-ups in memory: in long codebooks, and in those of optimizer
+    states, where a launch encodes as many elements as it decodes and comparing each with all steps is too slow."""
     return is_long(element) or (bool(element.values) and layout.use == "state")
 
 
 def steps_of(element: Format, codebooks: Mapping[Format, Codebook]) -> int | None:
-    """Where the steps of an element's codebook begin; None: programs hold it, or it is none."""
+    """The index of the first step of an element's codebook; None if programs hold it, or the format has no codebook."""
     return codebooks[element].steps if element in codebooks else None
 
 
 def places(codebooks: Iterable[tuple[Format, Codebook]]) -> int:
-    """How many numbers codebooks and their steps are, with those that fill them up to powers of two."""
+    """How many numbers codebooks and their steps have in memory, each padded to 2**bits."""
     return sum((1 if book.steps is None else 2) << fmt.bits for fmt, book in codebooks)

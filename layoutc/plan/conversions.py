@@ -1,6 +1,6 @@
-"""How a kernel encodes and decodes a format: with which function and constants, and when by the card's own conversion.
+"""How a kernel encodes and decodes a format: the function, its constants, and when the card's conversion is used.
 
-Functions are those of `layoutc.runtime.triton`, and constants are their parameters.
+Functions are those of `layoutc.runtime.triton`; constants are their parameters.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, f3
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype of Triton, by its name in triton.language."""
+    """A Triton dtype, by its name in triton.language."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class NanCode:
-    """The code of NaN, which generated code has in hexadecimal digits."""
+    """The code of NaN, which generated code writes in hexadecimal."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Table:
-    """Stands for a table of a format, which is a named constant in generated code: its name without the format's."""
+    """A table of a format, which generated code has as a named constant. Holds its name without the format's."""
 
     name: str
 
@@ -40,7 +40,7 @@ Constant = int | float | bool | str | tuple[float, ...] | Dtype | NanCode | Tabl
 
 @dataclass(frozen=True)
 class Conversion:
-    """A function, and the constants that it is called with."""
+    """A function and the constants that it is called with."""
 
     function: str
     constants: Mapping[str, Constant]
@@ -51,10 +51,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Codec:
-    """How one format is encoded, or decoded.
+    """How one format is encoded or decoded.
 
     software: in integer or fp32 arithmetic, on every card. hardware: by the card's conversion, on cards of at least
-    `level` (that of launch.hardware: 90 for fp8, 100 also for smaller formats); None if no card converts.
+    `level` (from launch.hardware: 90 for fp8, 100 also for smaller formats); None if no card converts.
     """
 
     software: Conversion
@@ -64,10 +64,10 @@ class Codec:
 
 @dataclass(frozen=True)
 class Named:
-    """The functions of a format that the runtime has by its name, which choose the way themselves.
+    """The runtime's functions that are named after a format; they choose between software and hardware themselves.
 
-    levels: whether the two take the level of the card's conversions, which decides. over: 1 / decoded, of exponents.
-    codec: the two in torch, of formats that torch does not have.
+    levels: whether encoder and decoder take the conversion level, by which they choose. over: 1 / decoded, for formats
+    of only exponents. codec: encoder and decoder in torch, for formats that torch lacks.
     """
 
     encode: str
@@ -77,7 +77,7 @@ class Named:
     codec: str = ""
 
 
-# Formats that cards cast to, by torch dtype: Triton's dtype, and the code that the card gives NaN.
+# Formats that cards cast to, by torch dtype: Triton's dtype, and the card's code for NaN.
 _CASTS = {"float8_e4m3fn": (Dtype("float8e4nv"), 0x7F), "float8_e5m2": (Dtype("float8e5"), 0x7F)}
 E2M1 = Format("", exponent=2, mantissa=1, bias=1)
 _E8M0 = Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,))
@@ -104,21 +104,21 @@ _NAMED_BY_TORCH = {
     "float16": Named("to_f16", "from_f16"),
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
-LARGEST_HELD = 16  # values of elements that programs hold; longer codebooks are looked up in memory
-_ROOM = 0.99  # of one code, for a guess by lines
-_MOST_LINES = 8  # more take longer than a search by halves
-SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
+LARGEST_HELD = 16  # the most values of an element codebook that programs hold; longer ones are looked up in memory
+_ROOM = 0.99  # the error that a guess by lines may have, in codes
+_MOST_LINES = 8  # more are slower than a binary search
+SMALL_CODEBOOK = 4  # up to this many values, dequantized by comparisons, not from shared memory; not timed on any card
 
 
 def named(fmt: Format, rounding: str) -> Named | None:
-    """The functions of a format that the runtime has by its name, if it has."""
+    """The runtime's functions that are named after a format, if any."""
     return _NAMED.get((fmt, rounding)) or (_NAMED_BY_TORCH.get(fmt.torch or "") if rounding == "nearest" else None)
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
     """How fp32 values become codes of a format, saturating.
 
-    rounding: "nearest" (ties to even), "up" or "down"; or "stochastic", of formats with subnormals or integers.
+    rounding: "nearest" (ties to even), "up", "down", or "stochastic" (formats with subnormals, and integers).
     """
     nan = NanCode(fmt.nan_code)
     if fmt.values:
@@ -150,12 +150,12 @@ def encoding(fmt: Format, rounding: str) -> Codec:
 
 
 def lines_of(fmt: Format) -> dict[str, Constant]:
-    """The constants by which `steps_reached` guesses a code: lines whose least, over |x|, is at most the number of
-    steps above 0 that x reaches, and more than one less, with room for what fp32 rounds. ZERO: the steps below 0.
+    """The constants with which `steps_reached` guesses a code. The minimum of the lines at |x| is at most the number of
+    steps above 0 that x reaches, and less than one below it, with room for fp32 rounding. ZERO: the steps below 0.
 
-    The least of lines is a sum over the parts of |x| in which each is least, SPANS steps long: what is missing of a
-    part is SPANS of ENDS - SLOPES * |x|, kept between 0 and 1. They are there for codebooks that are linear piece by
-    piece, with wider steps farther from 0, as dynamic maps are.
+    The minimum is a sum over the parts of |x| in which each line is the lowest. A part spans SPANS steps, of which
+    SPANS * clamp(ENDS - SLOPES * |x|, 0, 1) are not reached. Lines exist for codebooks that are piecewise linear with
+    wider steps farther from 0, such as dynamic maps.
     """
     steps = codebook_thresholds(fmt)
     zero = sum(step <= 0 for step in steps)
@@ -171,7 +171,7 @@ def lines_of(fmt: Format) -> dict[str, Constant]:
         beside = [min(slope * step + start for slope, start in lines) - count for step, count in counted]
         return min(beside, default=0), max(beside, default=math.inf)
 
-    while len(lines) > 1:  # the line that is missed least goes, while one look at steps still tells
+    while len(lines) > 1:  # drop the line that is missed least, while one look at the steps suffices
         fewer = [[*lines[:at], *lines[at + 1 :]] for at in range(len(lines))]
         least, widest = min(((high - low, at) for at, (low, high) in enumerate(map(spread, fewer))))
         if least > _ROOM:
@@ -194,7 +194,7 @@ def lines_of(fmt: Format) -> dict[str, Constant]:
 
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
-    """How fp32 values become codes of an element's format by random bits. No card's conversion has these bits."""
+    """How random bits round fp32 values to codes of an element's format. No card's conversion accepts these bits."""
     if fmt.integer:
         return Conversion("to_integer_codes_by_chance", _integer(fmt), takes_bits=True)
     form: dict[str, Constant] = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "LAST": last}
@@ -208,12 +208,12 @@ def is_held(fmt: Format) -> bool:
 
 
 def is_long(fmt: Format) -> bool:
-    """True for a codebook of so many values that elements are looked up in memory."""
+    """True for a codebook too long for programs to hold: elements are looked up in memory."""
     return bool(fmt.values) and 1 << fmt.bits > LARGEST_HELD
 
 
 def decoding(fmt: Format) -> Codec | None:
-    """How codes of a format become fp32 values, exactly; None for formats that no function decodes."""
+    """How codes of a format become exact fp32 values; None if no function decodes the format."""
     if fmt.values:
         tables: dict[str, Constant] = {"VALUES": Table("VALUES"), "COUNT": 1 << fmt.bits, "HELD": is_held(fmt)}
         return Codec(Conversion("from_codebook", tables))
@@ -255,9 +255,9 @@ def exponent_constants(fmt: Format) -> Mapping[str, Constant]:
 
 
 def is_small(fmt: Format) -> bool:
-    """True for a signed format with subnormals and a mantissa whose values `to_small_codes` can round.
+    """True for a signed format with subnormals and a mantissa that `to_small_codes` can round to.
 
-    It adds 1.5 * 2^(23 - mantissa bits) times a value's binade, which must stay inside fp32's range.
+    It adds 1.5 * 2^(23 - mantissa bits) times a value's binade, which must stay within fp32's range.
     """
     lowest = 1 - fmt.bias
     return bool(fmt.sign and fmt.subnormals and fmt.mantissa and fmt.max < 2.0**60 and lowest > -60)

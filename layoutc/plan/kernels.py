@@ -1,4 +1,4 @@
-"""The kernels of a recipe: what they read and write, how codes are converted and stored, what is fused, and why not.
+"""Plans a recipe's kernels: what they read and write, how they convert and store codes, what is fused, or why not.
 
 Pure functions of a layout. emit/ prints these decisions and makes none itself.
 """
@@ -33,27 +33,27 @@ AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
-_MOST_PLANES = 6  # of a launch, and buffers
-_MOST_ROWS = 8  # of a program that goes through whole rows
-_WIDEST_MOVE = 256  # the most rows or columns of a tile that is laid out
+_MOST_PLANES = 6  # per launch; the same limit holds for buffers
+_MOST_ROWS = 8  # per program that loops over whole rows
+_WIDEST_MOVE = 256  # the most rows or columns of a lay-out tile
 
 
 @dataclass(frozen=True)
 class RuleInputs:
     """What a scale rule reads."""
 
-    block_range: bool  # the lowest and the highest value of the block, instead of its amax
+    block_range: bool  # the block's minimum and maximum, instead of its amax
     tensor_amax: bool  # the amax of the whole weight
     input_max: bool  # the largest value of x's dtype
 
 
 @dataclass(frozen=True)
 class Nibbles:
-    """Codes of 4 bits, converted eight at a time, by way of the card's conversion to a format of 8 bits.
+    """4-bit codes, converted eight at a time through the card's conversion to an 8-bit format.
 
-    in_blocks: a program has the amax and the multiplier of each of its blocks, so it can clamp magnitudes in pairs.
+    in_blocks: a program has the amax and multiplier of each of its blocks, so it can clamp magnitudes in pairs.
     is_bounded: amax * multiplier rounds to at most the format's maximum, so nothing needs clamping. card_converts:
-    cards of compute capability 10 convert to the format itself.
+    cards of compute capability 10 convert to the 4-bit format directly.
     """
 
     in_blocks: bool
@@ -66,10 +66,10 @@ class SourceKernel:
     """How kernels write and read the planes of one source."""
 
     source: Source
-    suffix: str  # of the names of its functions
+    suffix: str  # of its functions' names
     serves: tuple[str, ...]  # the orientations that its planes serve
     amax_from: AmaxFrom
-    units: Units | None  # what its blocks are cut into; None: their sizes are powers of two
+    units: Units | None  # that its blocks are cut into; None: block sizes are powers of two
     inputs: RuleInputs
     nibbles: Nibbles | None  # None: codes are stored one at a time, or in groups that fill bytes
     moves: tuple[Move, ...]  # the buffers that quantizing writes in the same launch
@@ -92,12 +92,12 @@ class SourceKernel:
 
 @dataclass(frozen=True)
 class QuantizeKernel:
-    """The kernel that quantizes values into planes; if `fused`, into buffers as well."""
+    """The kernel that quantizes values into planes and, if `fused`, into buffers."""
 
     tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes per value of x, which sources are written, tile)
     buffer_tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]
-    not_fused: str | None  # why buffers take a second launch; None if they don't
-    apart: str | None  # why each source takes a launch of its own; None if one launch quantizes all
+    not_fused: str | None  # why buffers need a second launch; None if they don't
+    apart: str | None  # why each source needs a separate launch; None if one launch quantizes all
     not_batched: str | None  # why a launch quantizes only one matrix; None if it quantizes many
 
     @property
@@ -113,22 +113,22 @@ class QuantizeKernel:
 
 @dataclass(frozen=True)
 class LayOutKernel:
-    """The kernel that makes buffers from planes, except for buffers that are planes as they are."""
+    """The kernel that makes buffers from planes. Skips buffers that are unchanged planes."""
 
     moves: tuple[Move, ...]
     tile: MoveTile
-    word: int  # how many rows and columns of codes are moved at a time
+    word: int  # rows and columns of codes moved at a time
     padding: tuple[Padding, Padding]
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """The names of the planes that it reads, in order."""
+        """Names of the planes that the kernel reads, in order."""
         return tuple(dict.fromkeys(move.buffer.plane.name for move in self.moves))
 
 
 @dataclass(frozen=True)
 class NoKernels:
-    """What a recipe has no kernels for, all or one of them: the reference serves it on every device."""
+    """Stands for one missing kernel, or for all of a recipe's. The reference does their work on every device."""
 
     reason: str
 
@@ -145,7 +145,7 @@ class Kernels:
 
 
 def plan_kernels(layout: Layout) -> Kernels | NoKernels:
-    """A layout -> the kernels of its recipe, or why it has none."""
+    """Plans the kernels of a layout's recipe, or says why it has none."""
     if reason := gap(layout):
         return NoKernels(reason)
     moves = moves_of(layout)
@@ -183,7 +183,7 @@ def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
 
 
 def missing(layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The kernels that a recipe lacks, of quantize, dequantize and lay out, and why. The reference does their work."""
+    """Which of quantize, dequantize and lay out a recipe has no kernel for, and why. The reference does their work."""
     if reason := gap(layout):
         return tuple((what, reason) for what in ("quantize", "dequantize", "lay out"))
     lacking = (("quantize", no_quantizing(layout)), ("lay out", no_laying_out(layout)))
@@ -191,7 +191,7 @@ def missing(layout: Layout) -> tuple[tuple[str, str], ...]:
 
 
 def no_laying_out(layout: Layout) -> str | None:
-    """Why the reference lays out on every device; None if a kernel does, or if there is nothing to do."""
+    """Why no kernel lays out, so that the reference does; None if a kernel does, or nothing needs laying out."""
     if layout.records:
         return f"values of {layout.records[0].name} lie in records, whose bits are joined by torch"
     made = {move.buffer.name for move in moves_of(layout)}
@@ -232,7 +232,7 @@ def suffixes_of(layout: Layout) -> dict[str, str]:
 
 
 def arithmetics_of(layout: Layout) -> dict[str, Quantization]:
-    """The suffix of each quantization's functions, those of levels before what they store."""
+    """Function suffix -> quantization. Levels come before the quantizations that use them."""
     found: dict[str, Quantization] = {}
     for source in layout.sources:
         suffix = suffixes_of(layout)[source.name]
@@ -243,12 +243,12 @@ def arithmetics_of(layout: Layout) -> dict[str, Quantization]:
 
 
 def level_suffix(kind: str, suffix: str) -> str:
-    """The suffix of the functions by which scales, or zero points, are quantized."""
+    """The suffix of the functions that quantize scales or zero points."""
     return f"_of_{kind}s{suffix}"
 
 
 def inputs_of(quantization: Quantization) -> RuleInputs:
-    """What the active steps of a quantization's rule read, decoding included."""
+    """What the active steps of a quantization's rule read, including its decoding."""
     conditions = quantization.conditions
     read = frozenset().union(*(names(expression) for _, expression in quantization.definition.program(conditions)))
     input_max = "input_max" in read or ("overflow" in read and conditions.get("overflow") == "input-max")
@@ -256,7 +256,7 @@ def inputs_of(quantization: Quantization) -> RuleInputs:
 
 
 def gap(layout: Layout) -> str | None:
-    """Why a recipe has no kernels; None if it has."""
+    """Why a recipe has no kernels; None if it has some."""
     rows, columns = map(lanes, steps(layout.sources))
     if rows * columns > _LARGEST_TILE:
         return f"a program holds blocks of all sources, which would take {rows} x {columns}"
@@ -293,9 +293,9 @@ def _source_gap(source: Source) -> str | None:
 
 
 def _apart(layout: Layout) -> str | None:
-    """Why each source is quantized in a launch of its own; None if one launch quantizes all.
+    """Why each source is quantized in a separate launch; None if one launch quantizes all.
 
-    A program that goes through whole rows should have few of them, so that there are enough programs.
+    A program that loops over whole rows should have few rows, so that the grid has enough programs.
     """
     tall = [one for one in layout.sources if (one.whole.m or 1) > _MOST_ROWS]
     if tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources):
@@ -356,14 +356,14 @@ def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> S
 
 
 def _amax_from(block: Block) -> AmaxFrom:
-    """What a block's amax is taken over: all of it is in the tile, or it spans rows, columns, or the whole matrix."""
+    """What the amax is reduced over: a block inside the tile, or whole columns, whole rows, or the whole matrix."""
     if block.m is None:
         return "tensor" if block.k is None else "columns"
     return "rows" if block.k is None else "block"
 
 
 def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
-    """How codes of 4 bits are converted eight at a time; None for other formats, and if rows are not whole words."""
+    """How 4-bit codes are converted eight at a time; None for other formats, or if rows are not whole words."""
     fmt, block = quantization.element, quantization.block
     if fmt.bits != 4 or fmt.integer or not conversions.is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
@@ -375,7 +375,7 @@ def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
 def _is_bounded(quantization: Quantization) -> bool:
     """True if amax times the multiplier rounds to at most element_max, so that no element needs clamping.
 
-    That holds if the scale is amax / element_max, rounded up to a power of two.
+    This holds if the scale is amax / element_max, rounded up to a power of two.
     """
     steps = quantization.definition.active_steps(quantization.conditions)
     divides = [step.expression for step in steps] == ["to_scale(amax * inverse_element_max)", "1 / from_scale(scale)"]

@@ -1,4 +1,4 @@
-"""How buffers are made from planes: which entries move where, and in tiles of which size."""
+"""How buffers are made from planes: which entries move where, and in which tiles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CodeMove:
 class ScaleMove:
     """Moves scales or zero points into a buffer.
 
-    The plane has an entry for each block_m x block_k elements, the buffer for each per_m x per_k; 0 means that the axis
-    has one entry. pad_m, pad_k: what the buffer's counts of entries are rounded up to. swizzled: the GEMM's order.
+    The plane has one entry per block_m x block_k elements, the buffer one per per_m x per_k; 0: one entry for the whole
+    axis. pad_m, pad_k: the multiples that the buffer's dims are padded to. swizzled: in the GEMM's order.
     """
 
     buffer: Buffer
@@ -44,10 +44,10 @@ class ScaleMove:
 
 @dataclass(frozen=True)
 class SwizzleMove:
-    """Fills a buffer that is swizzled, in words or packed anew, value by value, each from where the pattern says.
+    """Fills a buffer that is swizzled, in words or repacked. Looks up each value where the pattern says.
 
-    per_m, per_k: rows and columns that an entry of the padded buffer is for; 0 for an axis that has one entry. pad_m,
-    pad_k: what the counts of entries are rounded up to.
+    per_m, per_k: rows and columns per entry of the padded buffer; 0: one entry for the whole axis. pad_m, pad_k: the
+    multiples that its dims are padded to.
     """
 
     buffer: Buffer
@@ -62,7 +62,7 @@ Move = CodeMove | ScaleMove | SwizzleMove
 
 @dataclass(frozen=True)
 class MoveTile:
-    """Rows, columns and warps of a program that lays out, and why."""
+    """Rows, columns and warps of a program that lays out, and the reason for them."""
 
     rows: int
     columns: int
@@ -71,7 +71,7 @@ class MoveTile:
 
 
 def moves_of(layout: Layout) -> tuple[Move, ...]:
-    """A move for each buffer that is not a plane as it is, in order."""
+    """A move for each buffer that is not an unchanged plane, in order."""
     return tuple(_move(buffer, layout) for buffer in layout.buffers if buffer.dims and not buffer.is_plane)
 
 
@@ -99,13 +99,13 @@ def _move(buffer: Buffer, layout: Layout) -> Move:
 
 
 def _in_words(buffer: Buffer) -> bool:
-    """True if codes are transposed without padding, and are of 8 bits, or of 4 bits with low bits first."""
+    """True if codes are transposed without padding, and have 8 bits, or 4 bits with low bits first."""
     bits = buffer.plane.bits
     return buffer.permutes and not buffer.pads and (bits == 8 or (bits == 4 and buffer.low_first))
 
 
 def word_of(moves: tuple[Move, ...]) -> int:
-    """How many rows and columns of codes are moved at a time: the codes of a word of 32 bits, or 1 for odd widths."""
+    """Rows and columns of codes moved at a time: the codes of a 32-bit word; 1 if codes do not have 4 or 8 bits."""
     bits = {move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)}
     return 32 // min(bits, default=32) if bits <= {4, 8} else 1
 
@@ -116,7 +116,7 @@ def widest(moves: tuple[Move, ...]) -> int:
 
 
 def padding_of(moves: tuple[Move, ...]) -> tuple[Padding, Padding]:
-    """For m and for k: what sizes are rounded up to in any buffer. Tiles must cover that much, to write all zeros."""
+    """The (per, multiple) pairs of all buffers' dims, for m and for k. Tiles must cover the padding to zero it."""
     m, k = (_padding(moves, axis) for axis in ("m", "k"))
     return m, k
 

@@ -1,4 +1,4 @@
-"""The plan of a layout: where cuts cost nothing, what each pass gathers, how orientations are derived, dispatch rules.
+"""The plan of a layout: which cuts need no halo, what each pass gathers, how orientations are derived, dispatch rules.
 
 Pure functions.
 """
@@ -24,9 +24,9 @@ PassName = Literal["forward", "backward", "both"]
 
 @dataclass(frozen=True)
 class Gather:
-    """What one pass gathers: planes, in the order in which they are sent, and the orientations that they serve.
+    """What one pass gathers: planes in the order they are sent, and the orientations that they serve.
 
-    A plane whose values cover all rows is the same on all shards, and is not gathered.
+    A plane whose values cover all rows is identical on all shards, so it is not gathered.
     """
 
     name: PassName
@@ -35,13 +35,13 @@ class Gather:
 
     @property
     def bytes_per_element(self) -> Fraction:
-        """Bytes on the wire for each element of a large weight."""
+        """Bytes on the wire per element of a large weight."""
         return sum((_density(plane) for plane in self.planes), Fraction(0))
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """Which source an orientation's buffers are made from, whether without loss, and why."""
+    """The source that an orientation's buffers are made from, whether that is lossless, and why."""
 
     orientation: str
     source: str
@@ -51,7 +51,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """Operators that are exact on stored bytes, and under which condition. of_all: it is the same for all recipes."""
+    """Operators that are exact on stored bytes, and the condition for it. of_all: the rule holds for all recipes."""
 
     operators: str
     condition: str
@@ -86,18 +86,18 @@ class Plan:
 
     @property
     def shares_amax(self) -> bool:
-        """True if a scale depends on rows of other shards, so that shards must agree on an amax."""
+        """True if a scale depends on other shards' rows, so that shards must agree on an amax."""
         return bool(self.shared) or self.layout.amax_of_matrices
 
     @property
     def amax_columns(self) -> int | None:
-        """How many columns each value of the shared amax covers; None if one value covers the whole weight."""
+        """Columns per value of the shared amax; None if one value covers the whole weight."""
         per_k = {source.scale.per_k for source in self.layout.sources if source.scale.per_m is None}
         return next(iter(per_k), None)
 
     @property
     def own_amax(self) -> tuple[str, ...]:
-        """Orientations whose scales follow from their blocks alone, where those of others follow from a shared amax."""
+        """Orientations whose scales depend only on their blocks, in a recipe where others depend on a shared amax."""
         if not self.shares_amax:
             return ()
         own = {source.name for source in self.layout.sources if all(plane.per_m is not None for plane in source.planes)}
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def not_weights(self) -> str:
-        """What the recipe is for, after "is", and why weights can't have it; "" if they can."""
+        """Completes "the recipe is ...": what it is for, and why not for weights; "" if weights can have it."""
         if self.layout.use != "weight":
             what = "the state of optimizers" if self.layout.use == "state" else "gradients that ranks send"
             return f"for {what}, not for weights"
@@ -119,17 +119,17 @@ class Plan:
 
     @property
     def noun(self) -> str:
-        """What the recipe quantizes, in a word that fits: a weight, or any matrix if weights can't have it."""
+        """What messages call the input: "weight", or "matrix" if weights can't have the recipe."""
         return "matrix" if self.not_weights else "weight"
 
     @property
     def block_rows(self) -> int:
-        """A cut at a multiple of this many rows splits no value of any plane."""
+        """Cuts at multiples of this many rows split no value of any plane."""
         return block_rows(self.layout)
 
     @property
     def extremes(self) -> bool:
-        """True if a block's scales follow from the minimum and maximum of each of its columns.
+        """True if the minimum and maximum of each of a block's columns determine its scales.
 
         Rules that compare the errors of several candidates need every value. So do blocks of different heights, whose
         rows share some scales and not others.
@@ -137,13 +137,13 @@ class Plan:
         shared = {plane.per_m or 1 for plane in self.layout.planes} - {1}
         quantizations = [source.quantization for source in self.layout.sources]
         tries = any(one.definition.candidates for one in quantizations)
-        # Rows of a super-block have scales of their own, if its blocks are lower.
+        # If blocks are lower than their super-block, its rows have different scales.
         mixes = any((level.quantization.block.m or 0) > 1 for one in quantizations for level in one.levels.values())
         return not tries and not mixes and len(shared) <= 1
 
     @property
     def zeros(self) -> dict[str, tuple[int, ...]]:
-        """Planes in which a matrix of zeros has other bytes than 0, where its scales are 0: those that rows repeat."""
+        """Plane name -> the repeated bytes of a matrix of zeros whose scales are 0. Leaves out planes of zero bytes."""
         found: dict[str, tuple[int, ...]] = {}
         for source in self.layout.sources:
             element, zero = source.quantization.element, source.quantization.zero
@@ -154,14 +154,14 @@ class Plan:
                 found[source.zero.name] = (zero.least_code,)
             if source.quantization.scales is not None:
                 found[source.scale.name] = (source.quantization.scale.least_code,)
-            if source.level is not None:  # which is never 0, and may be divided by
+            if source.level is not None:  # levels are never 0, since rules may divide by them
                 found[source.level.name] = (1,)
             found[source.data.name] = _repeated(code, element.bits, source.quantization.low_first)
         return {name: pattern for name, pattern in found.items() if any(pattern)}
 
     @property
     def passes_differ(self) -> bool:
-        """True if backward gathers other planes than forward."""
+        """True if forward and backward gather different planes."""
         return self.forward.planes != self.backward.planes
 
     @property
@@ -182,9 +182,9 @@ class Plan:
 
 
 def derive(layout: Layout, others: Mapping[str, Layout] | None = None) -> Plan:
-    """A layout -> its plan. Raises nothing: every layout has a plan.
+    """Plans a layout. Raises nothing: every layout has a plan.
 
-    others: the layouts of the recipes that it names for activations and gradients; without them, the plan has no
+    others: the layouts of the recipes that it names for activations and gradients. Without them, the plan has no
     products.
     """
     shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
@@ -208,14 +208,14 @@ def derive(layout: Layout, others: Mapping[str, Layout] | None = None) -> Plan:
 
 
 def _repeated(code: int, bits: int, low_first: bool) -> tuple[int, ...]:
-    """The bytes of a run of one code, packed, which is as long as it takes to fill whole bytes."""
+    """The packed bytes of the shortest run of one code that fills whole bytes."""
     count = codes_per_group(bits)
     word = sum(code << (place * bits) for place in range(count))  # the same from either end
     return tuple(word.to_bytes(count * bits // 8, "little" if low_first else "big"))
 
 
 def block_rows(layout: Layout) -> int:
-    """The least common multiple of the rows that values of the planes cover; 1 if no two rows share a value."""
+    """The least common multiple of the rows per value over all planes; 1 if no two rows share a value."""
     return lcm(*(plane.per_m or 1 for plane in layout.planes))
 
 
@@ -238,12 +238,12 @@ def _density(plane: Plane) -> Fraction:
 
 
 def _of_whole_rows(plane: Plane) -> Fraction:
-    """Bytes per row of a plane whose values cover whole rows, which a large weight has few of; else 0."""
+    """Bytes per row of a plane whose values cover whole rows; 0 for other planes."""
     return Fraction(plane.bits, 8 * plane.per_m) if plane.per_m is not None and plane.per_k is None else Fraction(0)
 
 
 def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
-    """The multiples that a cut between rows must be at, and why: rows share a scale, or share a byte."""
+    """(multiple, reason) of each constraint on cuts between rows: rows share a scale or a byte."""
     multiples = [
         (s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources
     ]
@@ -258,7 +258,7 @@ def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
 
 
 def _rows_of_tiles(buffer: Buffer) -> list[tuple[int, str]]:
-    """The same for rows that share a tile of a swizzle, or a word, unless padding makes tiles whole."""
+    """The same for rows that share a swizzle's tile, a word or a byte, unless padding makes tiles whole."""
     if buffer.m_dim is None or not (buffer.swizzle or buffer.words or buffer.repacks):
         return []
     dim, multiple = buffer.dims[buffer.m_dim], buffer.multiples[buffer.m_dim]
@@ -324,7 +324,7 @@ def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
 def layout_id(layout: Layout) -> str:
     """A short hash of everything that decides stored bytes or arithmetic, and of nothing else.
 
-    Names of recipes and formats, summaries, accepted shapes and the GEMM's swizzle (never stored) do not count.
+    Leaves out names of recipes and formats, summaries, accepted shapes and the GEMM's swizzle (never stored).
     """
     facts = {
         "sources": [
@@ -346,7 +346,7 @@ def layout_id(layout: Layout) -> str:
 
 
 def _order_facts(buffer: Buffer) -> list[object]:
-    """A buffer's swizzle and words; nothing where it has neither, so that layouts without them keep their ids."""
+    """A buffer's swizzle and words; empty if it has neither, so that layouts without them keep their ids."""
     if not (buffer.swizzle or buffer.words):
         return []
     return [canonical(buffer.swizzle) if buffer.swizzle else None, buffer.words]
@@ -362,9 +362,9 @@ def _program(quantization: Quantization) -> list[list[str]]:
 
 
 def _quantization_facts(quantization: Quantization) -> dict[str, object]:
-    """What decides codes and scales, except for the rule's program.
+    """Everything but the rule's program that decides codes and scales.
 
-    Defaults are left out, so that layouts keep their ids if the language gets new fields.
+    Leaves out defaults, so that layouts keep their ids when the spec language gets new fields.
     """
     transform = quantization.transform
     defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
@@ -385,7 +385,7 @@ def _quantization_facts(quantization: Quantization) -> dict[str, object]:
 
 
 def _level_facts(level: Level) -> dict[str, object]:
-    """What decides how scales, or zero points, are stored under scales of their own."""
+    """What decides how a level stores scales or zero points under super-block scales."""
     return {
         "of": _quantization_facts(level.quantization),
         "rule": _program(level.quantization),
@@ -395,5 +395,5 @@ def _level_facts(level: Level) -> dict[str, object]:
 
 
 def _bits(fmt: Format) -> dict[str, object]:
-    """The fields of a format that decide its values. Its name and torch dtype do not."""
+    """The fields that decide a format's values: all but its name and torch dtype."""
     return {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.compare and getattr(fmt, f.name) != f.default}

@@ -1,14 +1,14 @@
-"""Products in low precision: how torch's `scaled_mm` reads each operand, on which cards, and why where it can't.
+"""Low-precision products: how torch's `scaled_mm` reads each operand, on which cards, or why it can't.
 
-Of weights of experts, `scaled_grouped_mm` reads the same operands in groups.
+For expert weights, `scaled_grouped_mm` reads the same operands in groups.
 
-A linear layer y = x w^T, of a weight w of (m, k), has three products. Each contracts the last dim of both operands:
+A linear layer y = x w^T with a weight w of shape (m, k) has three products. Each contracts both operands' last dim:
 
     forward      y  (t, m) = x  (t, k) by w   (m, k)      rowwise activations, rowwise weight
     grad_input   dx (t, k) = dy (t, m) by w^T (k, m)      rowwise gradients, columnwise weight
     grad_weight  dw (m, k) = dy^T (m, t) by x^T (k, t)    columnwise gradients, columnwise activations
 
-The recipe of activations and that of gradients are recipes like any other; here m is their tokens. Pure functions.
+Activations and gradients have ordinary recipes, whose m is the number of tokens. Pure functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layoutc.spec.rule_constants import constant
 
 Role = Literal["weight", "activation", "gradient"]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
-# The operands of a product in the order of `scaled_mm`: whose recipe, and which of its orientations.
+# The (role, orientation) of both operands of a product, in `scaled_mm`'s order.
 Pair = tuple[tuple[Role, str], tuple[Role, str]]
 OPERANDS: Mapping[ProductName, Pair] = {
     "forward": (("activation", "rowwise"), ("weight", "rowwise")),
@@ -37,25 +37,25 @@ OPERANDS: Mapping[ProductName, Pair] = {
 
 @dataclass(frozen=True)
 class Cards:
-    """Where a kernel runs: compute capabilities from `least` up to, but not including, `below`; and CPUs, or not."""
+    """Where a kernel runs: compute capabilities in [least, below), and CPUs if `cpu`."""
 
     least: tuple[int, int]
     below: tuple[int, int] | None = None
     cpu: bool = False
 
     def both(self, other: Cards) -> Cards:
-        """Where both run."""
+        """Where both kernels run."""
         ends = [one for one in (self.below, other.below) if one is not None]
         return Cards(max(self.least, other.least), min(ends, default=None), self.cpu and other.cpu)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A kind of scales that `scaled_mm` takes: a name of torch.nn.functional.ScalingType, and what it asks for.
+    """A kind of scales that `scaled_mm` accepts: a member of torch.nn.functional.ScalingType and its requirements.
 
-    free, contraction: how many steps of the operand's two axes share a scale; None: all. pad: multiples of the scale's
-    (free, contraction) dims. contraction_first: the scale's outer dim is the contraction's. swizzled: in tiles of
-    32 x 4 x 4, as cuBLAS and torch's SWIZZLE_32_4_4 have it.
+    free, contraction: the block size along each of the operand's axes; None: the whole axis. pad: the multiples that
+    the scale's (free, contraction) dims are padded to. contraction_first: the contraction is the scale's outer dim.
+    swizzled: in tiles of 32 x 4 x 4 (cuBLAS; torch's SWIZZLE_32_4_4).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Scaling:
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TILES = parse_swizzle("(rt a b) (ct c) -> rt ct b a c", {"a": 4, "b": 32, "c": 4})
 _TILE = (128, 4)
-# torch 2.11 to 2.14, aten/src/ATen/native/cuda/ScaledBlas.cpp and the checks of its meta function.
+# From torch 2.11 to 2.14: aten/src/ATen/native/cuda/ScaledBlas.cpp and its meta function's checks.
 SCALINGS = (
     Scaling("TensorWise", _FP8, "float32", None, None, Cards((8, 9), cpu=True)),
     Scaling("RowWise", _FP8, "float32", 1, None, Cards((8, 9), cpu=True)),
@@ -90,16 +90,16 @@ SCALINGS = (
         swizzled=True,
     ),
 )
-_MIXED = ({"BlockWise1x128", "BlockWise128x128"},)  # different kinds that one product takes
-# What `scaled_grouped_mm` reads each kind as, and where: torch 2.11 to 2.14, GroupedBlas.cpp beside the file above. Its
-# kernel for rows is made for Hopper alone; a scale of the tensor is given to it as that of each row.
+_MIXED = ({"BlockWise1x128", "BlockWise128x128"},)  # different kinds that one product accepts
+# The kind that `scaled_grouped_mm` reads each kind as, and its cards. From torch 2.11 to 2.14: GroupedBlas.cpp, next to
+# ScaledBlas.cpp. Its RowWise kernel exists only for Hopper; it gets a tensor's scale as the scale of each row.
 GROUPED: Mapping[str, tuple[str, Cards]] = {
     "TensorWise": ("RowWise", Cards((9, 0), (10, 0))),
     "RowWise": ("RowWise", Cards((9, 0), (10, 0))),
     "BlockWise1x32": ("BlockWise1x32", Cards((10, 0), (11, 0))),
     "BlockWise1x16": ("BlockWise1x16", Cards((10, 0), (11, 0))),
 }
-UNDER_TENSOR_SCALE = ("BlockWise1x16",)  # and no other kind is
+UNDER_TENSOR_SCALE = ("BlockWise1x16",)  # only this kind has a tensor scale
 GROUPED_CODES = ("float8_e4m3fn", "float4_e2m1fn_x2")
 
 
@@ -107,8 +107,8 @@ GROUPED_CODES = ("float8_e4m3fn", "float4_e2m1fn_x2")
 class Operand:
     """How `scaled_mm` reads one orientation of a recipe.
 
-    transposes: its codes lie the other way round, and are transposed in a launch of their own. tensor_scale: the
-    tensor's scale is its amax times this; None: there is none.
+    transposes: its codes are stored transposed, so a separate launch transposes them. tensor_scale: the factor that
+    makes the tensor's scale from its amax; None: no tensor scale.
     """
 
     scaling: Scaling
@@ -119,7 +119,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A kernel of `scaled_grouped_mm`: the kind of scales that it reads of both operands, and where it runs."""
+    """A kernel of `scaled_grouped_mm`: the kind of both operands' scales, and where it runs."""
 
     kind: str
     cards: Cards
@@ -127,10 +127,10 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Product:
-    """One product: where a kernel serves it; else None, and the reason why none does, "" if the spec wants none.
+    """One product: where a kernel computes it; else None and the reason, which is "" if the spec wants none.
 
-    grouped: the kernel of a weight of experts, or why it has none; "" where a linear layer has none either. by_columns:
-    of one that is stored as `x @ w` reads it.
+    grouped: the kernel for expert weights, or why there is none; "" if a linear layer has none either. by_columns: the
+    same for expert weights stored for `x @ w`.
     """
 
     name: ProductName
@@ -142,7 +142,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a weight's recipe with those of activations and gradients."""
+    """The products of a weight's recipe with its recipes for activations and gradients."""
 
     activation: Layout
     gradient: Layout
@@ -150,7 +150,7 @@ class Products:
 
 
 def products_of(weight: Layout, others: Mapping[str, Layout]) -> Products | None:
-    """The products of a recipe; None if its spec states none. others: recipe name -> layout, of those that it names."""
+    """The products of a recipe; None if its spec states none. others: layouts by name of the recipes that it names."""
     if weight.others is None:
         return None
     roles = {
@@ -175,7 +175,7 @@ def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
 
 
 def _operands(pair: Pair, roles: Mapping[str, Layout]) -> tuple[Operand, Operand] | str:
-    """Both operands of a product as `scaled_mm` reads them; or why it can't."""
+    """Both operands of a product as `scaled_mm` reads them, or why it can't read one."""
     if reason := _kept_transform(pair, roles):
         return reason
     operands: list[Operand] = []
@@ -189,7 +189,7 @@ def _operands(pair: Pair, roles: Mapping[str, Layout]) -> tuple[Operand, Operand
 
 
 def _by_columns(name: ProductName, roles: Mapping[str, Layout]) -> Grouped | str:
-    """As `_grouped`, of a weight whose other orientation the product contracts."""
+    """Like `_grouped`, for a product that contracts the weight's other orientation."""
     left, (role, orientation) = OPERANDS[name]
     other = "columnwise" if orientation == "rowwise" else "rowwise"
     found = _operands((left, (role, other if role == "weight" else orientation)), roles)
@@ -197,7 +197,7 @@ def _by_columns(name: ProductName, roles: Mapping[str, Layout]) -> Grouped | str
 
 
 def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
-    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does."""
+    """The kernel that multiplies each group of tokens by its expert's matrix, or why there is none."""
     if name == "grad_weight" and not a.scaling.name == b.scaling.name == "RowWise":
         return "it contracts groups of tokens, and no kernel is called for that"
     kinds = [GROUPED.get(one.scaling.name) for one in (a, b)]
@@ -213,7 +213,7 @@ def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
 
 
 def _kept_transform(pair: Pair, roles: Mapping[str, Layout]) -> str:
-    """Why the transforms of both operands do not cancel; "" where they do, or there are none."""
+    """Why the operands' transforms do not cancel; "" if they do, or there are none."""
     layouts = [(roles[role], orientation) for role, orientation in pair]
     found = [layout.transforms.get(orientation) for layout, orientation in layouts]
     if len({one.matrix if one else None for one in found}) == 1:
@@ -226,7 +226,7 @@ def _kept_transform(pair: Pair, roles: Mapping[str, Layout]) -> str:
 
 
 def _mismatch(a: Operand, b: Operand) -> str:
-    """Why one product can't take both; "" where it can."""
+    """Why `scaled_mm` can't multiply the two operands; "" if it can."""
     kinds = {a.scaling.name, b.scaling.name}
     if len(kinds) > 1 and kinds not in _MIXED:
         return f"scaled_mm does not take {a.scaling.name} by {b.scaling.name}"
@@ -238,7 +238,7 @@ def _mismatch(a: Operand, b: Operand) -> str:
 
 
 def operand(layout: Layout, orientation: str) -> Operand | str:
-    """How `scaled_mm` reads an orientation of a recipe; or why it can't, in words."""
+    """How `scaled_mm` reads an orientation of a recipe, or a message that says why it can't."""
     if orientation not in layout.orientations:
         return "the recipe does not have this orientation"
     source = layout.source(orientation)
@@ -281,7 +281,7 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
 
 
 def _ordered(buffer: Buffer) -> str:
-    """Why scaled_mm can't read a buffer that is swizzled, or in words."""
+    """Why `scaled_mm` can't read a buffer that is swizzled or stored in words."""
     what = "codes" if buffer.kind == "data" else "scales"
     how = f"swizzled {buffer.swizzle.pattern}" if buffer.swizzle else f"in words of {buffer.words} bits"
     return f"its {what} are {how}"
@@ -292,7 +292,7 @@ def _buffer(layout: Layout, orientation: str, kind: str) -> Buffer:
 
 
 def _axes(orientation: str) -> tuple[Axis, Axis]:
-    """The free axis and the contracted one."""
+    """(free axis, contracted axis)."""
     return ("m", "k") if orientation == "rowwise" else ("k", "m")
 
 
@@ -313,8 +313,8 @@ def _same(scaling: Scaling, free: int | None, contraction: int | None) -> bool:
 
 
 def _tensor_scale(source: Source) -> float | str | None:
-    """What the stored amax, or level, is multiplied by to be the tensor's scale; None if decoding needs none; else why
-    not."""
+    """The factor that makes the tensor's scale from its stored amax or level; None if decoding needs no tensor scale;
+    a message if scaled_mm can't decode the rule."""
     quantization = source.quantization
     factors = quantization.definition.decode.split(" * ")
     if factors == ["from_scale(scale)"]:
@@ -327,7 +327,7 @@ def _tensor_scale(source: Source) -> float | str | None:
 
 
 def _misplaced(layout: Layout, scale: Buffer, scaling: Scaling, axes: tuple[Axis, Axis]) -> str:
-    """Why the scale's buffer is not what the kernel reads; "" where it is."""
+    """Why the kernel can't read the scale's buffer; "" if it can."""
     dims: dict[Axis, Dim] = {dim.axis: dim for dim in scale.dims}
     order = tuple(axis for axis in (axes[::-1] if scaling.contraction_first else axes) if axis in dims)
     pads = tuple(dims[axis].multiple if axis in dims else 1 for axis in axes)
@@ -348,7 +348,7 @@ def _misplaced(layout: Layout, scale: Buffer, scaling: Scaling, axes: tuple[Axis
 
 @lru_cache
 def _same_tiles(swizzle: Swizzle) -> bool:
-    """True where a swizzle moves every byte as the tiles of SWIZZLE_32_4_4 do."""
+    """True if a swizzle places every byte where SWIZZLE_32_4_4 does."""
     if swizzle == _TILES:
         return True
     shape = rows, columns = 2 * _TILE[0], 2 * _TILE[1]

@@ -1,4 +1,4 @@
-"""Tiles of programs: how many rows and columns they have, and why. Measured on an H200."""
+"""Tile sizes of programs, and the reasons for them. Measured on an H200."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layoutc.plan.units import covered, sizes_of, steps, unit, units_of
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program, adjacent 16-byte pieces of a row in a thread, warps, and a cap on registers.
+    """A program's rows and columns, adjacent 16-byte pieces of a row per thread, warps, and a cap on registers.
 
     covers: the rows and columns that hold whole blocks; None: all of them.
     """
@@ -28,25 +28,25 @@ class Tile:
 
 
 def quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> Tile:
-    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x.
+    """The tile of a quantizing program, which holds whole blocks of all sources. itemsize: bytes per value of x.
 
-    in_words: codes of 4 bits are made eight at a time, a word each. Only then may a thread have two pieces of a row:
-    pairs of codes would be stored as bytes, which lie in a thread by pieces first, and Triton 3.6 and 3.7 mix up such
-    bytes where threads of a warp exchange them (a conversion of layouts by shuffles).
+    in_words: 4-bit codes are made eight at a time, one word each. Only then may a thread have two pieces of a row.
+    Otherwise pairs of codes are stored as bytes, which a thread holds piece by piece, and Triton 3.6 and 3.7 permute
+    these bytes wrongly when a layout conversion shuffles them between a warp's threads.
     """
     return _with_room(_quantize_tile(sources, itemsize, in_words), sources)
 
 
 def spans_columns(source: Source) -> bool:
-    """Whether blocks are whole rows, so that a program goes through all columns of its rows, twice."""
+    """Whether blocks are whole rows, so that a program loops over all columns of its rows twice."""
     block = source.quantization.block
     return block.m is not None and block.k is None
 
 
 def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
-    """The same with twice the warps, where random bits, transformed values, or divisions into the elements of two
-    sources take registers of their own; with at most 32 elements of a thread, where those are searched for in a long
-    codebook, of which all of a thread's wait for shared memory at once. Not timed."""
+    """The tile with twice the warps if random bits, transformed values, or divisions for two sources need more
+    registers; with at most 32 elements per thread if they are searched for in a long codebook, since all of a thread's
+    elements wait for shared memory at once. Not timed."""
     if any(is_long(source.quantization.element) for source in sources):
         return replace(tile, warps=max(tile.warps, tile.rows * tile.columns // 1024), registers=None)
     divides = len(sources) > 1 and any(source.quantization.divides for source in sources)
@@ -56,11 +56,11 @@ def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
 
 
 def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> Tile:
-    """As quantize_tile, of sources that round to nearest.
+    """Like quantize_tile, for sources that round to nearest.
 
     Measured at 8192 x 8192. All rows of a block should be in one warp, since a reduction across warps goes through
-    shared memory; and a thread should have as many elements as its registers hold. In some cases a cap on registers is
-    worth more, since it lets more programs run at once.
+    shared memory, and a thread should have as many elements as its registers hold. In some cases, a cap on registers
+    gains more, since more programs run at once.
     """
     block_m = max(source.whole.m or 1 for source in sources)
     block_k = max(source.whole.k or 1 for source in sources)
@@ -124,7 +124,7 @@ def _tile_of_units(sources: Sequence[Source], itemsize: int) -> Tile:
 
 
 def dequantize_tile(source: Source) -> Tile:
-    """The tile of a program that dequantizes, which holds whole units of blocks. Measured like quantize_tile."""
+    """The tile of a dequantizing program, which holds whole units of blocks. Measured like quantize_tile."""
     block_m, block_k = unit(source.quantization.block.m or 1), unit(source.quantization.block.k or 1)
     if block_m == 1:
         rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
@@ -140,16 +140,16 @@ def dequantize_tile(source: Source) -> Tile:
 
 
 def buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves: tuple[Move, ...]) -> Tile:
-    """As quantize_tile, for a program that writes buffers.
+    """Like quantize_tile, for a program that writes buffers.
 
-    If codes are transposed, it has enough rows to write whole sectors of the transposed codes. More rows and warps cost
-    more in traffic through shared memory than they gained.
+    If codes are transposed, the tile has enough rows to write whole sectors of transposed codes. More rows and warps
+    cost more in shared-memory traffic than they gained.
     """
     return _with_room(_buffer_tile(sources, itemsize, in_words, moves), sources)
 
 
 def _buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves: tuple[Move, ...]) -> Tile:
-    """As buffer_tile, of sources that round to nearest."""
+    """Like buffer_tile, for sources that round to nearest."""
     least = _quantize_tile(sources, itemsize, in_words)
     span = widest(moves)
     width = max([span, *(source.quantization.block.k or 1 for source in sources)])

@@ -1,6 +1,6 @@
 """Blocks whose sizes are not powers of two: the units that kernels cut them into, and the tiles that hold whole blocks.
 
-A tile's sizes are powers of two. It holds as many whole blocks as fit; its other lanes are idle, and move no bytes.
+A tile's sizes are powers of two. It holds as many whole blocks as fit; the remaining lanes are idle and move no bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MOST_ROWS = 128
 
 @dataclass(frozen=True)
 class Units:
-    """Rows and columns of a unit, and how many units a block has along each axis; 0 and 1 for an axis that it spans."""
+    """A unit's rows and columns, and a block's unit count along each axis; 0 and 1 for an axis that the block spans."""
 
     sizes: tuple[int, int]
     counts: tuple[int, int]
 
 
 def units_of(block: Block) -> Units | None:
-    """The units of a block; None if its sizes are powers of two, so that it is one unit."""
+    """The units of a block; None if its sizes are powers of two (the block is one unit)."""
     sizes = unit(block.m or 0), unit(block.k or 0)
     m, k = ((size or 1) // (one or 1) for size, one in zip((block.m, block.k), sizes, strict=True))
     return Units(sizes, (m, k)) if m > 1 or k > 1 else None
@@ -42,9 +42,9 @@ def lanes(size: int) -> int:
 
 
 def steps(sources: Sequence[Source]) -> tuple[int, int]:
-    """The fewest rows and columns that are whole blocks of all sources, and whole words of codes if there are units.
+    """The fewest rows and columns that hold whole blocks of all sources, and whole words of codes if there are units.
 
-    Super-blocks are whole as well.
+    They hold whole super-blocks, too.
     """
     m, k = (lcm(*(getattr(source.whole, axis) or 1 for source in sources)) for axis in ("m", "k"))
     if not any(units_of(source.quantization.block) for source in sources):
@@ -55,9 +55,9 @@ def steps(sources: Sequence[Source]) -> tuple[int, int]:
 def sizes_of(step: tuple[int, int], most: int) -> tuple[int, int]:
     """Rows and columns of the tile with the fewest idle lanes.
 
-    step: what it must hold at least, as from `steps`. most: how many elements it may have, if a step does not need
-    more. Of tiles with equally few idle lanes, the largest, then the widest: for a step of 24 x 24 and 8192 elements,
-    that is 32 x 256, of which blocks fill 24 x 240.
+    step: the least that it must hold, from `steps`. most: the most elements, unless a step needs more. Ties go to the
+    largest tile, then to the widest: for a step of 24 x 24 and 8192 elements, it is 32 x 256, of which blocks fill
+    24 x 240.
     """
     rows = lanes(step[0])
     columns = max(lanes(step[1]), min(_LEAST_COLUMNS, max(most // rows, 1)))

@@ -1,4 +1,4 @@
-"""The bytes that each rank sends in a pass's all-gather, for a weight of any size over any number of ranks."""
+"""Bytes that each rank sends in a pass's all-gather, for any weight and number of ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from layoutc.plan.plan import Gather, Plan
 
 
 def sent_bytes(plane: Plane, cuts: Cuts, k: int) -> int:
-    """The bytes of a plane that a rank sends, of a matrix with k columns."""
+    """Bytes that a rank sends of a plane of a matrix with k columns."""
     rows = plane.per_m or 1
     return plane.nbytes(sent_blocks(cuts, rows) * rows, k)
 
 
 def own_bytes(gather: Gather, cuts: Cuts, k: int) -> int:
-    """The bytes that a rank sends of a pass's planes."""
+    """Bytes that a rank sends of a pass's planes, without padding."""
     return sum(sent_bytes(plane, cuts, k) for plane in gather.planes)
 
 
 def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
-    """The bytes that each plane of a pass takes, with the padding that makes both passes send as many."""
+    """Bytes of each plane of a pass, padded so that both passes send equally many."""
     passes = (plan.forward, plan.backward)
     if gather in passes and (plan.slots_differ or (plan.passes_differ and not cuts.aligned(plan.block_rows))):
         forward, backward = ([sent_bytes(plane, cuts, k) for plane in one.planes] for one in passes)
@@ -29,10 +29,10 @@ def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
 
 
 def packs(gather: Gather, cuts: Cuts, k: int) -> bool:
-    """Whether a weight can be dequantized where its planes arrive."""
+    """Whether a weight can be dequantized in place, where its gathered planes are."""
     return gathers.fits_pack([(plane.per_m or 1, sent_bytes(plane, cuts, k)) for plane in gather.planes], cuts)
 
 
 def bytes_per_rank(plan: Plan, gather: Gather, m: int, k: int, world: int) -> int:
-    """The bytes that each rank sends of a weight of (m, k), which FSDP2 cuts on its rows; padding included."""
+    """Bytes that each rank sends of an (m, k) weight that FSDP2 shards on its rows, padding included."""
     return sum(slots(plan, gather, Cuts.of(m, world), k))
