@@ -1,1 +1,1 @@
-"""What a model takes of each rank: bytes that stay, bytes that a gather adds, bytes that travel, and time. Pure."""
+"""What a model costs each rank: resident bytes, bytes that a gather adds, bytes on the wire, and time. Pure."""

@@ -1,7 +1,7 @@
-"""What forward leaves for backward on a rank, by which layers are computed again; and what the loss adds. Pure.
+"""Activations that forward keeps on a rank for backward, given which layers are recomputed, and the loss. Pure.
 
-Bytes a token are the model's own (`layoutc.models`); where they are not known, those of the inputs and outputs of its
-products. In bf16, with flash attention; logits as transformers has them.
+Bytes per token come from `layoutc.models`; if unknown there, from the inputs and outputs of the model's products.
+Activations are in bf16, attention is flash attention, and logits are as in transformers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from layoutc.models.weights import Layer, Model
 
 Policy = Literal["none", "half", "full"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-EVERY: Mapping[Policy, int] = {"none": 0, "half": 2, "full": 1}  # of how many layers one is computed again
-# Of each logit: in bf16, which the caller keeps; its log-softmax in fp32, and two gradients of that.
+EVERY: Mapping[Policy, int] = {"none": 0, "half": 2, "full": 1}  # one of this many layers is recomputed
+# Bytes per logit: bf16, which the caller keeps; its log-softmax and two gradients of it, all in fp32.
 LOGIT = BF16 + 3 * 4
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a rank. kept: from forward to backward, by layers. computing: of a layer while its backward runs, beside
-    what is kept: what forward makes again, and gradients. loss: of the root, from the last layer to its backward."""
+    """Bytes on a rank. kept: from forward to backward, per layer. computing: what a layer's backward adds to these:
+    recomputed activations and gradients. loss: of the root, from the last layer until its backward."""
 
     kept: tuple[int, ...]
     computing: tuple[int, ...]
@@ -32,18 +32,18 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """At the end of forward."""
+        """Bytes at the end of forward."""
         return sum(self.kept) + self.loss
 
 
 def again(layers: int, policy: Policy) -> list[bool]:
-    """Which layers are computed again in backward."""
+    """Which layers backward recomputes."""
     every = EVERY[policy]
     return [bool(every) and at % every == 0 for at in range(layers)]
 
 
 def activations(model: Model, mesh: Mesh, load: Load, runs: Runs, policy: Policy) -> Activations:
-    """Of a step. Tensor parallelism divides all of them, as with sequence parallelism."""
+    """The activations of a step. Tensor parallelism divides all of them, as sequence parallelism does."""
     tokens = load.tokens / mesh.tensor
     kept, computing = [], []
     for layer, twice in zip(model.layers, again(len(model.layers), policy), strict=True):
@@ -62,7 +62,7 @@ def _saved(layer: Layer, runs: Runs) -> float:
 
 
 def _widest(layer: Layer) -> float:
-    """Columns of the gradients that live at once: of elementwise work, and of tokens that several experts have."""
+    """Columns of gradients that are alive together: of elementwise work, and of tokens routed to several experts."""
     products = _products(layer)
     routed = max((share * k for share, _, k in products if share > 1), default=0.0)
     return routed + (layer.width or max((share * max(m, k) for share, m, k in products), default=0.0))
@@ -74,7 +74,7 @@ def _entry(layer: Layer) -> int:
 
 
 def _products(layer: Layer) -> Sequence[tuple[float, int, int]]:
-    """What each matrix multiplies, as a share of tokens, and its (m, k)."""
+    """(share of tokens that it multiplies, m, k) of each matrix."""
     return [
         (w.share * (w.shape[0] if len(w.shape) == 3 else 1), w.shape[-2], w.shape[-1])
         for w in layer.weights

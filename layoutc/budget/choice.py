@@ -1,4 +1,4 @@
-"""Which weights a recipe takes: those that `quantize_` would choose, and why the others stay plain."""
+"""The weights that `quantize_` would quantize in a recipe, and why the others stay plain."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DIMS = (2, 3)
 
 @dataclass(frozen=True)
 class Picks:
-    """What chooses weights. only: patterns of names, as param_filter has them; leave: patterns of what stays plain;
-    experts: those of three dims as well."""
+    """Selects weights. only: name patterns, as in param_filter; leave: name patterns of weights that stay plain;
+    experts: include 3-D weights."""
 
     only: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Picks:
 
 
 def why_plain(layer: Layer, weight: Weight, use: Use, picks: Picks, mesh: Mesh) -> str:
-    """Why a weight stays plain; "" if the recipe takes it."""
+    """Why a weight stays plain; "" if it is quantized."""
     plan = use.plan
     if plan is None:
         return "all weights are"
@@ -75,7 +75,7 @@ def _not_taken(weight: Weight, use: Use, mesh: Mesh) -> str:
 
 
 def _not_cut(weight: Weight, shape: tuple[int, ...], use: Use) -> str:
-    """Why tensor parallelism can't cut a quantized weight so."""
+    """Why tensor parallelism can't cut a quantized weight into parts of this shape."""
     assert use.plan is not None
     rows, columns = shape[0], shape[-1]
     if weight.cut == "rows" and rows % use.plan.block_rows:
@@ -89,7 +89,7 @@ def _not_cut(weight: Weight, shape: tuple[int, ...], use: Use) -> str:
 
 
 def check_patterns(model: Model, picks: Picks) -> None:
-    """Raises ValueError for a pattern that no weight has a name like."""
+    """Raises ValueError for a pattern that matches no weight's name."""
     names = [full_name(u, w) for u in model.all_layers for w in u.weights if len(w.shape) in DIMS]
     for one in (*picks.only, *picks.leave):
         if not any(fnmatchcase(name, one) for name in names):

@@ -1,4 +1,4 @@
-"""FSDP groups of a model in a recipe: which weights travel together, over how many ranks, and what that moves."""
+"""A model's FSDP groups in a recipe: which weights are gathered together, over how many ranks, and what that moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layoutc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Member:
-    """A weight in a group. why_plain: "" if the recipe takes it."""
+    """A weight in a group. why_plain: "" if it is quantized."""
 
     weight: Weight
     piece: Piece
@@ -29,9 +29,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
-    FSDP2 does with the root. exchange: how gradients are exchanged, where they are reduced in a wider dtype. replicas:
-    of which the ranks that the weights are cut over hold one. among: how these send each other their sums."""
+    """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, like
+    FSDP2's root. exchange: how gradients are exchanged if their reduction dtype is wider. replicas: copies of the
+    weights (HSDP), each sharded over `ranks`. among: how replicas exchange their sums."""
 
     members: tuple[Member, ...]
     ranks: int
@@ -42,7 +42,7 @@ class Group:
     among: Wire | None = None
 
     def gather(self, which: str) -> Gathered:
-        """Bytes of a gather, in forward or in backward. Without one, as of a root in backward: nothing is sent."""
+        """Bytes of the gather in forward or backward. A group that stays gathered sends nothing in backward."""
         if self.stays and which == "backward":
             return Gathered(0, self.gather("forward").held)
         return self._gathers["both" if self.stays else which]
@@ -60,8 +60,8 @@ class Group:
 
     @cached_property
     def at_once(self) -> int:
-        """Bytes of planes that are dequantized where they have arrived, and never copied, after the first gather: where
-        kernels reach all that is dequantized on gather in what a rank sends, all cut on dim 0."""
+        """Bytes of planes that kernels dequantize from the gather's output, without a copy, after the first gather. 0
+        unless all weights are sharded on dim 0 and kernels can address every plane in a rank's row."""
         pieces = [one.piece for one in self.members]
         if any(one.placed.dim or (one.plan is not None and not one.packs) for one in pieces):
             return 0
@@ -72,8 +72,8 @@ class Group:
 
     @cached_property
     def reduces_in_few_steps(self) -> bool:
-        """Whether gradients are reduced without FSDP2's loops: beside quantized weights that gather in few steps, over
-        shards alone, cut on dim 0, where all weights are trained."""
+        """Whether gradients are reduced without FSDP2's loops: the group has quantized weights, all its weights are
+        trained and sharded on dim 0, and there are only shards to reduce over."""
         pieces = [one.piece for one in self.members]
         if self.ranks == 1 or all(one.plan is None for one in pieces) or not all(one.trains for one in pieces):
             return False
@@ -81,22 +81,22 @@ class Group:
 
     @cached_property
     def trained(self) -> tuple[Piece, ...]:
-        """Those that have gradients."""
+        """The weights that have gradients."""
         return tuple(member.piece for member in self.members if member.piece.trains)
 
     @cached_property
     def trained_elements(self) -> int:
-        """Elements of a rank's shards of them."""
+        """Elements of a rank's shards of trained weights."""
         return sum(piece.placed.shard for piece in self.trained)
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of the whole gradients, before they are reduced."""
+        """Bytes of whole gradients, before the reduction."""
         return sum(piece.placed.matrix[0] * piece.placed.matrix[1] for piece in self.trained) * self.dtypes.gathered
 
     @cached_property
     def reduced(self) -> int:
-        """Bytes that a rank has left of gradients after a reduce-scatter; its input has `ranks` times as many."""
+        """Bytes of a reduce-scatter's output on a rank; its input has `ranks` times as many."""
         return self.trained_elements * self.dtypes.reduced
 
     @property
@@ -107,27 +107,27 @@ class Group:
 
     @property
     def sent_gradients(self) -> int:
-        """Bytes of gradients for each rank as they travel: of a reduce-scatter what it leaves, of an exchange what a
-        rank sends to every one. In all there are `ranks` times as many."""
+        """Bytes of gradients on the wire per destination rank: a reduce-scatter's output, or what an exchange sends to
+        each rank. The total is `ranks` times as much."""
         if self.exchange is None or not self.exchanges:
             return self.reduced
         return self.exchange.sent.nbytes(self.trained_elements)
 
     @property
     def sent_among(self) -> tuple[int, int] | None:
-        """Bytes of codes, and of sums, that a rank sends each other replica; None: FSDP2 all-reduces `reduced`."""
+        """Bytes of (codes, sums) that a rank sends to each other replica; None: FSDP2 all-reduces `reduced`."""
         if self.among is None or self.replicas == 1 or not self.trained:
             return None
         return self.among.among(self.trained_elements, self.replicas, self.dtypes.reduced)
 
     @property
     def replicated(self) -> int:
-        """Bytes that a rank puts into all-reduces among replicas, or sends each other one."""
+        """Bytes that a rank puts into all-reduces among replicas, or sends to each other replica."""
         return 0 if self.replicas == 1 else self.reduced if self.sent_among is None else sum(self.sent_among)
 
     @property
     def kept_gradients(self) -> int:
-        """Bytes of whole gradients, and of sums, that an exchange keeps from step to step."""
+        """Bytes of whole gradients and of sums that exchanges keep across steps (error feedback)."""
         kept = self.exchange.kept if self.exchange and self.exchanges else None
         whole = sum(kept.nbytes(prod(piece.placed.shape)) for piece in self.trained) if kept else 0
         kept = self.among.kept if self.among and self.sent_among else None
@@ -135,7 +135,7 @@ class Group:
 
     @property
     def optimized(self) -> int:
-        """Bytes of memory that the optimizer's step moves, and quantizing masters anew."""
+        """Bytes of memory that the optimizer's step moves, including requantizing from masters."""
         every = [one.piece for one in self.members]
         state, codes = self.dtypes.state, [one for one in every if one.is_codes and one.trains]
         moved = sum(state.moved(one.placed.shard, one.placed.whole, one.placed.columns) for one in self.trained)
@@ -148,31 +148,31 @@ class Group:
 
 
 def _is_quantized_apart(plan: Plan) -> bool:
-    """Whether the launch that steps masters can't quantize them: scales follow from more than blocks of a tile."""
+    """Whether the launch that steps masters can't quantize them, since scales depend on more than a tile's blocks."""
     blocks = [source.quantization.block for source in plan.layout.sources]
     return plan.shares_amax or plan.layout.stochastic or any(None in (block.m, block.k) for block in blocks)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of a model: of the root, and of each layer."""
+    """All groups of a model: the root's and each layer's."""
 
     root: tuple[Group, ...]
     layers: tuple[tuple[Group, ...], ...]
 
     @property
     def every(self) -> list[Group]:
-        """In order, the root's first."""
+        """All groups in order, the root's first."""
         return [*self.root, *(group for layer in self.layers for group in layer)]
 
     @property
     def pieces(self) -> list[Piece]:
-        """Of all weights."""
+        """The pieces of all weights."""
         return [member.piece for group in self.every for member in group.members]
 
 
 def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) -> Groups:
-    """The groups of a model. Layers that have the same weights are the same groups."""
+    """The groups of a model. Layers with the same weights share the same groups."""
     made: dict[tuple[Weight, ...] | str, tuple[Group, ...]] = {}
     by_name = bool(picks.only or picks.leave)
 
@@ -189,7 +189,7 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
 
 
 def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes: Dtypes) -> list[tuple[Member, ...]]:
-    """The weights of a layer by what ranks they are cut over: dense ones first, then experts if ranks have parts."""
+    """Splits a layer's weights by the ranks that shard them: dense ones, then experts if expert parallelism is on."""
     found: dict[bool, list[Member]] = {}
     for weight in layer.weights:
         why = why_plain(layer, weight, use, picks, mesh)
@@ -200,8 +200,8 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes
 
 
 def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes: Dtypes) -> tuple[Member, ...]:
-    """The same, of which all leave values, or all codes; marked as those of a group whose planes are all dequantized
-    where they arrive."""
+    """The members with one choice for all: their gathers leave values, or codes. Sets `packed` if all planes of the
+    group are dequantized in place."""
     packs = [one.piece.packs for one in members if one.piece.plan is not None]
     values = use.leaves_values(packs, stays, dtypes.gathered)
     packed = values and all(packs)
@@ -212,7 +212,7 @@ def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes:
 
 
 def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) -> Work:
-    """What a layer's groups do in a step, for the estimate of its time, on hosts of so many ranks."""
+    """What a layer's groups do in a step on hosts of `per_host` ranks, for the time estimate."""
     replicas = mesh.ring(mesh.replicas, mesh.shards * mesh.tensor, per_host)
     quantized = [member for group in groups for member in group.members if member.piece.plan is not None]
     sent = []
@@ -235,7 +235,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh, per_host: int) ->
 
 
 def product(member: Member, mesh: Mesh) -> Product:
-    """What a rank multiplies with a weight: of experts, as many tokens in all as if it had all of them."""
+    """A rank's product with a weight. Experts multiply as many tokens in total as if the rank had all of them."""
     weight = member.weight
     *lead, m, k = weight.shape if len(weight.shape) > 1 else (*weight.shape, 1)
     count = lead[0] if lead else 1

@@ -1,7 +1,7 @@
-"""How ranks share a model: replicas, tensor and expert parallelism, and what FSDP2 then shards each weight over.
+"""How ranks share a model: replicas, tensor and expert parallelism, and the ranks that FSDP2 shards each weight over.
 
-As torchtitan lays meshes out: ranks are replicas x shards x tensor-parallel ranks. Expert parallelism takes its ranks
-from the last two; FSDP2 shards experts over those that are left.
+Meshes are torchtitan's: ranks are replicas x shards x tensor-parallel ranks. Expert parallelism takes its ranks from
+the last two dims; FSDP2 shards experts over the remaining ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from layoutc.models.weights import Weight
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in all, and how many of them hold copies (HSDP), parts of a matrix (TP), or some of the experts (EP).
+    """The number of ranks, and the degrees of HSDP (replicas), TP (parts of a matrix) and EP (some of the experts).
 
-    experts_dim: the dim of experts' weights that FSDP2 cuts: 0, its own choice, or 1, by shard_placement_fn.
+    experts_dim: the dim on which FSDP2 shards expert weights: 0 by default, or 1 through shard_placement_fn.
     """
 
     world: int
@@ -35,24 +35,24 @@ class Mesh:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that it shards experts over."""
+        """Ranks that FSDP2 shards experts over."""
         if self.experts == 1:
             return self.shards
         return self.shards * self.tensor // self.experts
 
     def crosses(self, per_host: int) -> bool:
-        """Whether ranks of several hosts shard together: where there are several, and hosts hold no whole replicas."""
+        """Whether shards span hosts: there are several hosts, and no host holds whole replicas."""
         sharded = max(self.shards, self.expert_shards) > 1
         return sharded and self.world > per_host and per_host % (self.shards * self.tensor) != 0
 
     def ring(self, ranks: int, apart: int, per_host: int) -> Ring:
-        """`ranks` ranks, each `apart` from the next, on hosts of `per_host` ranks."""
+        """The ring of `ranks` ranks with stride `apart`, on hosts of `per_host` ranks."""
         if self.world <= per_host or per_host % (ranks * apart) == 0:
             return Ring(ranks, ranks)
         return Ring(ranks, max(1, min(per_host // apart, ranks - 1)))
 
     def problem(self) -> str:
-        """Why there is no such mesh; "" if there is."""
+        """Why the mesh is impossible; "" if it is possible."""
         if self.world % (self.replicas * self.tensor):
             replicas = f"{self.replicas:,} replicas of {self.tensor:,} tensor-parallel ranks each"
             return f"{self.world:,} ranks can't be divided into {replicas}"
@@ -64,8 +64,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placed:
-    """A weight's part that FSDP2 cuts over `ranks` on `dim`. shape: of the part, after TP and EP have cut the whole
-    into so many `parts`."""
+    """The part of a weight that FSDP2 shards over `ranks` on `dim`. shape: the part's, after TP and EP have cut the
+    whole into `parts`."""
 
     shape: tuple[int, ...]
     ranks: int
@@ -74,17 +74,17 @@ class Placed:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(m, k) of the part; leading dims are rows."""
+        """(m, k) of the part, with leading dims flattened into rows."""
         return prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def per_rank(self) -> int:
-        """The longest shard, of the dim that is cut."""
+        """The length of the longest shard along the sharded dim."""
         return cdiv(self.shape[self.dim], self.ranks)
 
     @property
     def shard(self) -> int:
-        """Elements of a shard as FSDP2 pads it."""
+        """Elements of a shard, with FSDP2's padding."""
         return self.per_rank * prod(self.shape) // self.shape[self.dim]
 
     @property
@@ -94,17 +94,17 @@ class Placed:
 
     @property
     def columns(self) -> int:
-        """Of a row of a shard; 0 of a weight of one dim."""
+        """Columns of a shard; 0 for a 1-D weight."""
         return 0 if len(self.shape) < 2 else self.per_rank if self.dim == len(self.shape) - 1 else self.shape[-1]
 
     @property
     def even(self) -> bool:
-        """True if all shards are as long."""
+        """True if all shards have the same length."""
         return self.shape[self.dim] % self.ranks == 0
 
     @property
     def cuts(self) -> Cuts:
-        """Where rows are cut, of a dim 0; of another dim, each rank has a matrix of its own."""
+        """Where rows are cut, if sharded on dim 0; on another dim, each rank's matrix is uncut."""
         if self.dim:
             rows = self.shard // self.shape[-1]
             return Cuts(rows, rows, 1)
@@ -113,7 +113,7 @@ class Placed:
 
 
 def place(weight: Weight, mesh: Mesh) -> Placed:
-    """The largest part of a weight that one rank of TP and EP has, and how FSDP2 cuts it."""
+    """The largest part of a weight on one TP or EP rank, and how FSDP2 shards it."""
     shape = list(weight.shape)
     is_expert = weight.kind == "experts"
     ranks, parts = mesh.expert_shards if is_expert else mesh.shards, 1
@@ -127,7 +127,7 @@ def place(weight: Weight, mesh: Mesh) -> Placed:
 
 
 def uneven(weight: Weight, mesh: Mesh) -> str:
-    """What of a weight TP or EP can't divide equally; "" if nothing."""
+    """What TP or EP can't divide evenly; "" if nothing."""
     if weight.kind == "experts" and mesh.experts > 1:
         count = weight.shape[0]
         return f"{count} experts over {mesh.experts}" if count % mesh.experts else ""

@@ -1,12 +1,11 @@
-"""The most bytes that gathers and gradients add during a step, beside what stays: a walk over FSDP2's own order.
+"""The most bytes that gathers and gradients add to resident ones during a step: a walk in FSDP2's order.
 
-Looked at where it is highest: while a collective runs, once a gather has been copied out, and while the weights of a
-group are dequantized on gather, between its codes and its values: of steps after the first. FSDP2 of torch 2.11 to 2.14
-keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward while
-this one computes, and keeps the input of one reduce-scatter: in place of that, an exchange keeps the gradients
-themselves.
+Checks the moments that can be highest, in steps after the first: while a collective runs, after a gather's copy-out,
+and while a group's weights are dequantized on gather, when codes and values coexist. FSDP2 of torch 2.11 to 2.14 keeps
+one gather's buffer until forward's next gather has been issued, gathers backward's next group while this one computes,
+and keeps the input of one reduce-scatter. An exchange keeps the gradients themselves instead.
 
-With activations the highest point is another one, as those of later layers are gone when gradients are most.
+With activations, the peak is at another moment: later layers' activations are freed by the time gradients are largest.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from layoutc.budget.groups import Group, Groups
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes beside weights, masters and moments. root: what stays gathered until backward is done. layer: the most that
-    any other group holds while it computes. forward, backward: the most at any time, without activations; sharded
-    gradients count in backward. whole: the most with activations, of which there are `activations` then."""
+    """Bytes on top of weights, masters and moments. root: gathered weights that stay until backward is done. layer: the
+    most that any layer holds while it computes. forward, backward: each pass's peak without activations; backward's
+    includes sharded gradients. whole: the peak with activations, of which `activations` bytes exist then."""
 
     root: int
     layer: int
@@ -32,25 +31,25 @@ class Peaks:
 
     @property
     def most(self) -> int:
-        """In either pass."""
+        """The higher peak of both passes, without activations."""
         return max(self.forward, self.backward)
 
 
 @dataclass
 class _Highest:
-    """The most bytes of all that were seen, and what of it is activations."""
+    """The highest total seen, and how much of it is activations."""
 
     most: int = 0
     activations: int = 0
 
     def see(self, activations: int, *others: int) -> None:
-        """Some moments, of the same activations."""
+        """Records moments that share the same activations."""
         if (most := activations + max(others)) > self.most:
             self.most, self.activations = most, activations
 
 
 def peaks(groups: Groups, kept: Activations) -> Peaks:
-    """Of a step whose layers compute one after another, each with all of its groups gathered."""
+    """The peaks of a step whose layers compute one after another, each with all of its groups gathered."""
     none = Activations((0,) * len(groups.layers), (0,) * len(groups.layers), 0)
     root = sum(group.gather("forward").held for group in groups.root)
     layer = max((sum(_most_held(group) for group in one) for one in groups.layers), default=0)
@@ -64,7 +63,7 @@ def _most_held(group: Group) -> int:
 
 
 def _buffer(group: Group, which: str) -> int:
-    """Bytes of the collective's buffer; its input is a part of its output."""
+    """Bytes of the collective's output buffer, which contains its input."""
     return group.gather(which).sent * group.ranks if group.ranks > 1 else 0
 
 
@@ -75,7 +74,7 @@ def _forward(groups: Groups, activations: Activations) -> _Highest:
         for group in layer:
             buffer = _buffer(group, "forward")
             inside += group.gather("forward").held
-            # The last buffer is let go of when this one is copied out, and codes when values have been made of them.
+            # The last buffer is freed when this one is copied out, and codes once they are dequantized.
             seen.see(before, held + inside + kept + buffer + group.gather("forward").arrived)
             kept = buffer
         if layer is groups.root:
@@ -84,8 +83,8 @@ def _forward(groups: Groups, activations: Activations) -> _Highest:
 
 
 def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
-    """Layers from last to first, each with its gradients; the root's are there from the start, and are reduced last.
-    A layer stays gathered while the experts in it are, which are a group of their own where they have other ranks."""
+    """Walks layers from last to first, each with its gradients. The root's exist from the start and are reduced last. A
+    layer stays gathered while its experts compute, which are a separate group if other ranks shard them."""
     early = sum(
         piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered
         for group in groups.root
@@ -98,12 +97,12 @@ def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
     following = iter([*(_buffer(group, "backward") for group in order[1:]), 0])
     for at, layer in reversed([*enumerate(groups.layers)]):
         open_, coming, here = 0, 0, before + activations.computing[at]
-        for group in layer:  # each is gathered, and the next one called for
+        for group in layer:  # gathered, then the next one's gather is issued
             base, own = root + early + sharded + kept, group.gather("backward")
             seen.see(before, base + open_ + _buffer(group, "backward") + own.held + own.arrived)
             open_, coming = open_ + own.held, next(following)
             seen.see(here, base + open_ + coming)
-        for group in reversed(layer):  # those inside have their gradients first, and are let go of
+        for group in reversed(layer):  # inner groups get their gradients first, and are freed
             base = root + early + sharded + coming
             computing = open_ + group.gradients + kept
             open_ -= group.gather("backward").held
@@ -121,20 +120,20 @@ def _backward(groups: Groups, root: int, activations: Activations) -> _Highest:
 
 
 def _kept_gradients(group: Group) -> int:
-    """Bytes of sharded gradients, in the dtype of the parameters."""
+    """Bytes of sharded gradients, in the parameters' dtype."""
     return group.trained_elements * group.dtypes.stored
 
 
 def _input(group: Group) -> int:
-    """Bytes that FSDP2 keeps of a group until the next one is reduced: its buffer, or whole gradients."""
+    """Bytes that FSDP2 keeps until the next group is reduced: the reduce-scatter's input, or whole gradients."""
     return group.gradients if group.exchanges else group.reduced * group.ranks
 
 
 def _reducing(group: Group) -> int:
-    """Bytes beside that input: whole gradients while they are joined in it, then what is left of them; in an exchange
-    what is sent, what arrives and the sum; the same of codes among replicas. The variables of FSDP2's loop over
-    gradients keep the last one, and the last one that it has put in another order, as one of experts that are cut on
-    their rows, until all is done; without that loop nothing is kept."""
+    """Bytes on top of `_input`: whole gradients while they are copied in, then the output; in an exchange, the sent and
+    received bytes and the sum, also for codes among replicas. The variables of FSDP2's loop over gradients keep the
+    last one, and the last reordered one (experts sharded on their rows), alive to the end; without the loop, nothing is
+    kept."""
     if not group.trained:
         return 0
     sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]
@@ -148,7 +147,7 @@ def _reducing(group: Group) -> int:
         codes, sums = group.sent_among
         between = group.replicas * (codes + max(codes, sums)) if sums else (1 + group.replicas) * codes
         converted = max(converted, between)
-    if group.exchanges and group.exchange:  # the last one is among those that are kept
+    if group.exchanges and group.exchange:  # the loop's last gradient is in `_input` already
         sent = group.sent_gradients * group.ranks
         before = group.trained_elements * group.ranks * group.dtypes.gathered
         most = max(sent + before, 2 * sent) if group.exchange.codes else 2 * sent
@@ -157,8 +156,8 @@ def _reducing(group: Group) -> int:
 
 
 def _whole_embeddings(group: Group) -> int:
-    """Bytes of the gradients of embeddings that tensor parallelism cuts: DTensor makes them whole, and FSDP2 takes its
-    part while the whole one is there."""
+    """Bytes of whole gradients of embeddings that tensor parallelism cuts: DTensor materializes them, and they are
+    alive while FSDP2 takes its part."""
     return sum(
         member.weight.elements * group.dtypes.gathered
         for member in group.members

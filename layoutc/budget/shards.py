@@ -1,7 +1,7 @@
-"""The bytes of one weight: what the shards of a rank hold, what a gather fills, what gradients take. Pure integers.
+"""The bytes of one weight: a rank's shards, a gather's buffers, gradients. Pure integers.
 
-As FSDP2 of torch 2.11 to 2.14 allocates them (FSDPParam, FSDPParamGroup), and the planes of a quantized shard as the
-runtime does; tests/distributed/test_planned_bytes.py counts both.
+They model the allocations of FSDP2 in torch 2.11 to 2.14 (FSDPParam, FSDPParamGroup), and the runtime's for the planes
+of a quantized shard; tests/distributed/test_planned_bytes.py checks both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HANDLE, INDEX = 1, 8
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes of an element: of parameters as the model is built (and so of what a gradient ends as), of what FSDP2
-    gathers (param_dtype) and reduces in (reduce_dtype). state: what the optimizer holds beside."""
+    """Bytes per element: stored (parameters as the model is built, and final gradients), gathered (FSDP2's param_dtype)
+    and reduced (reduce_dtype). state: the optimizer's."""
 
     stored: int = 4
     gathered: int = 2
@@ -36,12 +36,12 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Piece:
-    """A weight as FSDP2 has it. plan: of its recipe; None for a plain one. cast: it is quantized as it is gathered.
-    stays: it is gathered once a step, and kept until backward is done. on_gather: its gathers leave values. packed:
-    all planes of its group can be dequantized where they arrive."""
+    """A weight under FSDP2. plan: its recipe's; None for a plain one. cast: it is quantized at each gather. stays: it
+    is gathered once per step and kept until backward is done. on_gather: its gathers leave values. packed: all planes
+    of its group can be dequantized in place."""
 
     placed: Placed
-    plan: Plan | None = field(default=None, hash=False)  # which has thousands of parts to hash
+    plan: Plan | None = field(default=None, hash=False)  # hashing its thousands of parts is slow
     cast: bool = False
     trains: bool = True
     stays: bool = False
@@ -50,12 +50,12 @@ class Piece:
 
     @property
     def is_codes(self) -> bool:
-        """True for a quantized weight: its shards are codes."""
+        """True if shards are stored as codes."""
         return self.plan is not None and not self.cast
 
     @property
     def packs(self) -> bool:
-        """True if it can be dequantized where its planes arrive; see `layoutc.plan.wire.packs`."""
+        """True if it can be dequantized in place; see `layoutc.plan.wire.packs`."""
         placed, plan = self.placed, self.plan
         if plan is None or not self.on_gather or placed.ranks == 1 or placed.dim:
             return False
@@ -64,9 +64,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that a rank holds of a weight, or of many: between steps, and gradients until the optimizer has stepped.
+    """Bytes that a rank holds of one or more weights: between steps, and gradients until the optimizer has stepped.
 
-    left: what gathers leave behind: scales of gathered weights, amaxes, and where blocks are that cuts split.
+    left: what gathers leave behind: scales of gathered weights, amaxes, and indices of blocks that cuts split.
     """
 
     weights: int = 0
@@ -79,28 +79,28 @@ class Resident:
         return Resident(*map(add, self.sizes, other.sizes))
 
     def times(self, count: int) -> Resident:
-        """Of so many."""
+        """The bytes of `count` equal weights."""
         return Resident(*(count * size for size in self.sizes))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of each kind."""
+        """The fields, in order."""
         return self.weights, self.masters, self.moments, self.gradients, self.left
 
     @property
     def kept(self) -> int:
-        """All but gradients."""
+        """The sum without gradients."""
         return sum(self.sizes) - self.gradients
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all fields."""
         return sum(self.sizes)
 
 
 @lru_cache(maxsize=65536)
 def resident(piece: Piece, rank: int, dtypes: Dtypes) -> Resident:
-    """What a rank of the weight's group holds. Its gradient is padded as the shard is."""
+    """What a rank of the weight's group holds. The gradient has the shard's padding."""
     rows = _own(piece.placed, rank)
     weights = _planes(piece.plan, piece.placed, 0 if piece.placed.dim else rank) if piece.plan and piece.is_codes else 0
     if not piece.is_codes:
@@ -127,28 +127,28 @@ def _own(placed: Placed, rank: int) -> int:
 
 
 def _planes(plan: Plan, placed: Placed, rank: int) -> int:
-    """Bytes of a rank's planes, of all orientations: of its rows, and of the rest of the blocks that its cuts split.
-    rank: 0 for a dim other than the first, on which all shards are as long."""
+    """Bytes of a rank's planes of all orientations, halo rows included. rank: 0 for shards on a dim other than the
+    first, which have equal lengths."""
     cuts, k = placed.cuts, placed.matrix[1]
     first, last = cuts.bounds(rank)
     halo = cuts.halo(rank, plan.block_rows).rows
-    rows = last - first + halo if halo else cuts.per_rank  # without a halo it is padded, as FSDP2 pads any shard
+    rows = last - first + halo if halo else cuts.per_rank  # without a halo, FSDP2's padding applies
     return sum(
         _shared(plan, plane, k) if plane.per_m is None else plane.nbytes(rows, k) for plane in plan.layout.planes
     )
 
 
 def _shared(plan: Plan, plane: Plane, k: int) -> int:
-    """Bytes of a plane that all shards have."""
+    """Bytes of a plane that is the same on all shards."""
     if plan.layout.history and not any(plane in source.planes for source in plan.layout.sources):
         return plan.layout.history * plane.itemsize
     return plane.nbytes(1, k)
 
 
 def _left(piece: Piece) -> int:
-    """Bytes that gathers of a weight leave: its shared planes, where they are not the shard's own, the amax that a cast
-    remembers with a history, what it makes in a group of one rank beside the plane that FSDP2 copies, and the byte that
-    stands for a weight whose passes gather different planes."""
+    """Bytes that a weight's gathers leave: shared planes that are not the shard's, the amax that a cast with a history
+    remembers, the planes that a cast in a group of one rank makes after the first, which FSDP2 frees, and the handle's
+    byte of a weight whose passes gather different planes."""
     plan = piece.plan
     if plan is None:
         return 0
@@ -157,7 +157,7 @@ def _left(piece: Piece) -> int:
     left = HANDLE if plan.passes_differ and not piece.stays else 0
     if piece.cast or piece.stays:
         left += sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
-    if piece.cast and piece.placed.ranks == 1:  # FSDP2 frees the first plane alone
+    if piece.cast and piece.placed.ranks == 1:  # FSDP2 frees only the first plane
         gather = plan.both if piece.stays else plan.backward
         left += sum(slots(plan, gather, piece.placed.cuts, piece.placed.matrix[1])[1:])
     if piece.cast and plan.layout.history:
@@ -166,8 +166,8 @@ def _left(piece: Piece) -> int:
 
 
 def _left_beside_values(piece: Piece, plan: Plan) -> int:
-    """The same of a weight that is cast and dequantized on gather: the shared planes that values were read from stay
-    until the next gather; with a history also the amax that the cast remembers."""
+    """Like `_left`, for a weight that is cast and dequantized on gather: the shared planes that dequantizing reads stay
+    until the next gather, and with a history, the amax that the cast remembers."""
     history = plan.layout.history
     if history and not piece.packed:
         return FP32 + FP32 * history
@@ -176,7 +176,7 @@ def _left_beside_values(piece: Piece, plan: Plan) -> int:
 
 
 def indices(pieces: Iterable[Piece]) -> int:
-    """Bytes of the numbers of blocks by which planes of weights that cuts split are put together, one for each way."""
+    """Bytes of the block indices that join planes of weights whose cuts split blocks; equal index lists are shared."""
     ways: set[tuple[int, ...] | None] = set()
     for piece in pieces:
         plan, cuts = piece.plan, piece.placed.cuts
@@ -190,8 +190,8 @@ def indices(pieces: Iterable[Piece]) -> int:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Of one gather of a weight: bytes that each rank sends, those that are then held, and those that have arrived and
-    are freed as soon as values have been made of them, if those are what is held."""
+    """One gather of a weight, in bytes. sent: by each rank. held: afterwards. arrived: received codes that are freed
+    once dequantized, if the gather leaves values."""
 
     sent: int
     held: int
@@ -205,10 +205,10 @@ def gathered(piece: Piece, which: str, dtypes: Dtypes) -> Gathered:
     if plan is None:
         return Gathered(placed.shard * dtypes.gathered, placed.ranks * placed.shard * dtypes.gathered)
     if piece.on_gather:
-        return _gathered_values(placed, plan.forward, dtypes)  # which both passes have
+        return _gathered_values(placed, plan.forward, dtypes)  # the same in both passes
     gather: Gather = getattr(plan, which)
     own = slots(plan, gather, placed.cuts, placed.matrix[1])
-    # Of one rank, FSDP2 copies the first plane, and the others are the shard's own.
+    # With one rank, FSDP2 copies only the first plane; the other ones are the shard's.
     sent, joined = (own[0], 0) if placed.ranks == 1 else (sum(own), sum(dict(_joined(plan, placed, which)).values()))
     return Gathered(sent, placed.ranks * sent + joined)
 
@@ -225,8 +225,8 @@ def _gathered_values(placed: Placed, gather: Gather, dtypes: Dtypes) -> Gathered
 
 
 def _joined(plan: Plan, placed: Placed, which: str) -> Iterator[tuple[str, int]]:
-    """Planes that are copied together after a gather, with their bytes, of all passes that the weight is gathered in:
-    FSDP2 allocates and frees them with its outputs."""
+    """(name, bytes) of planes that are joined by a copy after a gather, for all passes that gather the weight. FSDP2
+    allocates and frees them with its outputs."""
     cuts, (m, k) = placed.cuts, placed.matrix
     for gather in (plan.both,) if which == "both" else (plan.forward, plan.backward):
         for plane, slot in zip(gather.planes, slots(plan, gather, cuts, k), strict=False):
@@ -238,7 +238,7 @@ def _joined(plan: Plan, placed: Placed, which: str) -> Iterator[tuple[str, int]]
 
 
 def period(piece: Piece) -> int:
-    """The number of ranks after which shards hold as many bytes as before, as cuts fall in blocks as they fell."""
+    """After how many ranks shard sizes repeat, because cuts fall at the same offsets within blocks."""
     if not piece.is_codes or piece.plan is None or piece.placed.dim:
         return 1
     cuts, block = piece.placed.cuts, piece.plan.block_rows
@@ -246,10 +246,10 @@ def period(piece: Piece) -> int:
 
 
 def largest(pieces: tuple[Piece, ...], dtypes: Dtypes) -> Resident:
-    """Of the rank that holds the most of some weights, all over as many ranks.
+    """The bytes of the rank that holds the most of some weights, which are all sharded over equally many ranks.
 
-    The first ranks decide: rank r has no more of any weight than rank r modulo the weights' common period, as the last
-    shards are shorter.
+    Only the first ranks count: rank r has no more of any weight than rank r modulo the weights' common period, since
+    the last shards are shorter.
     """
     counts: dict[Piece, int] = {}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The budget of a model in a recipe on some ranks: everything that `layoutc plan` says of it."""
+"""The budget of a model in a recipe on a mesh: everything that `layoutc plan` reports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv
 from layoutc.models.weights import Model
 
-EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that are cut
+EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about split blocks
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step: into the gathers of each pass, into reduce-scatters (its part of their
-    outputs) or exchanges of gradients (the part of one rank), into all-reduces among replicas (as codes: what each of
-    them is sent), and in the optimizer's step about amaxes and blocks that cuts split."""
+    """Bytes that a rank sends in a step. forward, backward: into gathers. reduced: its part of reduce-scatters'
+    outputs, or what a gradient exchange sends to one rank. replicated: into all-reduces among replicas, or codes for
+    one replica. exchanged: about amaxes and split blocks, in the optimizer's step."""
 
     forward: int
     backward: int
@@ -37,7 +37,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CutWeight:
-    """Weights whose shards split blocks: how many cuts fall inside one, and sizes near these where none does."""
+    """Weights whose shards split blocks: how many cuts fall inside a block, and nearby sizes that avoid it."""
 
     name: str
     count: int
@@ -51,8 +51,8 @@ class CutWeight:
 
 @dataclass(frozen=True)
 class WeightLine:
-    """Weights that are alike, over all layers. Bytes are of one of them: of the rank that holds the most, and sent in
-    each pass by each rank. plain: why the recipe does not take it; ""."""
+    """Identical weights over all layers. Bytes are those of one weight: resident on the rank with the most, and sent by
+    each rank in each pass. plain: why it is not quantized; ""."""
 
     name: str
     count: int
@@ -67,10 +67,10 @@ class WeightLine:
 
 @dataclass(frozen=True)
 class Budget:
-    """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing.
-    exchange: gradients of some group are exchanged. on_gather: gathers of some weight leave values. low: products on
-    codes. policy: which layers are computed again in backward. room: bytes that a card has for all of that. tokens:
-    of a rank, a second."""
+    """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards' padding. exchange:
+    some group's gradients are exchanged. on_gather: some weight's gathers leave values. low: products run in low
+    precision. policy: which layers backward recomputes. room: bytes available on a card. tokens: per rank and
+    second."""
 
     recipe: str
     how: str
@@ -93,14 +93,14 @@ class Budget:
 
     @property
     def memory(self) -> int:
-        """Bytes of the largest rank at the highest point of a step."""
+        """Peak bytes of the largest rank in a step."""
         return self.resident.kept + max(self.peaks.whole, self.resident.gradients)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What budgets of one plan have in common. runs: how steps run. together: how many follow one another. policy:
-    which layers are computed again in backward; None: as few as fit."""
+    """What all budgets of one plan share. runs: how steps run. together: how many steps run back to back. policy:
+    which layers backward recomputes; None: the fewest that fit."""
 
     picks: Picks
     dtypes: Dtypes
@@ -112,12 +112,12 @@ class Setting:
     policy: Policy | None = None
 
     def on(self, machine: Machine) -> Setting:
-        """The same on another machine."""
+        """A copy for another machine."""
         return replace(self, machine=machine)
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
-    """Raises ValueError for a mesh or a use that there can't be; see `Mesh.problem`, `Use.problem`."""
+    """Raises ValueError for an impossible mesh or use; see `Mesh.problem`, `Use.problem`."""
     if problem := mesh.problem() or use.problem:
         raise ValueError(problem)
     groups = groups_of(model, use, at.picks, mesh, at.dtypes)
@@ -161,9 +161,9 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
 
 
 def estimated(model: Model, use: Use, mesh: Mesh, at: Setting) -> Parts:
-    """The step alone, without what it takes of memory."""
+    """The time estimate of a step, without its memory."""
     root, *works = works_of(model, groups_of(model, use, at.picks, mesh, at.dtypes), mesh, at.links.per_host)
-    return step(use, works, root, at.load, at.links, at.machine, at.runs, at.together)  # nothing is computed again
+    return step(use, works, root, at.load, at.links, at.machine, at.runs, at.together)  # nothing is recomputed
 
 
 def works_of(model: Model, groups: Groups, mesh: Mesh, per_host: int, policy: Policy = "none") -> list[Work]:
@@ -180,7 +180,7 @@ def works_of(model: Model, groups: Groups, mesh: Mesh, per_host: int, policy: Po
 
 
 def _padding(pieces: list[Piece], mesh: Mesh, dtypes: Dtypes) -> int:
-    """Bytes of plain shards' padding in the whole job: FSDP2 makes all as long as the longest."""
+    """Bytes of plain shards' padding over all ranks: FSDP2 pads all shards to the longest."""
     plain = (piece.placed for piece in pieces if not piece.is_codes)
     return sum((one.shard * one.ranks - prod(one.shape)) * dtypes.stored * (mesh.world // one.ranks) for one in plain)
 
@@ -197,9 +197,9 @@ def _traffic(groups: Groups) -> Traffic:
 
 
 def _exchanged(piece: Piece) -> int:
-    """In a step: amaxes that shards share, and the parts that other parallelism makes, and what ranks tell of the
-    blocks at both ends of a shard that cuts split, each column's least and greatest value, or all values. A weight that
-    is cast says so at each gather."""
+    """Bytes that a rank exchanges per step: amaxes over shards and over TP or EP parts, and for split blocks at both
+    ends of a shard, each column's minimum and maximum, or all values. A weight that is cast exchanges them at each
+    gather."""
     plan, k, placed = piece.plan, piece.placed.matrix[1], piece.placed
     if plan is None:
         return 0
@@ -207,7 +207,7 @@ def _exchanged(piece: Piece) -> int:
     if plan.shares_amax:
         values += cdiv(k, plan.amax_columns) if plan.amax_columns else 1
         values += 1 if piece.cast and plan.layout.history else 0  # whether any rank has new values
-        values *= (placed.ranks > 1) + (placed.parts > 1)  # an all-reduce over each mesh dim
+        values *= (placed.ranks > 1) + (placed.parts > 1)  # one all-reduce per mesh dim
     if placed.ranks > 1 and not placed.cuts.aligned(plan.block_rows):
         values += 2 * (2 if plan.extremes else plan.block_rows) * k
     times = (1 if piece.stays else 2) if piece.cast else int(piece.trains)
@@ -215,7 +215,7 @@ def _exchanged(piece: Piece) -> int:
 
 
 def _alike(model: Model, groups: Groups) -> list[tuple[str, int, Member]]:
-    """Weights that are alike, with the layers' numbers as *, and how many they are."""
+    """(name with layer numbers as *, count, member) of identical weights."""
     found: dict[tuple[str, Member], int] = {}
     same: dict[tuple[str, tuple[Group, ...]], int] = {}
     for layer, own in zip(model.all_layers, (groups.root, *groups.layers), strict=True):
