@@ -1,1 +1,1 @@
-"""How long a training step takes on more ranks and other links than were measured: pure functions of sizes."""
+"""Estimates the time of a training step on more ranks and other links than were measured: pure functions of sizes."""

@@ -1,7 +1,7 @@
-"""How fast a host is, from a step in bf16 that was measured on it.
+"""Derives the speed of a host from a measured bf16 step.
 
-Hosts of one kind of card differed by more than two times, where cards of a kind do not. What a host takes of all else
-follows from what it takes of bf16.
+Hosts with the same kind of card differed by more than 2x, though the cards did not. All host times scale with the
+host's time for bf16.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from math import sqrt
 
 from layoutc.estimate.machine import Machine
 
-LEAST, MOST = 0.1, 3.0  # of hosts that are found; those that were measured took 0.54 to 1.23
-DECIDES = 1.05  # a step of less than this times what the card and the link take says nothing of the host
+LEAST, MOST = 0.1, 3.0  # the range of factors to search; measured hosts had 0.54 to 1.23
+DECIDES = 1.05  # a step shorter than this times the card's and the link's time is not host-bound
 
 
 def factor_of(seconds: float, machine: Machine, step: Callable[[Machine], float]) -> float:
-    """How many times as long as the host of `machine` another one takes, on which a step in bf16 takes `seconds`.
+    """The host time relative to `machine`'s host, on a host where a bf16 step takes `seconds`.
 
-    step: the seconds of that step, estimated for a machine; no less with a slower host. Raises ValueError where the
-    card or the link decides the step, and where no host from 0.1 to 3 times as slow gives it.
+    step: estimates that step's seconds for a machine; never decreases with a slower host. Raises ValueError if the step
+    is not host-bound, or if no factor from 0.1 to 3 yields it.
     """
     others, slowest = step(machine.with_host(LEAST)), step(machine.with_host(MOST))
     if seconds < DECIDES * others:

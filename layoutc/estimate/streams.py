@@ -1,10 +1,10 @@
-"""Streams of a card, compute and links, that run a step's work in FSDP2's order: what overlaps, and when it ends.
+"""Simulates a card's streams, compute and links, in FSDP2's order: what overlaps, and when a step ends.
 
-A task starts when its stream is free, what it waits for has been, and the host has issued it. FSDP2 of torch 2.11 to
-2.14 (its FSDPParamGroup) gathers the next group beside the compute of this one, and reduces the gradients of this group
-beside the backward of the next, with one reduce-scatter in flight; gathers and reduce-scatters share one communicator,
-which runs them one after another in the order in which they are issued. All-reduces among replicas have a stream and a
-communicator of their own, and nothing but the optimizer waits for them.
+A task starts when its stream is free, the tasks it waits for have started or ended, and the host has issued it. FSDP2
+of torch 2.11 to 2.14 (FSDPParamGroup) overlaps the gather of the next group with the compute of this one, and the
+reduction of this group's gradients with the next group's backward, with one reduce-scatter in flight. Gathers and
+reduce-scatters share one communicator, which runs them in the order of issue. All-reduces among replicas have a
+separate stream and communicator, and only the optimizer waits for them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ STREAMS: tuple[Stream, ...] = ("compute", "link", "replicas")
 
 @dataclass(frozen=True)
 class Task:
-    """Work of a stream: what it takes alone, the tasks whose start or end it waits for, and when the host issues it.
+    """A stream's work: its seconds alone, the tasks whose start or end it waits for, and when the host issues it.
 
-    slowed: how much of it slows the other stream, and is slowed by that one.
+    slowed: the share of it that slows the other stream and is slowed by it.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Task:
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """Seconds that the work of one FSDP group takes alone.
+    """Seconds of one FSDP group's work, each part alone.
 
-    memory_forward, memory_backward: what memory decides of forward and backward.
+    memory_forward, memory_backward: the memory-bound part of forward and backward.
     """
 
     gather_forward: float
@@ -57,18 +57,18 @@ class GroupTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """The end of a run, how long compute and a link overlapped, and each task's start and end."""
+    """When a run ended, how long compute and a link overlapped, and each task's start and end."""
 
     total: float
     overlapped: float
     spans: Mapping[str, tuple[float, float]]
 
 
-MOST = 512  # groups that are run one by one
+MOST = 512  # the most groups that are simulated one by one
 
 
 def together_if_many(groups: Sequence[GroupTimes]) -> Sequence[GroupTimes]:
-    """At most so many groups: of more, neighbours are taken together, with the same sums."""
+    """At most MOST groups: merges neighbors if there are more, with the same sums."""
     each = cdiv(len(groups), MOST)
     if each == 1:
         return groups
@@ -80,8 +80,8 @@ def together_if_many(groups: Sequence[GroupTimes]) -> Sequence[GroupTimes]:
 def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0) -> Times:
     """Runs the tasks of each stream in order.
 
-    interference: while compute and a link are busy with work that slows the other, each gets 1 / (1 + interference) of
-    its speed. disturbed: how much of that links take, from 0 to 1. Raises ValueError where tasks wait for one another.
+    interference: while compute and a link are busy with work that slows the other, each runs at 1 / (1 + interference)
+    of its speed. disturbed: the share of that slowdown that links get, from 0 to 1. Raises ValueError on a deadlock.
     """
     queues = {stream: [task for task in tasks if task.stream == stream] for stream in STREAMS}
     at = dict.fromkeys(STREAMS, 0)
@@ -91,7 +91,7 @@ def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0
     now = overlapped = 0.0
     while any(at[stream] < len(queues[stream]) for stream in STREAMS) or active:
         waiting = []
-        for _ in STREAMS:  # the start of one may be what the other waits for
+        for _ in STREAMS:  # one's start may unblock the other
             for stream in STREAMS:
                 if stream in active or at[stream] == len(queues[stream]):
                     continue
@@ -121,12 +121,12 @@ def run(tasks: Sequence[Task], interference: float = 0.0, disturbed: float = 1.0
 
 
 def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]:
-    """A step of FSDP2 over the groups, in the order in which the host issues it. Each group is gathered twice."""
+    """An FSDP2 step over the groups, in the host's issue order. Each group is gathered twice."""
     tasks: list[Task] = []
     host = 0.0
     last = len(groups) - 1
     for i, group in enumerate(groups):
-        # The buffers of the gather before the last one are free once that group was copied out of them.
+        # The buffer of the gather before the last is free once that group's copy-out is done.
         after: tuple[tuple[str, Edge], ...] = ((f"forward {i - 2}", "start"),) if i > 1 else ()
         tasks.append(Task(f"gather {i}", "link", group.gather_forward, after, host))
         host += group.host_forward
@@ -137,7 +137,7 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
             tasks.append(Task(f"gather again {i}", "link", groups[i].gather_backward, ((f"forward {i}", "end"),), host))
         host += groups[i].host_backward
         needs: list[tuple[str, Edge]] = [(f"gather again {i}", "end")]
-        if i + 2 <= last:  # its input is kept until it is done, and the next one is not made before
+        if i + 2 <= last:  # the input is kept until it is done; the next is not allocated before
             needs.append((f"reduce {i + 2}", "end"))
         slowed = _slowed(groups[i].backward, groups[i].memory_backward)
         tasks.append(Task(f"backward {i}", "compute", groups[i].backward, tuple(needs), host, slowed))
@@ -153,10 +153,9 @@ def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]
 
 
 def in_a_row(tasks: Sequence[Task], steps: int, host: float) -> list[Task]:
-    """The tasks of so many steps that follow one another, as where nobody waits for the card before the last is done.
+    """The tasks of `steps` back-to-back steps, where nothing synchronizes with the card before the last one ends.
 
-    host: seconds of it in a step; it goes on to the next one at once. Weights are gathered once the optimizer has
-    stepped them.
+    host: its seconds per step; it goes on to the next step at once. Gathers of weights wait for the optimizer's step.
     """
     if steps == 1:
         return list(tasks)
@@ -173,5 +172,5 @@ def in_a_row(tasks: Sequence[Task], steps: int, host: float) -> list[Task]:
 
 
 def _slowed(seconds: float, memory: float) -> float:
-    """Of work of which memory decides so many seconds: collectives take multiprocessors, which products need all of."""
+    """`Task.slowed` of work with `memory` memory-bound seconds: only products need the SMs that collectives occupy."""
     return 1 - memory / seconds if seconds else 1.0

@@ -1,6 +1,6 @@
-"""The work of an FSDP group in a step, as a rank sees it: what it sends, multiplies, updates; how long that takes.
+"""A rank's work for an FSDP group in a step: what it sends, multiplies and updates, and how long that takes.
 
-Whoever knows a model says what its groups are; what a card and a link make of it is the same for all.
+Callers that know a model define its groups; the times on a card and a link are the same for all models.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from layoutc.plan.products import OPERANDS, ProductName, operand
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
 ALONE = Ring(1, 1)
-Runs = Literal["compiled", "eager", "graph"]  # the last: captured in a CUDA graph, without the host's time
+Runs = Literal["compiled", "eager", "graph"]  # graph: captured in a CUDA graph, without host time
 BF16, FP32 = 2, 4  # bytes
 PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
     "forward": ("forward",),
     "backward": ("grad_input", "grad_weight"),
 }
-ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's passes, of forward's
+ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's passes, relative to forward
 
 
 @dataclass(frozen=True)
 class Use:
-    """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
-    exchange: how gradients are exchanged, by `layoutc.exchange_gradients`; None: FSDP2 reduces them. among: the same of
-    sums among replicas. on_gather: gathers leave values, or codes, by `layoutc.set_products_`; None: values where they
-    cost nothing, as `layoutc.dequantize` has it by default.
+    """How weights are stored and used. plan: None for bf16. cast: quantized at each gather. low: products in low
+    precision. exchange: how `layoutc.exchange_gradients` sends gradients; None: FSDP2 reduces them. among: the same for
+    sums among replicas. on_gather: whether gathers leave values, by `layoutc.set_products_`; None: values if they cost
+    nothing, the default of `layoutc.dequantize`.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Use:
 
     @property
     def problem(self) -> str:
-        """Why weights can't be used so, and what works; "" if they can."""
+        """Why weights can't be used like this, and what works instead; "" if they can."""
         if self.plan is None or not (self.on_gather and self.low):
             return ""
         return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
 
     def leaves_values(self, packs: Sequence[bool], stays: bool = False, value: int = BF16) -> bool:
-        """Whether gathers of a group leave values. packs: of each weight in the recipe, whether it can be
-        dequantized where it arrives. stays: gathered after forward. value: bytes of one."""
+        """Whether gathers of a group leave values. packs: for each weight in the recipe, whether it can be dequantized
+        in place. stays: stays gathered after forward. value: bytes per value."""
         if self.plan is None or self.on_gather is not None:
             return self.plan is not None and bool(self.on_gather)
         free = [values_cost_nothing(fits, value, self.plan.passes_differ, stays) for fits in packs]
@@ -64,8 +64,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Product:
-    """A weight of (m, k) that multiplies `times` as many tokens as a rank has. quantized: it is in the recipe. trains:
-    it has a gradient."""
+    """An (m, k) weight that multiplies `times` a rank's tokens. quantized: it is in the recipe. trains: it has a
+    gradient."""
 
     m: int
     k: int
@@ -76,12 +76,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a group over a ring: bytes that a rank sends in each pass; rows: elements of shards that train.
+    """A group's collectives over a ring. forward, backward: bytes that a rank sends. rows: trained elements of shards.
 
-    reduced: bytes that a rank has left of gradients; if they are exchanged, that it sends to each rank. replicated:
-    that it adds up over the ring of its `replicas`. among: of these, codes and sums that it sends each other one; None:
-    they are all-reduced. packed: bytes of a gather from which values are made where they have arrived, so that nothing
-    copies them out.
+    reduced: bytes of a reduce-scatter's output; if `exchanged`, the bytes sent to each rank. replicated: bytes summed
+    over the ring of `replicas`. among: bytes of (codes, sums) sent to each other replica; None: they are all-reduced.
+    packed: bytes of a gather that are dequantized in place, so that nothing copies them out.
     """
 
     ring: Ring
@@ -97,15 +96,15 @@ class Sent:
 
     @property
     def ranks(self) -> int:
-        """Of the ring."""
+        """Ranks in the ring."""
         return self.ring.ranks
 
 
 @dataclass(frozen=True)
 class Work:
-    """A group. products: on this rank. optimizer: bytes of memory that its step moves; quantized: elements of the whole
-    weights in the recipe, of which there are `weights`. values: gathers leave them. attention: columns; width: of
-    elementwise work. again: backward computes forward again."""
+    """A group's work. products: on this rank. optimizer: bytes that its step moves. quantized: elements of the whole
+    weights in the recipe, `weights` in number. values: gathers leave values. attention: columns of attention. width:
+    columns of elementwise work. again: backward recomputes forward."""
 
     sent: tuple[Sent, ...]
     products: tuple[Product, ...]
@@ -125,7 +124,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of a rank in a step, in sequences of so many."""
+    """A rank's tokens in a step, in sequences of `sequence` tokens."""
 
     tokens: int
     sequence: int
@@ -133,13 +132,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a rank in a step, by part, each as if it ran alone; `total` is with what overlaps.
+    """A rank's seconds in a step, by part, each as if it ran alone; `total` accounts for overlap.
 
-    undisturbed: the total if streams did not slow one another; how much they do, the machine's `interference`, follows
-    from two links alone. overlapped: while compute and a link are busy. exposed: the total without forward, backward
-    and the optimizer. reduce_scatter: also of gradients that are exchanged, with the copies and sums of that.
-    all_reduce: among replicas. within, across: of all collectives, by whether their ranks lie in one host. memory: of
-    forward, backward and the optimizer, what memory decides.
+    undisturbed: the total if streams did not slow each other; the machine's `interference`, by which they do, was
+    measured on only two links. overlapped: while compute and a link are busy. exposed: the total without forward,
+    backward and the optimizer. reduce_scatter: includes exchanges of gradients, with their copies and sums. all_reduce:
+    among replicas. within, across: all collectives within a host, and across hosts. memory: the memory-bound part of
+    forward, backward and the optimizer.
     """
 
     forward: float
@@ -169,12 +168,12 @@ def step(
     runs: Runs = "compiled",
     together: int = 1,
 ) -> Parts:
-    """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
+    """Estimates a step over groups in forward's order. root: gathered before the first, kept until backward is done.
 
-    runs: how steps run, which decides what they take of the host. together: how many follow one another, the first of
-    which begins when ranks and cards are at rest; a step is the mean of them.
+    runs: how steps run, which decides their host time. together: how many steps run back to back, starting with idle
+    ranks and cards; the result is their mean.
     """
-    if not groups:  # the root is all there is
+    if not groups:  # there is only the root
         groups, root = [root], Work((), ())
     times: dict[Work, GroupTimes] = {}
     for work in groups:
@@ -235,15 +234,15 @@ def _times(use: Use, work: Work, load: Load, links: Links, machine: Machine, run
 
 
 def _gathered(work: Work, links: Links, which: Pass) -> float:
-    """Seconds of a group's gathers in a pass; not every one has one in each."""
+    """Seconds of a group's gathers in a pass; some have none in one of the passes."""
     return sum(links.gather(nbytes, one.ring) for one in work.sent if (nbytes := getattr(one, which)))
 
 
 def _reduced(one: Sent, links: Links, machine: Machine) -> float:
-    """Seconds in which gradients are added up over ranks, on the stream that sends them; 0 if none are trained.
+    """Seconds of reducing gradients over ranks, on the stream that sends them; 0 if no weights are trained.
 
-    Exchanged ones are written into a buffer there, and what arrives is read and added up in fp32; if they are sent as
-    codes, these are made of that buffer.
+    An exchange copies gradients into a buffer on this stream, quantizes that if it sends codes, and sums what it
+    receives in fp32.
     """
     if not one.rows:
         return 0.0
@@ -255,7 +254,7 @@ def _reduced(one: Sent, links: Links, machine: Machine) -> float:
 
 
 def _added_up(one: Sent, links: Links, machine: Machine) -> float:
-    """Seconds in which replicas add up their sums. Codes are made of these, and read of all replicas."""
+    """Seconds of summing over replicas, including quantizing sums and reading all replicas' codes."""
     if one.among is None:
         return links.all_reduce(one.replicated, one.replicas)
     codes, sums = one.among
@@ -265,7 +264,7 @@ def _added_up(one: Sent, links: Links, machine: Machine) -> float:
 
 
 def _in_collectives(work: Work, links: Links, machine: Machine, crosses: bool) -> float:
-    """Seconds of a group's collectives in a step among ranks of one host, or of several."""
+    """Seconds of a group's collectives in a step that stay within a host, or that cross hosts."""
     found = 0.0
     for one in work.sent:
         if one.ring.crosses == crosses:
@@ -290,9 +289,9 @@ def _with_root(groups: list[GroupTimes], root: GroupTimes, head: float) -> list[
 
 
 def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> float:
-    """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
+    """Host seconds for a group in a pass: a gather, and the pass's launches, a third of which are forward's.
 
-    FSDP2 gathers nothing over one rank. Gradients of a group with weights of recipes are reduced in few steps.
+    FSDP2 gathers nothing over one rank. Groups with quantized weights reduce their gradients in few steps.
     """
     if runs == "graph":
         return 0.0
@@ -302,9 +301,9 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
         own = machine.cast_host if use.cast else machine.weight_host
         if runs == "compiled" and not is_low(use, machine):
             own -= machine.graph_host
-        if work.values:  # products are those of plain weights, and casting is left
+        if work.values:  # products are those of plain weights; only casting remains
             own = machine.cast_host - machine.weight_host if use.cast else 0.0
-        low = runs == "eager" and is_low(use, machine)  # products in low precision take more of an eager model's host
+        low = runs == "eager" and is_low(use, machine)  # low-precision products cost an eager model more host time
         seconds += work.weights * (own + (machine.low_host if low else 0.0))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if taken and which == "backward" and any(one.ranks > 1 for one in work.sent):
@@ -318,14 +317,14 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass, runs: Runs) -> fl
 
 
 def is_low(use: Use, machine: Machine) -> bool:
-    """Whether any product of a weight is in low precision."""
+    """Whether any product runs in low precision."""
     products = use.plan.products if use.plan else None
     return products is not None and any(_low_rate(use, machine, one.name) for one in products.products)
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> tuple[float, float]:
-    """Seconds of a group's compute stream in a pass: products, attention, elementwise work, and what FSDP2 copies; and
-    of these, those that memory decides: the last two."""
+    """Seconds of a group's compute stream in a pass: products, attention, elementwise work and FSDP2's copies; and its
+    memory-bound part, which is the last two."""
     seconds = sum(_product(use, one, load.tokens, machine, which) for one in work.products)
     half = load.sequence / 2  # causal
     operations = 4 * load.tokens * half * work.attention * ATTENTION[which]
@@ -335,7 +334,7 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
         moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
         moved -= 2 * one.packed * one.ranks if getattr(one, which) else 0
         if which == "backward" and not one.exchanged:
-            moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
+            moved += (BF16 + FP32) * one.rows * one.ranks  # copy-in of gradients, in fp32
     seconds += operations / machine.attention
     if not in_recipe:
         return seconds + moved / machine.memory, moved / machine.memory
@@ -343,15 +342,15 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
         entries = sum(one.times * (one.k if which == "forward" else one.m) for one in work.products if one.quantized)
         moved += machine.operand_bytes * load.tokens * entries
     else:
-        # Dequantized, by each product or by the gather.
+        # Dequantizing, in each product or on gather.
         moved += sum(getattr(one, which) * one.ranks for one in work.sent) + BF16 * work.quantized
     return seconds + moved / machine.memory, moved / machine.memory
 
 
 def copied_bytes(use: Use, world: int, own: int, rows: int) -> float:
-    """Bytes of memory that one gather of a group moves besides the collective: casts, and copies in and out.
+    """Bytes of memory that one gather of a group moves besides the collective: casts, copy-in and copy-out.
 
-    FSDP2 copies what a rank sends into the gather's input, and what arrives out of its output.
+    FSDP2 copies what a rank sends into the gather's input, and what it receives out of its output.
     """
     moved = 2 * own + 2 * own * world
     if use.plan is None:
@@ -368,7 +367,7 @@ def _product(use: Use, one: Product, tokens: int, machine: Machine, which: Pass)
 
 
 def _low_rate(use: Use, machine: Machine, name: ProductName) -> float | None:
-    """Operations a second of a product in low precision; None if it is not wanted, or has no kernel of a known rate."""
+    """FLOP/s of a product in low precision; None if it is not wanted, or no kernel with a known rate serves it."""
     products = use.plan.products if use.plan else None
     if not use.low or use.plan is None or products is None:
         return None
