@@ -1,1 +1,1 @@
-"""Reports about a plan for people: pictures, tables, proofs, and what changed since a revision."""
+"""Reports about plans: pictures, tables, proofs, and what changed since a revision."""

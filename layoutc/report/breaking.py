@@ -1,7 +1,7 @@
-"""Compares two sets of recipes by layout id: which recipes changed their bytes, and in what. Pure functions over plans.
+"""Compares two sets of recipes by layout id: which recipes' bytes changed, and in which facts. Pure functions of plans.
 
-Both sides are resolved by this version of layoutc, so that the specs are compared. If the code that was generated then
-is available, its layout id counts, since layoutc's own rules and formats may have changed as well.
+This version of layoutc resolves both sides, so only specs are compared. If the old revision's generated code is
+available, its layout id counts instead, since layoutc's rules and formats may have changed, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layoutc.plan.plan import Plan
 Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
 SHOWN = 6  # differences that a message lists
 
-# Facts that no stored byte and no operation depends on; they are not part of the layout id either.
+# Facts that no stored byte and no operation depends on. The layout id leaves them out, too.
 _LABELS = frozenset(
     {"name", "summary", "multiple_m", "multiple_k", "swizzle", "others", "files", "containers", "torch", "rule"}
 )
@@ -29,7 +29,7 @@ _ABSENT = "none"
 
 @dataclass(frozen=True)
 class Difference:
-    """A fact of a layout, then and now."""
+    """A layout's fact, then and now."""
 
     fact: str
     before: str
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of a recipe. `now`: its name today, if it was renamed."""
+    """What happened to a recipe. `now`: its current name, if it was renamed."""
 
     name: str
     status: Status
@@ -51,7 +51,7 @@ class Change:
 def compare(
     before: Mapping[str, Plan], after: Mapping[str, Plan], recorded: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """What became of each recipe, sorted by name. recorded: layout ids in code that was generated then."""
+    """What happened to each recipe, sorted by name. recorded: layout ids in the old revision's generated code."""
     ids = recorded or {}
     changes = [_same_name(name, before[name], after[name], ids.get(name)) for name in before.keys() & after.keys()]
     new = {name: after[name].layout_id for name in sorted(after.keys() - before.keys())}
@@ -68,7 +68,7 @@ def compare(
 
 
 def findings(changes: list[Change], revision: str, paths: Mapping[str, str]) -> list[Diagnostic]:
-    """A finding for each recipe whose users must act. paths: the spec of each recipe, then or now."""
+    """A finding for each recipe whose users must act. paths: each recipe's spec, then or now."""
     return [item for change in changes if (item := _finding(change, revision, paths))]
 
 
@@ -94,7 +94,7 @@ def _finding(change: Change, revision: str, paths: Mapping[str, str]) -> Diagnos
 
 
 def unreadable(path: str, revision: str, diagnostics: list[Diagnostic]) -> Diagnostic:
-    """The finding about a spec of `revision` in which `found` was found."""
+    """The finding about a spec of `revision` that has `diagnostics`."""
     first = diagnostics[0]
     why = f"{first.code}: {first.message}" + (f"; {len(diagnostics) - 1} more" if len(diagnostics) > 1 else "")
     message = f"the spec at {revision} is not one that this version of layoutc reads"
@@ -112,7 +112,7 @@ def _same_name(name: str, old: Plan, new: Plan, recorded: str | None) -> Change:
 
 
 def recorded_id(code: str, spec: bytes) -> str | None:
-    """The layout id in a generated layout.py; None if that was generated from another spec."""
+    """The layout id in a generated layout.py; None if it was generated from another spec."""
     made_from = re.search(r'^    spec_sha256="([0-9a-f]{64})",$', code, re.MULTILINE)
     written = re.search(r"^# .*?Layout id ([0-9a-f]{12})[:.]", code, re.MULTILINE)
     same = made_from is not None and made_from.group(1) == hashlib.sha256(spec).hexdigest()
@@ -121,7 +121,7 @@ def recorded_id(code: str, spec: bytes) -> str | None:
 
 # --------------------------------------------------------------------------------------------------------------- facts
 def differences(old: Layout, new: Layout) -> tuple[Difference, ...]:
-    """The facts in which two layouts differ, in the order of the newer one."""
+    """The facts in which two layouts differ, in the newer layout's order."""
     before, after = facts(old), facts(new)
     changed = []
     gone: set[str] = set()
@@ -129,7 +129,7 @@ def differences(old: Layout, new: Layout) -> tuple[Difference, ...]:
         then, now = before.get(fact), after.get(fact)
         if then == now:
             continue
-        if then is None or now is None:  # a source, buffer or dim that only one side has: reported once
+        if then is None or now is None:  # only one side has the source, buffer or dim: reported once
             part = _missing_part(fact, after if then is None else before, before if then is None else after)
             if part not in gone:
                 gone.add(part)
@@ -143,7 +143,7 @@ def differences(old: Layout, new: Layout) -> tuple[Difference, ...]:
 
 
 def _missing_part(fact: str, has: Mapping[str, str], lacks: Mapping[str, str]) -> str:
-    """The largest part around a fact that the other side lacks completely."""
+    """The largest part around a fact that the other side lacks entirely."""
     words = fact.split(".")
     for length in range(1, len(words)):
         part = ".".join(words[:length])
@@ -175,7 +175,7 @@ def facts(layout: Layout) -> dict[str, str]:
 
 
 def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
-    """The scale rule's operations, which its name only labels."""
+    """The scale rule's operations, for which its name is only a label."""
     *steps, (_, decode) = quantization.definition.program(quantization.conditions)
     for number, (name, expression) in enumerate(steps):
         yield f"rule.{number}", f"{name} = {expression}"
@@ -183,7 +183,7 @@ def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
 
 
 def _flat(name: str, value: object, keys: tuple[str, ...] = ()) -> dict[str, str]:
-    """Nested values as {dotted name: text}; names and torch dtypes only label the same bytes."""
+    """Flattens nested values to {dotted name: text}. Leaves out names and torch dtypes, which are only labels."""
     parts: list[tuple[str, object]]
     if isinstance(value, Transform):
         return {name: str(value)}

@@ -1,6 +1,6 @@
 """Describes what a plan means for a weight of a given size: shapes, bytes, cuts, gathers, derivations.
 
-Pure functions to plain values, which show.py prints. Every figure is computed from the plan.
+Pure functions that return plain values, which show.py prints. All figures are computed from the plan.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from layoutc.plan.kernels import gap, missing
 from layoutc.plan.plan import Gather, Plan
 from layoutc.plan.wire import bytes_per_rank, own_bytes
 
-HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
-EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that are cut
-USUAL = 4096  # rows and columns of the weight that is shown by default
+HIGH_PRECISION = 2  # bytes of a bf16 element, the baseline of gathers
+EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about split blocks
+USUAL = 4096  # rows and columns of the default weight
 
 
 @dataclass(frozen=True)
 class PlaneFacts:
-    """A stored plane of a weight. `covers`: the rows and columns that one value serves; None: all of them."""
+    """A weight's stored plane. `covers`: the rows and columns that one value serves; None: all of them."""
 
     name: str
     kind: str
@@ -41,9 +41,9 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class BufferFacts:
-    """A buffer that a GEMM reads. `made_by`: the steps from its plane; `carries_m`: the dim that follows the rows.
+    """A buffer that a GEMM reads. `made_by`: the steps from its plane. `carries_m`: the dim that rows are in.
 
-    `swizzle`: its own, with sizes; rows are in tiles then, and no dim follows them.
+    `swizzle`: the buffer's swizzle with sizes, if any; its rows are in tiles then, not in one dim.
     """
 
     name: str
@@ -64,8 +64,8 @@ class BufferFacts:
 class PassFacts:
     """What one pass gathers. The ratio compares it with gathering the same weight in bf16.
 
-    `filling`: bytes of a rank that are padding, as FSDP2 sizes a slot once, for the larger of the passes that use it.
-    `doubled`: bytes beyond the share of a rank's rows, as several ranks send the scales of a block that is cut.
+    `filling`: bytes of padding per rank, since FSDP2 sizes a slot once, for the larger of the passes that use it.
+    `doubled`: bytes beyond the share of a rank's rows, since several ranks send the scales of a split block.
     """
 
     name: str
@@ -82,10 +82,10 @@ class PassFacts:
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """Cuts that fall inside blocks of `rows` rows: how many, on how many ranks, and what they cost in a step.
+    """Cuts that fall inside blocks of `rows` rows: how many, on how many ranks, and their cost per step.
 
-    In an optimizer step each rank contributes `exchange_bytes_per_rank` to one all-gather: for its first and its last
-    block, each column's least and greatest value ("extremes"), or all "values", in fp32.
+    In an optimizer step, each rank contributes `exchange_bytes_per_rank` to one all-gather: for its first and last
+    block, each column's minimum and maximum ("extremes"), or all "values", in fp32.
     """
 
     rows: int
@@ -97,10 +97,10 @@ class CutBlocks:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Where cuts cost nothing, where FSDP2 cuts the rows, and what that costs.
+    """Which cuts split no block, where FSDP2 cuts the rows, and what that costs.
 
-    `free_rows`, `free_worlds`: if these cuts cost something, the nearest numbers of rows for this world size, and the
-    nearest world sizes for these rows, whose cuts cost nothing. `shards_have_buffers`: without being gathered.
+    `free_rows`, `free_worlds`: if FSDP2's cuts split blocks, the nearest row counts for this world size, and the
+    nearest world sizes for these rows, that split none. `shards_have_buffers`: without a gather.
     """
 
     rows: int
@@ -117,7 +117,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Derived:
-    """Where the values of an orientation come from."""
+    """The source of an orientation's values."""
 
     orientation: str
     source: str
@@ -134,11 +134,11 @@ class View:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
+    """Everything about one recipe and one (m, k) weight that is sharded over `world` ranks.
 
-    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels. `lacking`: the
-    kernels that it does not have, of quantize, dequantize and lay out, and why. `not_weights`:
-    why weights can't have it; "" if they can. `values`: what each orientation does to values besides scaling them.
+    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels. `lacking`:
+    which of quantize, dequantize and lay out have no kernel, and why. `not_weights`: why weights can't have the recipe;
+    "" if they can. `values`: what each orientation does to values besides scaling them.
     """
 
     name: str
@@ -161,7 +161,7 @@ class Description:
 
 
 def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
-    """Why the recipe can't hold a weight of (m, k), with the nearest sizes that it can."""
+    """Why the recipe can't hold an (m, k) weight, with the nearest sizes that it can."""
     layout = plan.layout
     diagnostics = []
     for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
@@ -174,14 +174,14 @@ def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
 
 
 def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
-    """The shape of a weight of about 4096 x 4096 that the recipe takes, with equal shards of whole blocks."""
+    """A shape near 4096 x 4096 that the recipe accepts, with equal shards of whole blocks."""
     layout = plan.layout
     rows = lcm(layout.multiple_m, plan.shard_rows * world)
     return up(USUAL, rows), up(USUAL, lcm(layout.multiple_k, plan.column_multiple))
 
 
 def describe(plan: Plan, m: int, k: int, world: int) -> Description:
-    """The facts of a weight of (m, k) that `problems` finds nothing wrong with."""
+    """The facts of an (m, k) weight for which `problems` is empty."""
     layout = plan.layout
     return Description(
         name=layout.name,
@@ -209,7 +209,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
 
 
 def _values(layout: Layout) -> Iterator[tuple[str, str]]:
-    """What is done to the values of each orientation, of those that do more than scale and round to nearest."""
+    """What each orientation does to values, if it does more than scale and round to nearest."""
     for name in layout.orientations:
         quantization = layout.source(name).quantization
         done = [f"multiplied by {quantization.transform}"] if quantization.transform else []
@@ -219,7 +219,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
-    """Where FSDP2 cuts the rows of a weight of (m, k), and what that costs."""
+    """Where FSDP2 cuts the rows of an (m, k) weight, and what that costs."""
     per_rank, accepted = cdiv(m, world), plan.layout.multiple_m
     free = Cuts.of(m, world).aligned(plan.shard_rows)
     return Alignment(
@@ -240,7 +240,7 @@ def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
     block = plan.block_rows
     if Cuts.of(m, world).aligned(block):
         return None
-    values = 2 if plan.extremes else block  # of each column of a block
+    values = 2 if plan.extremes else block  # per column of a block
     return CutBlocks(
         rows=block,
         cuts=Cuts.of(m, world).inside(block),
@@ -251,7 +251,7 @@ def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
 
 
 def as_data(value: object) -> object:
-    """A description in JSON values: mappings, lists, numbers, text."""
+    """A description as JSON values: mappings, lists, numbers, text."""
     if is_dataclass(value):
         return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):
@@ -264,7 +264,7 @@ def as_data(value: object) -> object:
 def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
     shape, covers = plane.shape(m, k), (plane.per_m, plane.per_k)
     if layout.history and not any(plane in source.planes for source in layout.sources):
-        shape = (layout.history,)  # the weight's amax, not a plane of a source: one value for each step of the history
+        shape = (layout.history,)  # the weight's amax, not a source's plane: one value per step of the history
     nbytes = prod(shape) * plane.itemsize
     sharded = plane.per_m is not None
     return PlaneFacts(plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded)
@@ -295,7 +295,7 @@ def _record(record: Record, m: int, k: int) -> BufferFacts:
 
 
 def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
-    """Planes that a GEMM reads as they are, since no orientation lays them out."""
+    """Planes that a GEMM reads directly, since no orientation lays them out."""
     laid_out = {buffer.plane for buffer in layout.buffers}
     for plane in layout.planes:
         if plane not in laid_out:
@@ -304,13 +304,13 @@ def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
 
 
 def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
-    """The bytes of a buffer that are padding."""
+    """Bytes of padding in a buffer."""
     filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
     return buffer.chain(m, k).nbytes - filled * buffer.bits // 8
 
 
 def passes(plan: Plan, m: int, k: int, world: int) -> tuple[PassFacts, ...]:
-    """What forward, backward and both gather of a weight of (m, k)."""
+    """What forward, backward and both gather of an (m, k) weight."""
     return tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both))
 
 

@@ -1,4 +1,4 @@
-"""What estimates of training steps rest on, as notes."""
+"""Notes on what estimates of training steps are based on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutc.estimate.state import Wire
 
 
 def measured(machine: Machine, host: float | None = None, together: int = 1) -> list[str]:
-    """Of a machine. host: how many times as long its host takes, if that is known. together: steps in a row."""
+    """Notes on a machine. host: its host time relative to measured hosts, if known. together: back-to-back steps."""
     own = "as on a few hosts, which differed by up to 2 (--host)"
     if host is not None:
         own = f"{host:.2f} times as long as on those that were measured"
@@ -24,7 +24,7 @@ def measured(machine: Machine, host: float | None = None, together: int = 1) -> 
     ]
 
 
-# Of weights that are dequantized on gather.
+# Notes on weights that are dequantized on gather.
 ON_GATHER = [
     "weights are dequantized on gather: after each gather, all of a group; their products take what those of bf16 do;",
     "gathered: their values; peak: with the codes until values are made of them, and with the tensor they travel in",
@@ -32,7 +32,7 @@ ON_GATHER = [
 
 
 def exchanges(apart: Sequence[int], per_host: int, wire: Wire, within: str) -> list[str]:
-    """Notes on gradients that are exchanged. apart: worlds where several hosts shard together; within: how not to."""
+    """Notes on exchanged gradients. apart: worlds whose shards span hosts; within: a mesh that avoids it."""
     notes = [
         "gradients are exchanged, of plain weights too; the time of the link has their copies and sums",
         f"an exchange reaches {SOCKETS.exchanged:.2f} of the bandwidth over sockets, {HOST_MEMORY.exchanged:.2f} "

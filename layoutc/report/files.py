@@ -1,4 +1,4 @@
-"""What `layoutc show --files` says: the tensors of other programs' files that hold a recipe's planes."""
+"""The text of `layoutc show --files`: the tensors that hold a recipe's planes in other checkpoint formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutc.spec.notation import AS_STORED
 
 
 def file_tables(layout: Layout) -> list[Table]:
-    """A table of tensors for each binding, and what else it says; a sentence for a recipe without any."""
+    """For each binding, a table of its tensors and its other facts; one sentence for a recipe without bindings."""
     if not layout.files and not layout.containers:
         return [Table(f"{layout.name}: its spec states no other checkpoint formats", (), ())]
     return [
@@ -22,7 +22,7 @@ def file_tables(layout: Layout) -> list[Table]:
 
 
 def _container(layout: Layout, binding: RecordBinding) -> Table:
-    """The type of a container's tensors that holds a weight, as its records."""
+    """The tensor type of a container that holds a weight as its records."""
     record = next(one for one in layout.records if one.name == binding.buffer)
     rows = (
         ("a weight is", f"one tensor of type {binding.type} ({binding.number}) in a {binding.container} file"),
@@ -88,7 +88,7 @@ def _dotted(binding: Binding) -> str:
 
 
 def _at(config: object, path: list[str]) -> object:
-    """What the first way along a path leads to; `*` stands for any key."""
+    """The value at the first match of a path; `*` matches any key."""
     if not path:
         return config
     assert isinstance(config, dict)

@@ -1,4 +1,4 @@
-"""What `layoutc show --kernels` says: each kernel's planes and buffers, conversions and tiles, or why there is none."""
+"""The text of `layoutc show --kernels`: each kernel's planes, buffers, conversions and tiles, or why it is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AMAX = {
 
 
 def kernel_tables(plan: Plan) -> list[Table]:
-    """The kernels of a recipe, or the reason why the reference serves it everywhere."""
+    """The kernels of a recipe, or why the reference serves it everywhere."""
     kernels = plan_kernels(plan.layout)
     if isinstance(kernels, NoKernels):
         reason = (("kernels", f"none: {kernels.reason}"), ("in their place", "the reference, on every device"))
@@ -55,7 +55,7 @@ def _overview(kernels: Kernels) -> Table:
 
 
 def _planes_alone(kernels: Kernels) -> tuple[str, ...]:
-    """Orientations all of whose buffers are planes as they are."""
+    """Orientations whose buffers are all unchanged planes."""
     made = {buffer.orientation for buffer in kernels.layout.buffers if buffer.dims and not buffer.is_plane}
     made |= {record.orientation for record in kernels.layout.records}
     return tuple(name for name in kernels.layout.orientations if name not in made)
@@ -86,7 +86,7 @@ def _sources(kernels: Kernels) -> Table:
 
 
 def _cut(source: SourceKernel) -> str:
-    """The units that blocks are cut into; an axis that they span is not cut."""
+    """The units that blocks are cut into; an axis that blocks span is not cut."""
     assert source.units is not None
     block = source.source.quantization.block
     sizes = [str(size or "all") for size in source.units.sizes]
@@ -96,7 +96,7 @@ def _cut(source: SourceKernel) -> str:
 
 def _conversions(what: str, fmt: Format, rounding: str) -> list[tuple[str, str, str]]:
     made, read = encoding(fmt, rounding), decoding(fmt)
-    assert read is not None  # recipes that have none have no kernels
+    assert read is not None  # recipes without one have no kernels
     return [(f"{what} to {fmt.name}", *_ways(made)), (f"{fmt.name} to {what}", *_ways(read))]
 
 

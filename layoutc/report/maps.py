@@ -10,12 +10,12 @@ from layoutc.plan.plan import Plan
 
 
 def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
-    """Where every byte of a buffer comes from, in JSON values.
+    """Where every byte of a buffer comes from, as JSON values.
 
-    `bytes` has an entry for each byte: the values with bits in it, first bits first, each as [row, column] of its
-    plane; None for padding. A value of a plane serves `covers` rows and columns of the weight (None: all), so [row,
-    column] is the element for codes, and the block for scales. A value of several bytes appears in each of them.
-    `swizzled` lists a scale buffer's values in the order that a GEMM reads them, if that is another one.
+    `bytes` has an entry per byte: the values with bits in it, first bits first, each as [row, column] of its plane;
+    None for padding. A plane's value serves `covers` rows and columns of the weight (None: all), so [row, column] is an
+    element for codes and a block for scales. A value of several bytes appears in each of them. `swizzled` lists a scale
+    buffer's values in the order that a GEMM reads them, if that differs.
     """
     laid_out = find_buffer(plan.layout, buffer)
     chain = laid_out.chain(m, k)
@@ -39,14 +39,14 @@ def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
 
 
 def find_buffer(layout: Layout, name: str) -> Buffer:
-    """The buffer of that name. Raises KeyError if there is none."""
+    """Finds a buffer by name. Raises KeyError if there is none."""
     return {buffer.name: buffer for buffer in layout.buffers}[name]
 
 
 def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]:
     """(row, column) in the plane of each value with bits in a byte; None for padding."""
     bits = buffer.bits
-    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row; packing starts anew in each
+    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row; each row is packed separately
     row, offset = divmod(byte, width)
     for code in range(offset * 8 // bits, (offset * 8 + 7) // bits + 1):
         begin, bit = divmod(code * bits, 8)
@@ -55,7 +55,7 @@ def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]
 
 
 def plane_index(buffer: Buffer, value: Index) -> Index:
-    """(row, column) in the plane: 0 for an axis that every value covers."""
+    """(row, column) in the plane; 0 for an axis that every value covers."""
     if len(value) == 2:
         return value
     return (value[0], 0) if buffer.m_dim is not None else (0, value[0])

@@ -1,4 +1,4 @@
-"""What `layoutc show --products` says: the products of a linear layer, where each has a kernel, or why it has none."""
+"""The text of `layoutc show --products`: a linear layer's products, and where each has a kernel or why it has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORMULAS = {"forward": "y = x w^T", "grad_input": "dx = dy w", "grad_weight": "
 
 
 def product_tables(plan: Plan) -> list[Table]:
-    """The products of a recipe's weights; of a recipe without any, how scaled_mm would read it."""
+    """The products of a recipe's weights. For a recipe without products, how scaled_mm would read it."""
     layout = plan.layout
     if plan.products is None:
         rows = [("products", "weights are dequantized, since the spec has no gemm.activation")]
@@ -43,7 +43,7 @@ def _line(weight: Layout, products: Products, product: Product) -> tuple[str, ..
 
 
 def _of_experts(products: Products) -> tuple[tuple[str, str], ...]:
-    """Each product of a 3-D weight by groups of tokens: where scaled_grouped_mm computes it, or why nowhere."""
+    """Each product of a 3-D weight with groups of tokens: where scaled_grouped_mm computes it, or why nowhere."""
     return tuple(
         (
             product.name,
@@ -62,7 +62,7 @@ def _cards(cards: Cards, function: str = "scaled_mm") -> str:
 
 
 def _kinds(weight: Layout, products: Products) -> list[tuple[str, ...]]:
-    """Each recipe and orientation that a product reads, once."""
+    """A row for each distinct recipe and orientation that a product reads."""
     roles = _roles(weight, products)
     read = dict.fromkeys((roles[role], side) for sides in OPERANDS.values() for role, side in sides)
     return [(layout.name, side, _reading(operand(layout, side)) + _transform(layout, side)) for layout, side in read]

@@ -1,4 +1,4 @@
-"""What a static proof is: a statement about a layout, how it was shown, and whether it holds."""
+"""A static proof: a statement about a layout, how it was shown, and whether it holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Proof:
-    """A statement about a layout. `counter`: the first counterexample, if it does not hold."""
+    """A proved or refuted statement about a layout. `counter`: the first counterexample if it does not hold."""
 
     about: str
     statement: str

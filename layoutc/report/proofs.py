@@ -1,8 +1,8 @@
-"""Static proofs about a layout: each is a statement, the way it was shown, and whether it holds.
+"""Static proofs about a layout: each is a statement, how it was shown, and whether it holds.
 
-Most enumerate every value or byte of the smallest weights that cover whole tiles of the layout, and of one that fills
-the last tile only partly. If that is more than a budget, the proof follows from the form of the steps. Index maps
-repeat with the tile, so statements that hold for these weights hold for all that the recipe takes.
+Most proofs enumerate every value or byte of the smallest weights that cover whole tiles of the layout, and of one that
+fills the last tile only partly. Above a budget, the proof checks the form of the steps instead. Index maps repeat with
+the tile, so statements that hold for these weights hold for all that the recipe accepts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUDGET = 2**16  # values or bytes that one proof may walk
 
 
 def prove(plan: Plan) -> list[Proof]:
-    """Every proof about a plan, in the order of the compiler's stages."""
+    """All proofs about a plan, in the order of the compiler's stages."""
     return [proof for prover in PROVERS for proof in prover(plan)]
 
 
@@ -43,7 +43,7 @@ def failures(proofs: list[Proof], path: str) -> list[Diagnostic]:
 
 # ----------------------------------------------------------------------------------------------- index maps of buffers
 def buffers_are_bijections(plan: Plan) -> Iterator[Proof]:
-    """Packing, order, repetition and padding: each value at its own bits, each bit one value's or padding."""
+    """Packing, order, repetition and padding: no two values share a bit, and each bit is a value's or padding."""
     for buffer in plan.layout.buffers:
         statement = "every value lies at bits of its own and is found again from them; all other bits are padding, zero"
         shapes = _to_walk(plan.layout, buffer)
@@ -57,7 +57,7 @@ def buffers_are_bijections(plan: Plan) -> Iterator[Proof]:
 
 
 def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
-    """Shapes with whole tiles of a buffer, several along each axis if affordable, and one with a partly filled tile."""
+    """Shapes with whole tiles of a buffer, several along each axis if affordable, and one with a partial tile."""
     sizes = [[_tiles(layout, buffer, 2, 3)], [_tiles(layout, buffer, 1, 1)]]
     if buffer.pads or any(times > 1 for times in buffer.repeats):
         sizes = [[*shapes, _torn(layout, buffer)] for shapes in sizes]
@@ -70,10 +70,10 @@ def _slots(buffer: Buffer, m: int, k: int) -> int:
 
 
 def _not_a_bijection(buffer: Buffer, m: int, k: int) -> str:
-    """The first counterexample; also if the padding is not what a description says."""
+    """The first counterexample, including padding that differs from the description's; "" if there is none."""
     chain, bits = buffer.chain(m, k), buffer.bits
     width = chain.shapes[-1][-1] * bits // 8
-    # A row is whole bytes, and values begin at multiples of `bits` in it, so only those that begin together overlap.
+    # A row is whole bytes, and its values start at multiples of `bits`, so only values with the same start overlap.
     slots = {row * width * 8 + bit for row in range(chain.nbytes // width) for bit in range(0, width * 8, bits)}
     taken: dict[int, tuple[int, ...]] = {}
     for value in product(*map(range, chain.start)):
@@ -117,7 +117,7 @@ def _step_by_step(chain: Chain) -> str:
 
 
 def swizzle_is_a_bijection(plan: Plan) -> Iterator[Proof]:
-    """The GEMM's order of a padded scale buffer moves each value to a position of its own."""
+    """The GEMM's order of a padded scale buffer is a bijection."""
     swizzle = plan.layout.swizzle
     if swizzle is None:
         return
@@ -139,7 +139,7 @@ def swizzle_is_a_bijection(plan: Plan) -> Iterator[Proof]:
 
 # -------------------------------------------------------------------------------------------------------------- blocks
 def blocks_partition_the_weight(plan: Plan) -> Iterator[Proof]:
-    """Each element has exactly one code and one scale, at the entry of the buffer that its own indices lead to."""
+    """Each element has exactly one code and one scale, at the buffer entry that its indices lead to."""
     for source in plan.layout.sources:
         for plane in source.planes:
             sizes = "x".join("all" if size is None else str(size) for size in (plane.per_m, plane.per_k))
@@ -160,7 +160,7 @@ def blocks_partition_the_weight(plan: Plan) -> Iterator[Proof]:
 
 
 def _not_a_partition(plane: Plane, shape: tuple[int, int], axis: int) -> str:
-    """Along one axis: blocks follow each other without gap or overlap from end to end, and one value is stored each."""
+    """Why blocks along one axis leave gaps, overlap, or don't have one stored value each; "" if they partition it."""
     size, per = shape[axis], (plane.per_m, plane.per_k)[axis] or shape[axis]
     entries = cdiv(size, per)
     looked_at = range(entries) if entries <= BUDGET else (0, 1, entries - 2, entries - 1)
@@ -176,8 +176,8 @@ def _not_a_partition(plane: Plane, shape: tuple[int, int], axis: int) -> str:
 
 
 def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
-    """Compares each entry of a buffer with the block of the elements that lead to it, without using the steps."""
-    chain = replace(buffer, swizzle=None, words=0).chain(m, k)  # a swizzle moves entries after that
+    """Compares each buffer entry with the block of the elements that lead to it, without using the steps."""
+    chain = replace(buffer, swizzle=None, words=0).chain(m, k)  # a swizzle moves entries afterwards
     sizes = [cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims]
     padded = chain.shapes[-1]
     per = {"m": buffer.plane.per_m, "k": buffer.plane.per_k}
@@ -197,7 +197,7 @@ def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- cuts
 def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
-    """Cuts between rows cost nothing at multiples of the alignment, and something anywhere else."""
+    """Cuts at multiples of the alignment split nothing, and all other cuts split something."""
     rows = plan.shard_rows
     tiled = any(buffer.swizzle or buffer.words for buffer in plan.layout.buffers)
     what = "no block, no byte and no tile" if tiled else "no block and no byte"
@@ -214,7 +214,7 @@ def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
 
 
 def _crossed(layout: Layout, cut: int) -> str:
-    """What the rows above and below a cut share, if anything: a value of a plane, or a byte of a buffer."""
+    """What the rows above and below a cut share: a value of a plane, or a byte or tile of a buffer; "" if nothing."""
     for source in layout.sources:
         for plane in source.planes:
             if plane.per_m is not None and (cut - 1) // plane.per_m == cut // plane.per_m:
@@ -232,7 +232,7 @@ def _crossed(layout: Layout, cut: int) -> str:
 
 
 def _splits(layout: Layout, buffer: Buffer, rows: int) -> bool:
-    """True if so many rows make whole tiles and words of a swizzled buffer, whose other axis is whole; by splitting."""
+    """True if `rows` rows fill whole tiles and words of a swizzled buffer with a whole other axis. Tries the split."""
     try:
         last = buffer.chain(rows, _tiles(layout, buffer, 1, 1)[1]).shapes[-1][-1]
         return last * buffer.bits % (buffer.words or 8) == 0
@@ -241,7 +241,7 @@ def _splits(layout: Layout, buffer: Buffer, rows: int) -> bool:
 
 
 def _bytes_of_row(layout: Layout, buffer: Buffer, row: int, cut: int) -> set[int]:
-    """The bytes of a buffer that hold the first and last value of a row, in a weight that is cut at `cut`."""
+    """The bytes of a buffer that hold a row's first and last value, in a weight that is cut at `cut`."""
     plane = buffer.plane
     rows = lcm(layout.multiple_m, (plane.per_m or 1) * codes_per_group(buffer.bits))
     chain = buffer.chain(cdiv(cut + 1, rows) * rows, layout.multiple_k)
@@ -264,7 +264,7 @@ def _primes(number: int) -> list[int]:
 
 # --------------------------------------------------------------------------------------------------------- derivations
 def derivations_are_lossless(plan: Plan) -> Iterator[Proof]:
-    """Orientations share codes and scales exactly where they quantize alike; otherwise the first difference."""
+    """Orientations share codes and scales exactly if they quantize alike; states the first difference otherwise."""
     layout = plan.layout
     base = layout.orientations[0]
     first = layout.source(base)
@@ -285,7 +285,7 @@ def derivations_are_lossless(plan: Plan) -> Iterator[Proof]:
 
 
 def _told_apart(a: Source, b: Source) -> str:
-    """Two elements that share a scale in one source alone; else what else differs; nothing where all is equal."""
+    """Two elements that share a scale in only one of the sources; else what else differs; "" if nothing does."""
     for axis, name in enumerate("mk"):
         runs = [_run(source, axis) for source in (a, b)]
         if runs[0] != runs[1]:
@@ -298,7 +298,7 @@ def _told_apart(a: Source, b: Source) -> str:
 
 
 def _run(source: Source, axis: int) -> float:
-    """How many neighbours along an axis share what is not their own."""
+    """How many neighbors along an axis share a scale or zero point."""
     runs = ((plane.per_m, plane.per_k)[axis] or inf for plane in source.planes if plane.kind != "data")
     return min(runs, default=inf)
 
@@ -309,7 +309,7 @@ def _short(value: object) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- gathers
 def gathers_are_minimal(plan: Plan) -> Iterator[Proof]:
-    """Each pass moves every code and scale that it needs once, and no other bit, where no cut falls inside a block."""
+    """Each pass moves every code and scale that it needs once, and no other bit, if no cut falls inside a block."""
     for gather in (plan.forward, plan.backward, plan.both):
         yield _minimal(plan, gather)
 
@@ -347,7 +347,7 @@ def _bits(plane: Plane) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- shapes
 def _tiles(layout: Layout, buffer: Buffer, rows: int, columns: int) -> tuple[int, int]:
-    """The smallest weight that the recipe takes and that fills so many whole tiles of a buffer along each axis."""
+    """The smallest weight that the recipe accepts and that fills rows x columns whole tiles of a buffer."""
     sizes = {"m": 1, "k": 1}
     for dim, multiple in zip(buffer.dims, buffer.multiples if buffer.dims else (), strict=True):
         covers = buffer.plane.per_m if dim.axis == "m" else buffer.plane.per_k
@@ -362,7 +362,7 @@ def _torn(layout: Layout, buffer: Buffer) -> tuple[int, int]:
 
 
 def _shape_for(layout: Layout, per_m: int, per_k: int) -> tuple[int, int]:
-    """The smallest weight that the recipe takes and that is whole (per_m, per_k)."""
+    """The smallest weight that the recipe accepts and that consists of whole (per_m, per_k) blocks."""
     return lcm(layout.multiple_m, per_m), lcm(layout.multiple_k, per_k)
 
 

@@ -1,4 +1,4 @@
-"""Proofs about files of other programs: nothing of a weight is lost in them, and nothing is in two places."""
+"""Proofs about other checkpoint formats: no part of a weight is lost, and none is stored twice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from layoutc.plan.plan import Plan
 from layoutc.report.proof import Proof, proof
 from layoutc.spec.notation import MATRICES, FileLayout
 
-MANY, FEW = 3, 1  # how often a split is repeated along rows and columns, and where that is too much to enumerate
+MANY, FEW = 3, 1  # repetitions of a split along rows and columns, and the fallback if those are too many to enumerate
 BUDGET = 1 << 15
 
 
 def planes_are_in_files(plan: Plan) -> Iterator[Proof]:
-    """The first source's planes, and the amax, are in a tensor each; other sources are quantized from its values."""
+    """The first source's planes and the amax have one tensor each; other sources are quantized from its values."""
     first = plan.layout.sources[0]
     stored = [plane.name for plane in plan.layout.planes if plane in first.planes or plane.name == AMAX.name]
     for binding in (one.binding for one in plan.layout.files):
@@ -28,7 +28,7 @@ def planes_are_in_files(plan: Plan) -> Iterator[Proof]:
 
 
 def bindings_are_bijections(plan: Plan) -> Iterator[Proof]:
-    """Each value of a plane has a place of its own in the file's tensor, and each place is a value's."""
+    """Values of a plane and places in the file's tensor correspond one to one."""
     for files in plan.layout.files:
         yield from _of_planes(files)
 
@@ -45,7 +45,7 @@ def _of_planes(files: Files) -> Iterator[Proof]:
 
 
 def _sample(layout: FileLayout) -> tuple[int, int, int]:
-    """Rows, columns and matrices of a plane that every split divides, several times if that is affordable."""
+    """Rows, columns and matrices of a plane that every split divides, several times if affordable."""
     sizes = dict(layout.sizes)
     known = [prod(sizes.get(name, 1) for name in names) for names in (layout.rows, layout.columns)]
     times = MANY if prod(known) * MANY**2 * 2 <= BUDGET else FEW

@@ -1,4 +1,4 @@
-"""Proofs about what is done to values besides scaling: random bits of their own, transforms that can be undone."""
+"""Proofs about what happens to values besides scaling: random bits are distinct, transforms can be undone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layoutc.plan.plan import Plan
 from layoutc.plan.products import OPERANDS
 from layoutc.report.proof import Proof, proof
 
-SAMPLE = (6, 24)  # rows and columns of the matrix whose random bits are looked at
+SAMPLE = (6, 24)  # rows and columns of the matrix whose random bits are compared
 
 
 def bits_are_their_own(plan: Plan) -> Iterator[Proof]:
@@ -31,7 +31,7 @@ def bits_are_their_own(plan: Plan) -> Iterator[Proof]:
 
 
 def transforms_can_be_undone(plan: Plan) -> Iterator[Proof]:
-    """Each transform is orthogonal, grows no value beyond the amax that scales are made for, and is cut by nothing."""
+    """Each transform is orthogonal, keeps values within the amax that scales are made for, and no cut splits it."""
     for name, transform in plan.layout.transforms.items():
         rows = _matrix(transform)
         method = f"every pair of the {transform.size} rows of its matrix, in whole numbers"
@@ -45,7 +45,7 @@ def transforms_can_be_undone(plan: Plan) -> Iterator[Proof]:
 
 
 def transforms_cancel(plan: Plan) -> Iterator[Proof]:
-    """A kernel multiplies codes as they are: with transforms, sums of products must be what they are without."""
+    """A kernel multiplies transformed codes directly, so sums of products must not depend on the transforms."""
     if plan.products is None:
         return
     roles = {"weight": plan.layout, "activation": plan.products.activation, "gradient": plan.products.gradient}
@@ -61,15 +61,15 @@ def transforms_cancel(plan: Plan) -> Iterator[Proof]:
 
 
 def _is_aside(transform: Transform, orientation: str) -> bool:
-    """True if what is transformed together is not what a product adds up: k rowwise, m columnwise."""
+    """True if the transform is not along the axis that a product contracts: k rowwise, m columnwise."""
     return transform.axis != {"rowwise": "k", "columnwise": "m"}[orientation]
 
 
 def _uncancelled(a: Transform | None, b: Transform | None) -> str:
-    """Two unit vectors whose product is another once they are transformed; "" if there are none.
+    """Two unit vectors whose product changes when they are transformed; "" if there are none.
 
-    Products are linear in both, so that what holds for unit vectors holds for all. Matrices are whole numbers here, so
-    a product is too large by the root of the product of both sizes.
+    Products are linear in both vectors, so what holds for unit vectors holds for all. Matrices are integers here, so a
+    product is too large by the square root of the product of both sizes.
     """
     grown = prod(one.size for one in (a, b) if one)
     length = lcm(*(one.size for one in (a, b) if one))
@@ -82,7 +82,7 @@ def _uncancelled(a: Transform | None, b: Transform | None) -> str:
 
 
 def _units(transform: Transform | None, length: int) -> list[list[int]]:
-    """What each unit vector of a length becomes, before it is normalized."""
+    """Each transformed unit vector of a length, before normalization."""
     if transform is None:
         return [[int(i == j) for j in range(length)] for i in range(length)]
     size, columns = transform.size, list(zip(*_matrix(transform), strict=True))
@@ -91,7 +91,7 @@ def _units(transform: Transform | None, length: int) -> list[list[int]]:
 
 
 def _matrix(transform: Transform) -> list[list[int]]:
-    """What a group is multiplied by, before it is normalized: a row for each result."""
+    """The matrix that a group is multiplied by, before normalization: a row per result."""
     rows = []
     for result in range(transform.size):
         signs = (-1 if transform.signs >> entry & 1 else 1 for entry in range(transform.size))

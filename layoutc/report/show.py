@@ -1,4 +1,4 @@
-"""The text of `layoutc show` and `list`: descriptions as tables, and bytes as a small picture. Pure functions."""
+"""The text of `layoutc show` and `list`: descriptions as tables, bytes as a small picture. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from layoutc.report.describe import BufferFacts, CutBlocks, Description, describ
 from layoutc.report.maps import find_buffer, swizzled_map, values_in
 from layoutc.report.tables import Table
 
-LINES = 16  # of a picture of a buffer
-TILE_LINES = 32  # of a picture of a swizzled tile
+LINES = 16  # the most lines of a buffer's picture
+TILE_LINES = 32  # the most lines of a swizzled tile's picture
 BYTES_A_LINE = (16, 8, 4, 2, 1)
 
 
 def tables(facts: Description) -> list[Table]:
-    """The whole description, most important facts first."""
+    """The whole description, with the most important facts first."""
     head = [_head(facts), _stored(facts), _read(facts), _uncrossed(facts), _sharded(facts)]
     return [*head, _gathered(facts), *_derived(facts), _views(facts)]
 
@@ -80,7 +80,7 @@ def _read(facts: Description) -> Table:
 
 
 def _rows_in(buffer: BufferFacts) -> str:
-    """The dim that follows the rows of the weight."""
+    """The dim that the weight's rows are in."""
     if buffer.swizzle:
         return "tiles"
     return "none" if buffer.carries_m is None else f"dim {buffer.carries_m}"
@@ -111,7 +111,7 @@ def _sharded(facts: Description) -> Table:
 
 
 def _cut_blocks(facts: Description, at: CutBlocks) -> list[tuple[str, str]]:
-    """The cost of cuts inside blocks, in each pass and in an optimizer step."""
+    """The cost of cuts inside blocks, per pass and per optimizer step."""
     cuts = facts.alignment.ranks_with_rows - 1
     passes: dict[int, list[str]] = {}
     for one in facts.passes:
@@ -196,12 +196,12 @@ def _per_element(value: float) -> str:
 # ----------------------------------------------------------------------------------------------- recipes side by side
 @dataclass(frozen=True)
 class Overview:
-    """A recipe in short.
+    """A summary of a recipe.
 
-    stored, gathered: bits for an element of a large weight, on a rank and in forward's gather. use: "train"; "train,
-    freeze" of recipes without codes of their own for backward, which dequantizes forward's; "operand" of activations
-    and gradients; "state" of optimizers; "wire" of gradients that ranks send. files: bindings, as RECIPE/NAME.
-    products: the lowest compute capability that multiplies in low precision, by product; none: weights are dequantized.
+    stored, gathered: bits per element of a large weight, on a rank and in forward's gather. use: "train"; "train,
+    freeze" if backward has no separate codes and dequantizes forward's; "operand" for activations and gradients;
+    "state" for optimizers; "wire" for gradients that ranks send. files: bindings, as RECIPE/NAME. products: the lowest
+    compute capability that multiplies in low precision, by product; none: weights are dequantized.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Overview:
 
 
 def overview(plan: Plan) -> Overview:
-    """A recipe in short. Pure."""
+    """Summarizes a recipe. Pure."""
     layout = plan.layout
     m, k = usual_shape(plan, 1)
     facts = describe(plan, m, k, 1)
@@ -255,7 +255,7 @@ def pictures(layout: Layout, name: str, m: int, k: int, width: int) -> list[str]
 
 
 def _rows(buffer: Buffer, m: int, k: int, width: int) -> str:
-    """One line for each of the buffer's first rows; a cell is a byte, or a value of a byte or more."""
+    """One line per row of the buffer's first rows; a cell is a byte, or a value of one or more bytes."""
     chain, unit = buffer.chain(m, k), max(1, buffer.bits // 8)
     *lead, values = chain.shapes[-1]
     rows, last = prod(lead), values * buffer.bits // 8 // unit
@@ -275,7 +275,7 @@ def _rows(buffer: Buffer, m: int, k: int, width: int) -> str:
 
 
 def _tile(layout: Layout, buffer: Buffer, m: int, k: int, width: int) -> str:
-    """The first tile of a swizzled buffer; a line is a run of neighbouring values in memory."""
+    """The first tile of a swizzled buffer; a line is a run of adjacent values in memory."""
     assert layout.swizzle is not None
     tile = layout.swizzle.tile(0) * layout.swizzle.tile(1)
     cells = [_cell(value) for value in islice(swizzled_map(layout, buffer, m, k), min(tile, 16 * TILE_LINES))]
@@ -288,7 +288,7 @@ def _tile(layout: Layout, buffer: Buffer, m: int, k: int, width: int) -> str:
 
 
 def _drawn(buffer: Buffer, title: str, lines: Mapping[int, list[str]], size: int, offsets: int = 0) -> str:
-    """Lines of cells behind their numbers. offsets: the width of those, if not that of the largest."""
+    """Numbered lines of cells. offsets: the width of the numbers, if not that of the largest."""
     offsets = offsets or len(str(max(lines)))
     rows = (" ".join((str(at).rjust(offsets), *(cell.ljust(size) for cell in cells))) for at, cells in lines.items())
     legend = f"A cell names the row,column of {_subject(buffer)} stored there; a dot is padding."

@@ -1,4 +1,4 @@
-"""The text of `layoutc show --checkpoint`: the facts of a folder as tables. Pure functions."""
+"""The text of `layoutc show --checkpoint`: a folder's facts as tables. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tables(facts: CheckpointFacts) -> list[Table]:
-    """The folder, its entries as stored, layouts that no installed recipe has, and totals."""
+    """The folder, its stored entries, layouts that no installed recipe has, and totals."""
     return [_head(facts), _entries(facts), *_strange(facts), _totals(facts)]
 
 
@@ -52,7 +52,7 @@ def _entries(facts: CheckpointFacts) -> Table:
 
 
 def _strange(facts: CheckpointFacts) -> list[Table]:
-    """Layouts that no installed recipe has, and entries whose pieces are stored in several ways."""
+    """Layouts that no installed recipe has, and entries whose pieces are stored in different ways."""
     unknown = {one.layout_id: one for entry in facts.entries for one in entry.layouts if not one.installed}
     tables = []
     if unknown:

@@ -1,17 +1,17 @@
-"""Tables as text: rich on a terminal, plain and stable if something else reads the output."""
+"""Tables as text: rich on a terminal, plain and stable otherwise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-NAME = 18  # the most characters of cells in a narrow column
+NAME = 18  # the most characters of a cell in a narrow column
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads (none: a list of facts) and rows of text. `numbers`: columns that are set flush right.
+    """A title, column heads (none: a list of facts) and rows of text. `numbers`: right-aligned columns.
 
-    Text may come from files: what is unprintable in it is escaped.
+    Text may come from files, so unprintable characters are escaped.
     """
 
     title: str
@@ -25,7 +25,7 @@ class Table:
 
 
 def shown(text: str) -> str:
-    """Text from a file, safe for a terminal: unprintable characters are escaped."""
+    """Makes text from a file safe for a terminal: escapes unprintable characters."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -34,7 +34,7 @@ def _escaped(char: str) -> str:
 
 
 def plain(tables: list[Table]) -> str:
-    """Tables one below the other with columns two spaces apart; the same text on all machines."""
+    """Tables below each other, with columns two spaces apart; the same text on all machines."""
     return "\n".join(_plain(table) for table in tables)
 
 
@@ -52,7 +52,7 @@ def _plain(table: Table) -> str:
 
 
 def print_rich(tables: list[Table]) -> None:
-    """Prints the tables on a terminal, with colours and wrapped cells."""
+    """Prints the tables on a terminal, with colors and wrapped cells."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -68,7 +68,7 @@ def print_rich(tables: list[Table]) -> None:
             head = Text(table.heads[column] if table.heads else "")
             flush = "right" if column in table.numbers else "left"
             style = "cyan" if column == 0 else None
-            whole = all(len(row[column]) <= NAME for row in table.rows)  # names and numbers are not broken
+            whole = all(len(row[column]) <= NAME for row in table.rows)  # don't wrap names and numbers
             drawn.add_column(head, justify=flush, style=style, overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
         for row in table.rows:
             drawn.add_row(*(Text(cell) for cell in row))

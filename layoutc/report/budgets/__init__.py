@@ -1,1 +1,1 @@
-"""Budgets of models for people: figures, tables, CSV, and charts that are drawn from the JSON."""
+"""Reports of model budgets: figures, tables, CSV, and charts drawn from the JSON."""

@@ -1,4 +1,4 @@
-"""The answer of one run on one screen: whether it fits, how fast it is and what bounds it, recipes ranked."""
+"""One run's answer on one screen: recipes ranked by whether they fit and how fast they are, and what bounds them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MOST = 12  # rows
 
 @cache
 def losses() -> Mapping[str, Mapping[str, Any]]:
-    """What was measured of recipes' losses."""
+    """Measured losses of recipes."""
     text = (Path(__file__).parent.parent / "losses.yaml").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return found
 
 
 def ranked(budgets: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Places of budgets: those that fit first, by their time; then by what they lack."""
+    """Indices of budgets in order: those that fit by time, then the others by missing memory."""
 
     def place(at: int) -> tuple[bool, float]:
         spare = budgets[at]["spare"]
@@ -39,7 +39,7 @@ def ranked(budgets: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def tables(data: Mapping[str, Any]) -> list[Table]:
-    """A title with the verdict, the rows, and what they rest on."""
+    """A title with the verdict, the rows, and notes on what they are based on."""
     budgets, as_fast = data["budgets"], faster(data["budgets"])
     order = ranked(budgets)[:MOST]
     rows = tuple(_row(budgets[at], as_fast[at]) for at in order)
@@ -73,7 +73,7 @@ def _verdict(data: Mapping[str, Any], order: Sequence[int]) -> str:
 
 
 def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
-    """What the fastest is in code; where nothing fits, what would."""
+    """The code for the fastest recipe; if nothing fits, what would."""
     best = data["budgets"][order[0]]
     if best["spare"] < 0:
         return f"would fit: {'; '.join(data.get('instead', ())) or 'none of more cards, smaller states, a frozen base'}"
@@ -93,14 +93,14 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
 
 
 def _exchanging(setting: Mapping[str, Any]) -> str:
-    """The call that has gradients travel so."""
+    """The call that sets up this exchange of gradients."""
     recipe, among = (setting.get(name) for name in ("gradients", "replica_gradients"))
     given = ["model", *([f'"{recipe}"'] if recipe else []), *([f'replicas="{among}"'] if among else [])]
     return f"layoutc.exchange_gradients({', '.join(given)})"
 
 
 def bound(step: Mapping[str, float]) -> str:
-    """What takes most of a step, with its share of it."""
+    """What takes most of a step's time, with its share."""
     parts = {
         "products": step["forward"] + step["backward"] - (step["memory"] - step["optimizer"]),
         "memory": step["memory"],
@@ -155,5 +155,5 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
 
 
 def _kept(notes: Sequence[str]) -> list[str]:
-    """Those of the table are left out, and what the title says."""
+    """The notes without those that the table or the title already has."""
     return [note for note in notes if note not in (*NOTES, *ON_GATHER)]

@@ -1,4 +1,4 @@
-"""Charts of budgets, from the JSON that `layoutc plan` writes: step time and memory of a rank against ranks."""
+"""Charts of budgets, from the JSON that `layoutc plan` writes: step time and memory per rank over ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PANELS = (
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between the ends of a logarithmic axis: few of them, but two at least where there are two."""
+    """Round numbers between the ends of a logarithmic axis: few, but at least two if there are two."""
     found = [size * 10.0**power for power in range(-6, 12) for size in (1, 2, 5) if low <= size * 10.0**power <= high]
     if len(found) >= 3:
         return found
     steps = (size * 10.0**power for power in range(-9, 12) for size in (1, 2, 5))
-    step = next(step for step in steps if (high - low) / step <= 6)  # even steps, where the axis is short
+    step = next(step for step in steps if (high - low) / step <= 6)  # even steps on a short axis
     return [step * number for number in range(ceil(low / step), floor(high / step) + 1)]
 
 
 def draw(data: Mapping[str, Any], path: Path) -> list[str]:
-    """Writes the chart, and returns the names of its lines. The suffix of the path says the format.
+    """Writes the chart and returns the names of its lines. The path's suffix selects the format.
 
-    Raises ImportError without matplotlib, OSError as writing does.
+    Raises ImportError without matplotlib, and OSError if writing fails.
     """
     from matplotlib.ticker import FuncFormatter
 

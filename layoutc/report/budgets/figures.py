@@ -1,4 +1,4 @@
-"""Budgets of models as tables, as JSON values and as rows of CSV: one dict of figures, which all of them print."""
+"""Budgets of models as tables, JSON values and rows of CSV, all printed from one dict of figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _budget(one: Budget) -> dict[str, Any]:
     return data
 
 
-# Name in CSV -> where it is in a budget's JSON values.
+# Name in CSV -> path in a budget's JSON values.
 FIGURES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("recipe", "how", "exchange", "on_gather")},
     **{name: ("mesh", name) for name in ("world", "replicas", "tensor", "experts")},
@@ -75,7 +75,7 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
 
 
 def figure(budget: Mapping[str, Any], name: str) -> Any:
-    """One of FIGURES, of a budget in JSON values."""
+    """One of FIGURES from a budget in JSON values."""
     value: Any = budget
     for key in FIGURES[name]:
         value = value[key]
@@ -83,7 +83,7 @@ def figure(budget: Mapping[str, Any], name: str) -> Any:
 
 
 def as_csv(data: Mapping[str, Any]) -> str:
-    """A line for each recipe and world, with a head; bytes, seconds and elements."""
+    """A header and a line for each recipe and world, in bytes, seconds and elements."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(FIGURES)
@@ -98,7 +98,7 @@ def label(budget: Mapping[str, Any]) -> str:
 
 
 def faster(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The speed of each budget relative to the first one on as many cards."""
+    """Each budget's speed relative to the first one on the same number of cards."""
     first: dict[int, float] = {}
     for one in budgets:
         first.setdefault(one["mesh"]["world"], one["step"]["total"])
@@ -106,7 +106,7 @@ def faster(budgets: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tables(data: Mapping[str, Any], weights: bool = False) -> list[Table]:
-    """The figures of each world and recipe, what stays plain, and cuts inside of blocks. weights: a line for each."""
+    """The figures of each world and recipe, what stays plain, and cuts inside blocks. weights: a line per weight."""
     budgets = data["budgets"]
     found = [Table(title(data), HEADS, _rows(budgets), frozenset({0, *range(2, len(HEADS))}))]
     last = _of_largest_world(budgets)
@@ -119,7 +119,7 @@ def tables(data: Mapping[str, Any], weights: bool = False) -> list[Table]:
 
 
 def too_large(data: Mapping[str, Any]) -> list[str]:
-    """A line on what a card does not hold; none if it holds all."""
+    """A line on what does not fit on a card; none if everything does."""
     over = [one for one in data["budgets"] if one["spare"] < 0]
     if not over:
         return []
@@ -142,7 +142,7 @@ def title(data: Mapping[str, Any]) -> str:
 
 
 def run_of(data: Mapping[str, Any]) -> list[str]:
-    """How ranks share the model, what travels, what a card is fed, and the links."""
+    """How ranks share the model, what they send, a card's tokens, and the links."""
     setting, mesh = data["setting"], data["budgets"][0]["mesh"]
     words = {"replicas": "replicas", "tensor": "tensor-parallel", "experts": "expert-parallel"}
     parallel = [f"{mesh[key]} {word}" for key, word in words.items() if mesh[key] > 1]
@@ -150,7 +150,7 @@ def run_of(data: Mapping[str, Any]) -> list[str]:
 
 
 def load_of(setting: Mapping[str, Any]) -> str:
-    """What a card is fed."""
+    """A card's tokens per step."""
     return f"{setting['batch']} x {setting['sequence']:,} tokens a card"
 
 
@@ -161,7 +161,7 @@ def links_of(setting: Mapping[str, Any]) -> str:
 
 
 def described(setting: Mapping[str, Any]) -> list[str]:
-    """How weights and gradients travel, where it is not FSDP2's way."""
+    """How weights and gradients are sent, if not as FSDP2 does."""
     said = {"exchange": "gradients exchanged", "on_gather": "weights dequantized on gather"}
     among = setting.get("replica_gradients")
     return [words for key, words in said.items() if setting[key]] + ([f"{among} among replicas"] if among else [])

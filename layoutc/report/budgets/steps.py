@@ -1,4 +1,4 @@
-"""The parts of steps as a table: for each number of cards a row for each recipe, bf16 first."""
+"""The parts of steps as a table: for each number of cards, a row per recipe, bf16 first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTES = (
 
 
 def table(data: Mapping[str, Any]) -> list[Table]:
-    """Of a plan in JSON values."""
+    """The table of a plan in JSON values."""
     rows = tuple(_row(one, of) for one, of in zip(data["budgets"], faster(data["budgets"]), strict=True))
     notes = [*NOTES, *data["model"]["notes"], *(note for note in data["notes"] if note not in MEMORY)]
     return [
