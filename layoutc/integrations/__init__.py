@@ -1,1 +1,1 @@
-"""Other packages' trainers with layoutc in them: a module for each, which needs that package and no other."""
+"""layoutc in other packages' trainers: one module per package, which imports no other one."""

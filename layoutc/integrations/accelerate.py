@@ -1,4 +1,4 @@
-"""accelerate: a model and its masters, prepared together; and what Accelerator does not say of them.
+"""accelerate: prepares a model together with its masters, and exports it.
 
 accelerator = Accelerator()
 model, optimizer = prepare(accelerator, model, torch.optim.AdamW, recipe="nvfp4", lr=3e-4)
@@ -34,10 +34,10 @@ def prepare(
     share_amax: bool | Sequence[Sequence[str]] = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Converts the model, makes its optimizer, and has accelerate prepare both, and `others`, in one call.
+    """Converts the model, makes its optimizer, and lets accelerate prepare both and `others` in one call.
 
-    param_filter, share_amax: as for `layoutc.quantize_`. options: the optimizer's. Returns the model, the
-    optimizer and the others. Weights that are cast on gather have their amaxes found after each step.
+    param_filter, share_amax: as for `layoutc.quantize_`. options: the optimizer's. Returns the model, the optimizer and
+    the others. After each step, the amaxes of weights that are cast on gather are computed.
     """
     if use == "quantized":
         layoutc.quantize_(model, recipe, param_filter=param_filter, share_amax=share_amax)
@@ -56,8 +56,8 @@ def prepare(
 def export(
     accelerator: Accelerator, model: nn.Module, folder: str | PathLike[str], *, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """`layoutc.checkpoint.export_safetensors` of a prepared model: its planes, or plain values of a dtype.
+    """`layoutc.checkpoint.export_safetensors` for a prepared model: its planes, or plain values in `dtype`.
 
-    Every rank calls it; the first one writes. Returns the names of the files.
+    Every rank calls it; the first one writes. Returns the file names.
     """
     return checkpoint.export_safetensors(accelerator.unwrap_model(model), folder, dtype=dtype)

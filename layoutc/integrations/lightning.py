@@ -1,4 +1,4 @@
-"""Lightning: a callback for trainers with ModelParallelStrategy, and the two lines of a module that it needs.
+"""Lightning: a callback for trainers with ModelParallelStrategy, and `shard` for modules.
 
 class Mine(LightningModule):
     def configure_model(self):
@@ -40,10 +40,10 @@ def shard(
     share_amax: bool | Sequence[Sequence[str]] = False,
     **options: Any,
 ) -> Model:
-    """Converts a model and shards its blocks, and the rest, over Lightning's data-parallel mesh.
+    """Converts a model, then shards its blocks and the rest over Lightning's data-parallel mesh.
 
-    Call it in `configure_model`, once: Lightning calls that hook again where it evaluates. param_filter, share_amax:
-    as for `layoutc.quantize_`. options: fully_shard's.
+    Call it in `configure_model`, but only once: Lightning calls that hook again for evaluation. param_filter,
+    share_amax: as for `layoutc.quantize_`. options: fully_shard's.
     """
     convert = layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_
     convert(model, recipe, param_filter=param_filter, share_amax=share_amax)
@@ -55,23 +55,23 @@ def shard(
 
 
 class LayoutcCallback(Callback):
-    """Compares ranks before the first step, finds amaxes of weights that are cast on gather, and exports at the end.
+    """Compares ranks before the first step, computes amaxes of weights that are cast on gather, and exports at the end.
 
-    export: a folder for `layoutc.checkpoint.export_safetensors` when fit ends; dtype: None for planes.
+    export: a folder for `layoutc.checkpoint.export_safetensors` when fit ends. dtype: None exports planes.
     """
 
     def __init__(self, export: str | PathLike[str] | None = None, dtype: torch.dtype | None = None) -> None:
         self._export, self._dtype = export, dtype
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Ranks that hold different weights would train apart."""
+        """Compares ranks, since ranks with different weights would diverge."""
         layoutc.check_ranks(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """One all-reduce for all weights, which gathers would do one by one."""
+        """Computes all amaxes in one all-reduce; otherwise each gather needs one."""
         layoutc.precompute_amaxes(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Every rank calls it; the first one writes."""
+        """Exports the model. Every rank calls it; the first one writes."""
         if self._export is not None:
             checkpoint.export_safetensors(pl_module, self._export, dtype=self._dtype)

@@ -1,4 +1,4 @@
-"""Packages that an integration is for: which command installs one that is missing."""
+"""Imports of packages that integrations need. A missing one raises an error with the install command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(package: str, extra: str = "integrations") -> Iterator[None]:
-    """Around imports of `package`. Raises ModuleNotFoundError with the command if it is not installed."""
+    """Wraps imports of `package`. Raises ModuleNotFoundError with the install command if it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

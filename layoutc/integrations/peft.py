@@ -1,4 +1,4 @@
-"""PEFT: LoRA adapters merged into a quantized base, with the error that this makes. All else of PEFT works as it is."""
+"""PEFT: merges LoRA adapters into a quantized base and reports the error. The rest of PEFT works unchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ with needs("peft"):
 
 
 def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
-    """PEFT's `merge_and_unload`: the base model with its active adapters merged; and, by the name of each quantized
-    weight, the error of quantizing the sum again, as `layoutc.merge_` has it.
+    """PEFT's `merge_and_unload`. Returns the base model with its active adapters merged, and by name of each quantized
+    weight, the error of requantizing the sum, as from `layoutc.merge_`.
 
-    The adapters of a layer are added together first, in fp32, so that the sum is quantized once.
+    Adds up a layer's adapters in fp32 first, so that the sum is quantized once.
 
-    Raises ValueError, before anything is changed, for a model that is sharded, for adapters with DoRA or a bias of
-    their own on quantized layers, and for a model of transformers whose `add_adapter` has put them in.
+    Raises ValueError, before it changes anything, for a sharded model, for adapters with DoRA or a bias on quantized
+    layers, and for a transformers model whose adapters come from `add_adapter`.
     """
     if not hasattr(model, "get_base_model"):
         raise ValueError(
@@ -61,12 +61,12 @@ def merge(model: Any) -> tuple[nn.Module, dict[str, float]]:
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:
-    """The base's parameters and buffers with the adapters that are merged into them now, by the base model's names,
-    sharded or not: for `export_safetensors`, `stream_export` and `export_gguf`, until they are unmerged. The model is
-    PEFT's, or one of transformers with `add_adapter`.
+    """The base's parameters and buffers by the base model's names, including adapters that are merged now. For
+    `export_safetensors`, `stream_export` and `export_gguf`, until the adapters are unmerged. The model is PEFT's or a
+    transformers model with `add_adapter`, sharded or not.
 
-    Raises ValueError for layers with adapters that are not merged, for sharded weights that took nothing in, since
-    torch drops what DoRA, IA3 and `safe_merge=True` assign to their `.data`, and for modules trained as copies.
+    Raises ValueError for layers with unmerged adapters, for sharded weights without the merge (torch drops what DoRA,
+    IA3 and `safe_merge=True` assign to their `.data`), and for modules trained as copies.
     """
     wrapped = hasattr(model, "get_base_model")
     base: nn.Module = model.get_base_model() if wrapped else model
@@ -93,14 +93,14 @@ def merged_state(model: Any) -> dict[str, Tensor]:
 
 
 def _weight(layer: Any) -> tuple[Any, str]:
-    """What adapters of a layer change, and its key: the weight, or the parameter that `target_parameters` names."""
+    """The parameter that a layer's adapters change, and its key: "weight", or the name from `target_parameters`."""
     key = getattr(layer, "parameter_name", "weight")
     return getattr(layer.get_base_layer(), key, None), key
 
 
 def _of_base(name: str, layers: Iterable[str]) -> str | None:
-    """The name in the base model of what lies in layers with adapters, one in another too; None for what adapters
-    have."""
+    """The base model's name of an entry in layers with adapters, which may be nested; None for the adapters' own
+    entries."""
     for layer in sorted(layers, key=len, reverse=True):
         if name.startswith(f"{layer}."):
             if not name.startswith(f"{layer}.base_layer."):
@@ -110,7 +110,7 @@ def _of_base(name: str, layers: Iterable[str]) -> str | None:
 
 
 def _took_nothing(layer: Any) -> bool:
-    """Whether a quantized shard holds no merge of its layer: what a weight was before one is kept beside it."""
+    """Whether a quantized shard lacks its layer's merge: a merge keeps the weight's previous value with the shard."""
     local = getattr(_weight(layer)[0], "_local_tensor", None)
     if not isinstance(local, QuantizedTensor):
         return False

@@ -1,4 +1,4 @@
-"""State dicts of plain values, for trainers that write files of their own: dequantized, and whole."""
+"""Dequantized, unsharded state dicts, for trainers that write their own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 @torch.no_grad()
 def plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same names. Collective, if there are shards: every rank calls it, and gets all of it."""
+    """Dequantizes and unshards all entries. Collective if there are shards: every rank calls it and gets all values."""
     return {name: _plain(value) for name, value in state_dict.items()}
 
 

@@ -1,4 +1,4 @@
-"""torchtitan: its own trainer, with a section `layoutc` in its config and on its command line.
+"""torchtitan: its trainer with a section `layoutc` in the config and on the command line.
 
     torchrun ... -m torchtitan.train --module layoutc.integrations.torchtitan --config llama3.llama3_8b \\
         --layoutc.recipe nvfp4 --layoutc.use quantized
@@ -25,7 +25,7 @@ with needs("torchtitan", "torchtitan"):
 
 
 class Converter(ModelConfigConverter):
-    """Quantizes a model when it is built, before it is sharded. For configs in Python, among their converters."""
+    """Quantizes a model when it is built, before sharding. Configs in Python list it among their converters."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -53,7 +53,7 @@ class Converter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Makes the config build a converted model; returns it."""
+        """Makes the config build a converted model, and returns the config."""
         base, own = type(model_config), self.config
 
         class Converted(base):  # type: ignore[misc, valid-type]
@@ -69,14 +69,14 @@ class Converter(ModelConfigConverter):
                 keep_fused(model)
                 return model
 
-        model_config.__class__ = Converted  # it stays the object that torchtitan holds
+        model_config.__class__ = Converted  # in place: torchtitan holds this object
         return model_config
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's optimizers on fp32 masters. After each step it finds the amaxes of weights that are cast."""
+    """torchtitan's optimizers on fp32 masters. After each step, computes the amaxes of weights that are cast."""
 
-    STEPS_MASTERS = True  # or none, where weights are cast: nothing to warn of
+    STEPS_MASTERS = True  # also if weights are cast and have none: no warning is needed
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -87,21 +87,21 @@ class Optimizers(OptimizersContainer):
         if config.masters and config.implementation == "fused_opt_states_bf16":
             raise ValueError("MasterWeights has no --optimizer.implementation fused_opt_states_bf16: use fused")
         super().__init__(config, **options)
-        multiply_parts_(module for part in self.model_parts for module in part.modules())  # tensor parallelism has cut
+        multiply_parts_(module for part in self.model_parts for module in part.modules())  # after tensor parallelism
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
         factory: Any = OptimizersContainer._resolve_optimizer_factory(name)
         return partial(layoutc.MasterWeights, factory) if self._masters else factory
 
     def step(self, closure: Any = None) -> None:
-        """All of them; and one all-reduce for the amaxes that the next gathers need."""
+        """Steps all optimizers, then computes the next gathers' amaxes in one all-reduce."""
         super().step(closure)
         for part in self.model_parts:
             layoutc.precompute_amaxes(part)
 
 
 class Trainer(titan.Trainer):
-    """torchtitan's trainer; the section `layoutc` of its config chooses the recipe."""
+    """torchtitan's trainer, with the recipe from the config's section `layoutc`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
@@ -121,7 +121,7 @@ class Trainer(titan.Trainer):
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """The config `llama3.llama3_8b`: torchtitan's llama3_8b of its module llama3, with the section `layoutc`."""
+    """`llama3.llama3_8b` is the config llama3_8b of torchtitan's module llama3, with the section `layoutc`."""
     module, _, config = name.rpartition(".")
     if not module:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; a config is MODULE.CONFIG")

@@ -1,5 +1,5 @@
-"""torchtitan: export to Hugging Face's names, of plain values, fused QKV cut apart; and tokens that travel between
-expert-parallel ranks as codes of a recipe."""
+"""torchtitan: exports plain values under Hugging Face's names, with fused QKV split, and sends tokens between
+expert-parallel ranks as a recipe's codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with needs("torchtitan", "torchtitan"):
 
 
 def keep_fused(model: nn.Module) -> None:
-    """State dicts of the model have one weight of fused QKV where it is quantized: cuts between heads may be inside of
+    """Keeps quantized fused QKV as one weight in the model's state dicts, since cuts between heads may split
     blocks."""
     for module in model.modules():
         if isinstance(module, FusedQKVLinear) and isinstance(module.wqkv.weight.data, QuantizedTensor):
@@ -30,15 +30,15 @@ def keep_fused(model: nn.Module) -> None:
 
 
 def exporting(adapter: type) -> type:
-    """A model's state-dict adapter, whose `to_hf` gives plain values.
+    """Makes a subclass of a model's state-dict adapter whose `to_hf` returns plain values.
 
-    A quantized weight of fused QKV is one weight in state dicts. torchtitan's adapters don't know its name, and leave
-    out what they don't know. So its values are cut here. Collective: each rank gets all values.
+    A quantized fused QKV is one weight in state dicts. torchtitan's adapters drop names that they don't know, and its
+    name is one of these, so its values are split here. Collective: each rank gets all values.
     """
 
     class Exporting(adapter):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-            """As torchtitan's own of a plain model."""
+            """Returns what torchtitan's adapter returns for a plain model."""
             values = plain(state_dict)
             for prefix, config, _, _ in self.model_config.traverse(FusedQKVLinear.Config):
                 heads = config.n_heads // config.n_kv_heads
@@ -53,7 +53,7 @@ def exporting(adapter: type) -> type:
 def refuse_import(checkpoint: Any, use: str) -> None:
     """Raises ValueError for a config that loads Hugging Face's files into quantized weights.
 
-    torchtitan would fill the plain values that `to_hf` gives, and drop q, k and v: the model has one fused weight.
+    torchtitan would load into the plain values from `to_hf`, and drop q, k and v, since the model has one fused weight.
     """
     if use == "quantized" and checkpoint.initial_load_in_hf:
         raise ValueError(
@@ -63,11 +63,11 @@ def refuse_import(checkpoint: Any, use: str) -> None:
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """torchtitan's dispatcher by all-to-all, with both of its exchanges by layoutc.exchange_tokens."""
+    """torchtitan's all-to-all dispatcher, with layoutc.exchange_tokens for both exchanges."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        """recipe: of tokens on their way to experts. gradients: of gradients on theirs. "": as they are."""
+        """recipe: for tokens sent to experts. gradients: for gradients sent to experts. "": they are sent unchanged."""
 
         recipe: str = ""
         gradients: str = ""
@@ -84,8 +84,8 @@ class Dispatcher(AllToAllTokenDispatcher):
 
 
 def send_as_codes(model: Any, recipe: str, gradients: str) -> None:
-    """Makes the dispatchers of a model's config send codes. Raises ValueError for a model without any, and for one that
-    dispatches by other means than torch's all-to-all."""
+    """Makes the dispatchers of a model's config send codes. Raises ValueError for a model without dispatchers, or with
+    ones that don't use torch's all-to-all."""
     experts = [layer.moe.routed_experts for layer in model.layers if getattr(layer, "moe", None) is not None]
     others = {type(one.token_dispatcher) for one in experts} - {AllToAllTokenDispatcher.Config}
     if not experts or others:

@@ -1,5 +1,5 @@
-"""transformers: a callback for Trainer, after which `save_pretrained` writes plain values that anything can load; and
-the names that weights have in a release.
+"""transformers: a callback for Trainer that makes `save_pretrained` write plain values, and the weights' names in a
+release's files.
 
 model = AutoModelForCausalLM.from_pretrained(name)
 layoutc.quantize_(model, "nvfp4", param_filter=["model.layers.*.weight"])
@@ -31,7 +31,7 @@ with needs("transformers"):
 
 
 def masters(optimizer_class: type[torch.optim.Optimizer]) -> type[layoutc.MasterWeights]:
-    """A class for `optimizer_cls_and_kwargs`, which calls a function in another way: it steps fp32 masters."""
+    """An optimizer that steps fp32 masters, as a class: `optimizer_cls_and_kwargs` calls functions differently."""
 
     class Masters(layoutc.MasterWeights):
         def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -41,10 +41,10 @@ def masters(optimizer_class: type[torch.optim.Optimizer]) -> type[layoutc.Master
 
 
 class LayoutcCallback(TrainerCallback):
-    """Compares ranks before the first step, and finds amaxes of weights that are cast on gather after each.
+    """Compares ranks before the first step, and computes amaxes of weights that are cast on gather after each step.
 
-    Also makes the model's `save_pretrained`, and so Trainer's `save_model`, write dequantized weights under their usual
-    names, which `from_pretrained` loads. Quantized files are `layoutc.checkpoint.export_safetensors`.
+    Also makes the model's `save_pretrained`, and thus Trainer's `save_model`, write dequantized weights under their
+    usual names, which `from_pretrained` loads. For quantized files, use `layoutc.checkpoint.export_safetensors`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -52,8 +52,8 @@ class LayoutcCallback(TrainerCallback):
         make_saveable(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Ranks that hold different weights would train apart. A run that resumes quantizes its masters again, since
-        Trainer's checkpoints of a model that is not sharded are plain values, which quantize to other codes."""
+        """Compares ranks, since ranks with different weights would diverge. A resumed run requantizes its masters:
+        Trainer's checkpoints of an unsharded model hold plain values, which quantize to other codes."""
         ours = getattr(optimizer, "optimizer", optimizer)
         if state.global_step and isinstance(ours, layoutc.MasterWeights):
             with torch.no_grad():
@@ -63,18 +63,18 @@ class LayoutcCallback(TrainerCallback):
         layoutc.check_ranks(self._model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One all-reduce for all weights, which gathers would do one by one."""
+        """Computes all amaxes in one all-reduce; otherwise each gather needs one."""
         layoutc.precompute_amaxes(self._model)
 
 
 def make_saveable(model: PreTrainedModel) -> None:
-    """Makes `save_pretrained` of this model write plain values. Where the model is sharded, every rank calls it."""
+    """Makes this model's `save_pretrained` write plain values. If the model is sharded, every rank must call that."""
     if not isinstance(model.save_pretrained, partial):
         model.save_pretrained = partial(_save_plain, model)
 
 
 def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, **options: Any) -> None:
-    """As PreTrainedModel.save_pretrained; the first rank writes. Trainer passes state_dict on the rank that writes."""
+    """Like PreTrainedModel.save_pretrained; the first rank writes. Trainer passes state_dict on the writing rank."""
     if state_dict is None and dist.is_initialized():
         options.setdefault("is_main_process", dist.get_rank() == 0)
     whole = plain(model.state_dict() if state_dict is None else state_dict)
@@ -82,17 +82,17 @@ def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, 
 
 
 def names_in_files(model: PreTrainedModel, folder: str | PathLike[str]) -> Callable[[str], str]:
-    """A `rename` for `quantize_as_stored`, `load_safetensors` and `export_safetensors`: a name of the model's state
-    dict -> the name in the folder's files, where these are not transformers' own, as those of DeepSeek-V4.
+    """A `rename` for `quantize_as_stored`, `load_safetensors` and `export_safetensors`: maps names in the model's state
+    dict to those in the folder's files, for releases whose names are not transformers', such as DeepSeek-V4.
 
-    Experts that files hold one by one keep the last part of the model's name: `parts` of a binding has theirs. Only
-    headers are read. Raises LayoutError without files and DamagedError for damaged ones; what it returns raises
-    LayoutError for a name that transformers would read as another weight's.
+    Experts that files store one by one keep the last part of the model's name; a binding's `parts` has the files'
+    names. Reads only headers. Raises LayoutError without files and DamagedError for damaged ones. The returned function
+    raises LayoutError for a name that transformers would read as another weight's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
 
-    # As save_pretrained does, but for the prefix of the base model: where a release leaves it out, no rule has it.
+    # As in save_pretrained, except for the base model's prefix: no rule covers releases that leave it out.
     mapping = [one for one in get_model_conversion_mapping(model, add_legacy=False) if isinstance(one, WeightRenaming)]
     forward: Any = [one for one in mapping if not isinstance(one, PrefixChange)]
     back: Any = [one.reverse_transform() for one in reversed(forward)]

@@ -1,4 +1,4 @@
-"""transformers: experts by layoutc's own implementation, which moves tokens to experts and back in fewer passes.
+"""transformers: layoutc's implementation of experts, which moves tokens to experts and back in fewer passes.
 
 import layoutc.integrations.transformers_experts  # registers it
 model = AutoModelForCausalLM.from_pretrained(name)
@@ -27,9 +27,9 @@ SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As the other implementations of transformers: hidden_states (tokens, columns) -> the same.
+    """Same signature as transformers' other implementations: hidden_states (tokens, columns) -> the same shape.
 
-    Experts without a gate, or with biases or a norm of their own, are computed by transformers' "grouped_mm".
+    Falls back to transformers' "grouped_mm" for experts without a gate, or with biases or a norm.
     """
     if self.has_bias or not self.has_gate or getattr(self, "has_post_expert_norm", False):
         made: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
