@@ -1,8 +1,8 @@
 """The conformance suite: does the code generated for a spec do what the spec says, to the byte?
 
-It is run by `layoutc test`, by the pytest plugin (`pytest --layoutc-spec my.yaml`), or through
-`layoutc.conformance.runner`. Importing this package imports nothing else; torch and numpy are imported by the checks.
+Run it with `layoutc test`, the pytest plugin (`pytest --layoutc-spec my.yaml`), or `layoutc.conformance.runner`.
+Importing this package imports nothing else; the checks import torch and numpy.
 
-The suite knows no recipe and no format by name. `conformance.model` reads the spec a second time, in numpy and exact
+The suite knows no recipe or format by name. `conformance.model` implements specs independently, in numpy and exact
 fractions, and shares no arithmetic with the compiler, the runtime or the generated code.
 """

@@ -1,4 +1,4 @@
-"""New tensors as FSDP2 asks for them: torch.distributed gets the class, and all other callers plain tensors."""
+"""Makes new tensors as FSDP2 does: torch.distributed gets the class, all other callers get plain tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _method(tensor: Tensor, name: str, *args: Any, **kwargs: Any) -> Tensor:
     return made
 
 
-#: (tensor, "new_zeros" or another method's name, its arguments) -> what FSDP2 gets from that call.
+#: (tensor, name of a method such as "new_zeros", its arguments) -> what FSDP2 gets from that call.
 called: Callable[..., Any] = FunctionType(
     _method.__code__, {"__name__": "torch.distributed.fsdp", "__builtins__": __builtins__}
 )

@@ -1,4 +1,4 @@
-"""Test weights, and byte comparisons that say where the first difference is."""
+"""Test weights, and byte comparisons that report the first difference."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ KINDS = ("plain", "zeros", "huge", "tiny", "nan", "inf", "coarse")
 
 
 def generator(subject: Subject, *what: object) -> np.random.Generator:
-    """Random numbers that depend on the seed and on what they are for, and on nothing else."""
+    """Random numbers that depend only on the subject's seed and on what they are for."""
     return random_for(subject.seed, *what)
 
 
 def random_for(seed: int, *what: object) -> np.random.Generator:
-    """The same, by the seed."""
+    """Random numbers that depend only on the seed and on what they are for."""
     return np.random.default_rng([seed, zlib.crc32(repr(what).encode())])
 
 
 def weight(
     subject: Subject, shape: tuple[int, ...], kind: str = "plain", dtype: torch.dtype = torch.float32, salt: int = 0
 ) -> Tensor:
-    """A weight whose blocks have scales that differ; `kind` says what is strange about it."""
+    """A weight whose blocks have different scales; `kind` says what is special about it."""
     return torch.from_numpy(_values(subject.seed, shape, kind, salt).copy()).reshape(shape).to(dtype)
 
 
 @lru_cache(maxsize=64)
 def _values(seed: int, shape: tuple[int, ...], kind: str, salt: int) -> Array:
-    """The fp32 values of a weight as a matrix. Checks ask for the same ones over and over."""
+    """The fp32 values of a weight as a matrix. Cached, since checks reuse them."""
     rng = random_for(seed, shape, kind, salt)
     m, k = prod(shape[:-1]), shape[-1]
     x = rng.standard_normal((m, k)) * np.exp2(rng.integers(-4, 5, (m, 1))) * np.exp2(rng.integers(-3, 4, (1, k)))
@@ -66,7 +66,7 @@ def _values(seed: int, shape: tuple[int, ...], kind: str, salt: int) -> Array:
 
 
 def every_pair(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """A few combinations of all choices that contain every pair of two choices (pairwise testing); deterministic."""
+    """A few combinations of the choices that cover every pair (pairwise testing); deterministic."""
     rows = list(product(*(range(len(one)) for one in choices)))
 
     def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -85,20 +85,20 @@ def input_max(dtype: torch.dtype) -> float:
 
 
 def as_fp32(x: Tensor) -> Array:
-    """The tensor's values as (m, k) fp32, exactly."""
+    """The tensor's exact values as (m, k) fp32."""
     values: Array = x.detach().float().reshape(-1, x.shape[-1]).contiguous().numpy()
     return values
 
 
 def shared_amax(subject: Subject, x: Tensor) -> dict[str, Tensor]:
-    """The `amax` argument that all shards of a weight share; {} if they share none."""
+    """The `amax` argument for all shards of a weight; {} if they share none."""
     if not subject.facts.shares_amax:
         return {}
     return {"amax": subject.tensor.shared_amax(x.detach().reshape(-1, x.shape[-1]))}
 
 
 def array(tensor: Tensor) -> Array:
-    """A plain tensor as numpy, in memory order of its dims; values of 16 bits as their bits, as the model has them."""
+    """A plain tensor as numpy, in memory order of its dims; 16-bit values as their bits, like the model's."""
     plain = tensor.detach().contiguous().cpu()
     halves = plain.dtype in (torch.float16, torch.bfloat16)
     values: Array = plain.view(torch.uint16).numpy() if halves else plain.numpy()
@@ -106,13 +106,13 @@ def array(tensor: Tensor) -> Array:
 
 
 def as_planes(subject: Subject, values: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Copies of the model's planes as tensors of their dtypes."""
+    """Copies the model's planes into tensors of their dtypes."""
     dtypes = {plane.name: getattr(torch, plane.dtype) for plane in subject.layout.planes}
     return {name: torch.from_numpy(plane.copy()).view(dtypes[name]) for name, plane in values.items()}
 
 
 def _canonical(values: Array) -> Array:
-    """Bytes with all fp32 NaNs replaced by the same one."""
+    """Replaces all fp32 NaNs by the same one; returns bytes."""
     if values.dtype == F32:
         values = np.where(np.isnan(values), F32(np.nan), values)
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -126,7 +126,7 @@ def expect_same(
     matrix: tuple[int, int] | None = None,
     **details: Any,
 ) -> None:
-    """Fails unless both arrays are equal byte for byte, with all NaNs taken as equal."""
+    """Fails unless both arrays are equal byte for byte, treating all NaNs as equal."""
     a = array(actual) if isinstance(actual, Tensor) else np.asarray(actual)
     b = array(expected) if isinstance(expected, Tensor) else np.asarray(expected)
     where = {"plane": name, "seed": subject.seed, **details}
@@ -171,7 +171,7 @@ def expect_same_all(
 
 
 def expect(holds: bool, message: str, **details: Any) -> None:
-    """Fails with a message unless a condition holds."""
+    """Fails with a message unless the condition holds."""
     TALLY.facts += 1
     if not holds:
         raise Failure(message, **details)

@@ -1,6 +1,6 @@
-"""The pytest plugin: `pytest --layoutc-spec my.yaml` adds the conformance suite of a spec, one test for each check.
+"""The pytest plugin: `pytest --layoutc-spec my.yaml` adds a spec's conformance suite, one test per check.
 
-Loaded by every pytest of an environment that has layoutc, so it imports nothing until the option is given.
+Every pytest run in an environment with layoutc loads it, so it imports nothing until the option is given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _spec_file(spec: str, config: pytest.Config) -> Path:
-    """The file of a spec: a path relative to where pytest was started, or the name of a recipe that a package ships."""
+    """The file of a spec, given as a path relative to pytest's start directory or as the name of a shipped recipe."""
     from layoutc.build import lookup
 
     path = config.invocation_params.dir / spec
@@ -48,7 +48,7 @@ def _spec_file(spec: str, config: pytest.Config) -> Path:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The suite for a file that is one of the named specs."""
+    """Collects the suite for a file that is one of the named specs."""
     named = parent.config.getoption("--layoutc-spec")
     if not named or file_path.resolve() not in {_spec_file(spec, parent.config) for spec in named}:
         return None
@@ -57,13 +57,13 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class Suite(pytest.File):
-    """The checks of a spec, which is compiled when the first of them runs."""
+    """The checks of a spec. The first one to run compiles it."""
 
     subject: Subject | None = None
     ranks: Ranks | None = None
 
     def collect(self) -> Iterator[pytest.Item]:
-        """One test for each check."""
+        """Yields one test per check."""
         from layoutc.conformance.registry import all_checks
 
         for check in all_checks():
@@ -103,7 +103,7 @@ class CheckItem(pytest.Item):
         self.check = check
 
     def runtest(self) -> None:
-        """Runs the check. One that does not apply is skipped with its reason."""
+        """Runs the check. Skips one that does not apply, with its reason."""
         from layoutc.conformance.registry import Skipped
 
         suite = self.parent
@@ -117,7 +117,7 @@ class CheckItem(pytest.Item):
             pytest.skip(str(skipped))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The finding and where it is, instead of a traceback through the suite."""
+        """The finding and its location, instead of a traceback through the suite."""
         from layoutc.conformance.registry import Failure
         from layoutc.conformance.report import explanation
         from layoutc.conformance.runner import Outcome

@@ -1,7 +1,7 @@
-"""Ranks: the processes of a gloo group on this machine. They run job after job, so that each imports torch only once.
+"""Ranks: the processes of a local gloo group. They run job after job, so that each imports torch only once.
 
-A job is a module-level function, called on every rank with the same arguments. Nothing hangs: if a rank fails or is
-late, the group is ended, and the next job starts a new one.
+A job is a module-level function that every rank calls with the same arguments. Nothing hangs: if a rank fails or is
+late, the group ends, and the next job starts a new one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-SECONDS = float(os.environ.get("LAYOUTC_RANKS_SECONDS", "60"))  # more where many processes share few cores
+SECONDS = float(os.environ.get("LAYOUTC_RANKS_SECONDS", "60"))  # raise it if many processes share few cores
 # Imported once, in the process that all ranks are forked from. None of these initializes CUDA, which a forked process
-# could not do again. Nothing of layoutc is preloaded, since it may lie where only this process looks.
+# could not redo. layoutc is not preloaded, since only this process's path may have it.
 PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
-# New objects that Python's collector waits for: with its own 700 it takes a tenth of the time of steps this small.
+# Thresholds of Python's garbage collector: with its default of 700, it takes a tenth of these small steps' time.
 COLLECTED_AFTER = (20_000, 10, 10)
 
 
 class RankError(Exception):
-    """Raised if ranks fail; says which ones, and what went wrong there."""
+    """Raised if ranks fail; says which ones, and why."""
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    """The main loop of a rank: joins the group, then runs jobs from the pipe until that is closed."""
+    """A rank's main loop: joins the group, then runs jobs from the pipe until it is closed."""
     from datetime import timedelta
 
-    crashed = open(f"{store}.{rank}", "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
+    crashed = open(f"{store}.{rank}", "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(crashed)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     if sys.platform == "linux":
@@ -51,15 +51,15 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     pipe.send((True, None))
     gc.collect()
-    gc.freeze()  # modules, which are most objects: each collection would look at them again
+    gc.freeze()  # modules, which hold most objects: each collection would scan them again
     gc.set_threshold(*COLLECTED_AFTER)
     while True:
         try:
             sent = pipe.recv_bytes()
-        except (EOFError, OSError):  # nobody asks any more
+        except (EOFError, OSError):  # the parent is gone
             os._exit(0)
         try:
-            job, arguments = ForkingPickler.loads(sent)  # imports the job's module, which may fail here alone
+            job, arguments = ForkingPickler.loads(sent)  # imports the job's module, which may fail only here
             answer = ForkingPickler.dumps((True, job(*arguments)))
         except BaseException as error:
             said = getattr(error, "told", None) or traceback.format_exc(limit=-8)
@@ -68,9 +68,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 def process_context(preloaded: Sequence[str]) -> Any:
-    """How processes start: as copies of one that has imported what all need, where the system can copy processes.
+    """How processes start: forked from a server that has imported `preloaded`, if the system supports it.
 
-    There is one such process: it has imported what the first group to start asked for.
+    There is only one server, which imports what the first group asked for.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -97,14 +97,14 @@ class Ranks:
         self.stop()
 
     def run(self, job: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
-        """Every rank's result. Raises RankError with what failing ranks said, and names late ones.
+        """Runs a job on all ranks and returns the results. Raises RankError with failed ranks' messages and late ranks.
 
-        seconds: what the job may take, without collectives that wait for more than half of SECONDS.
+        seconds: the job's time limit. A collective may wait for at most half of SECONDS.
         """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # the rank has ended since the last job; what it sent says how
+            with suppress(BrokenPipeError):  # the rank has ended since the last job; _answers says how
                 pipe.send((job, arguments))
         return self._answers(seconds)
 
@@ -138,7 +138,7 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while len(answers) < self.world:
             left = max(deadline - time.monotonic(), 0.0)
-            if any(not fine for fine, _ in answers.values()):  # the others wait for it in a collective
+            if any(not fine for fine, _ in answers.values()):  # others wait for it in a collective
                 left = min(left, 2.0)
             open_ = {id(pipe): rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait([self._pipes[rank] for rank in open_.values()], left)
@@ -160,7 +160,7 @@ class Ranks:
         return [answer for _, answer in (answers[rank] for rank in range(self.world))]
 
     def _ending(self, rank: int) -> str:
-        """How the rank's process ended, as it says nothing more itself: its exit code, or the signal that killed it."""
+        """How a silent rank's process ended: its exit code, or the signal that killed it."""
         process = self._processes[rank]
         process.join(5)
         if (code := process.exitcode) is None:

@@ -1,4 +1,4 @@
-"""Checks: what one is, how it reports a failure, and the list of all of them."""
+"""Checks: their type, how they report failures, and the list of all checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["bytes", "facts"]
 
 @dataclass
 class Tally:
-    """What the running check has compared so far: bytes of arrays, and facts, which are all its other expectations."""
+    """Counts what the running check has compared: bytes of arrays, and facts, which are all other expectations."""
 
     bytes: int = 0
     facts: int = 0
@@ -36,31 +36,31 @@ class Failure(Exception):
         self.details: dict[str, Any] = {key: value for key, value in details.items() if value is not None}
 
     def within(self, **details: Any) -> Failure:
-        """The same failure with more details of where it happened. Details that it has already are kept."""
+        """Adds details of where the failure happened, without replacing existing ones."""
         self.details = {**{key: value for key, value in details.items() if value is not None}, **self.details}
         return self
 
 
 class Skipped(Exception):
-    """Raised by a check that does not apply; says why."""
+    """Raised by a check that does not apply, with the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
     """A check: its name on the command line, and a sentence that says what passing means.
 
-    compares: a check that has compared none of these fails.
+    compares: what it counts; a check that compared none fails.
     """
 
     name: str
     meaning: str
     run: Callable[[Subject], None]
     needs_processes: bool = False
-    of_weights: bool = False  # of what only weights do: it is skipped for recipes that weights can't have
+    of_weights: bool = False  # tests what only weights do; skipped for recipes that weights can't have
     compares: Kind = "bytes"
 
 
-_CHECKS: list[Check] = []  # in the order in which they run: the first failure is the one to read first
+_CHECKS: list[Check] = []  # in the order they run: read the first failure first
 
 
 def check(

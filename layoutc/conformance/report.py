@@ -1,4 +1,4 @@
-"""Reports: outcomes as text for people and as data for machines. Imports nothing heavy."""
+"""Reports of outcomes, as text and as data. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def heading(name: str, path: str, layout_id: str) -> str:
 
 
 def line(outcome: Outcome) -> str:
-    """A check's line; for a failure, also what was found and where."""
+    """A check's line; for a failure, also the finding and its location."""
     word = outcome.status.upper() if outcome.status == "fail" else outcome.status
     what = outcome.message if outcome.status == "skip" else outcome.meaning
     text = f"  {word:4}  {outcome.check:{WIDTH}} {outcome.seconds:5.1f} s  {what}"
@@ -24,7 +24,7 @@ def line(outcome: Outcome) -> str:
 
 
 def explanation(outcome: Outcome) -> str:
-    """A failed check's finding, and where it is."""
+    """A failed check's finding and its location."""
     parts = [f"        {part}" for part in outcome.message.splitlines()]
     details = dict(outcome.details)
     trace = details.pop("traceback", None)

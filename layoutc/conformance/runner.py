@@ -1,4 +1,4 @@
-"""Runs checks against subjects, and returns how each went."""
+"""Runs checks against subjects and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["pass", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one check went."""
+    """The outcome of one check."""
 
     check: str
     meaning: str
@@ -25,7 +25,7 @@ class Outcome:
     seconds: float
     message: str = ""
     details: dict[str, Any] = field(default_factory=dict)
-    compared: int = 0  # bytes or facts, whichever the check compares
+    compared: int = 0  # bytes or facts, depending on the check
 
 
 def one_thread() -> None:
@@ -36,7 +36,7 @@ def one_thread() -> None:
 
 
 def run_check(subject: Subject, one: Check) -> Outcome:
-    """Runs a check. Unexpected exceptions are failures, with the end of the traceback, and so is comparing nothing."""
+    """Runs a check. An unexpected exception is a failure, with the end of its traceback; so is comparing nothing."""
     start = time.perf_counter()
     status: Status = "pass"
     message, details = "", dict[str, Any]()
@@ -55,7 +55,7 @@ def run_check(subject: Subject, one: Check) -> Outcome:
         status, message, details = "fail", failure.message, failure.details
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch.distributed.checkpoint raises one that is not an Exception
+    except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
         status = "fail"
         message = f"{type(error).__name__}: {error}"
         details = {"seed": subject.seed, "traceback": "".join(traceback.format_exception(error)[-4:]).rstrip()}
@@ -64,7 +64,7 @@ def run_check(subject: Subject, one: Check) -> Outcome:
 
 
 def run_checks(subject: Subject, wanted: Callable[[Check], bool] = lambda _: True) -> Iterator[Outcome]:
-    """Runs every wanted check, one after the other."""
+    """Runs the wanted checks in order."""
     for one in all_checks():
         if wanted(one):
             yield run_check(subject, one)

@@ -1,4 +1,4 @@
-"""A spec under test: compiled into a temporary package, imported, and read by the independent model as well."""
+"""A spec under test: compiled into a temporary package, imported, and also read by the independent model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Edit = Callable[[Path], None]
 _numbers = itertools.count(1)
-SEED = 0x243F6A8885A308D3  # of random bits: both words of the key are in use
-LARGEST = 192  # rows or columns; of larger blocks only a part is tried, as a weight may be smaller than a block
+SEED = 0x243F6A8885A308D3  # of random bits: both words of the key are nonzero
+LARGEST = 192  # rows or columns; larger blocks are tested only in part, since a weight may be smaller than a block
 
 
 class BadSpec(Exception):
@@ -42,7 +42,7 @@ class BadSpec(Exception):
 
 
 class Unusable(Exception):
-    """Raised for a package that was built but can't be imported."""
+    """Raised if a built package can't be imported."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Subject:
     folder: Path
     seed: int = 0
     thorough: bool = False
-    others: Mapping[str, Layout] = field(default_factory=dict)  # of its products' other operands, by name
+    others: Mapping[str, Layout] = field(default_factory=dict)  # of the products' other operands, by recipe name
     ranks: Ranks | None = None  # processes for FSDP2 over gloo; None: not wanted
     notes: list[str] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def reference(self) -> Any:
-        """The generated module of references."""
+        """The generated module `reference`."""
         return importlib.import_module(f"{self.package.__name__}.reference")
 
     @property
@@ -93,7 +93,7 @@ class Subject:
 
     @property
     def seeded(self) -> dict[str, Any]:
-        """The model's seed, as the reference and the kernels take it; {} if the recipe rounds to nearest."""
+        """The model's seed as an argument of the reference and the kernels; {} if the recipe rounds to nearest."""
         import torch
 
         return {"seed": torch.tensor([SEED])} if self.layout.stochastic else {}
@@ -110,18 +110,18 @@ class Subject:
     # ----------------------------------------------------------------------------------------------------------- shapes
     @property
     def units(self) -> tuple[int, int]:
-        """The smallest weight that the recipe takes."""
+        """The smallest weight that the recipe accepts."""
         return self.layout.multiple_m, self.layout.multiple_k
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The largest block along each axis, not counting blocks that cover the whole axis; 1 if all do."""
+        """The largest block along each axis, without blocks that cover the whole axis; 1 if all do."""
         blocks = [source.quantization.block for source in self.layout.sources]
         return max((b.m or 1 for b in blocks), default=1), max((b.k or 1 for b in blocks), default=1)
 
     @property
     def rows(self) -> int:
-        """A number of rows at whose multiples a weight can be cut into weights."""
+        """A weight can be cut into weights at multiples of this many rows."""
         return lcm(self.plan.shard_rows, self.layout.multiple_m)
 
     @property
@@ -130,7 +130,7 @@ class Subject:
         return lcm(self.plan.column_multiple, self.layout.multiple_k)
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes that exercise different things: smallest, whole blocks, ragged, wide, tall, leading dims."""
+        """Shapes that exercise different cases: smallest, whole blocks, ragged, wide, tall, leading dims."""
         (um, uk), (bm, bk) = self.units, (min(size, LARGEST) for size in self.blocks)
         shapes: list[tuple[int, ...]] = [
             (um, uk),
@@ -153,7 +153,7 @@ class Subject:
         return prod(shape[:-1]), shape[-1]
 
     def whole(self, rows: int = 2, columns: int = 2) -> tuple[int, int]:
-        """The shape of a matrix of so many units that can be cut, and with at least a few values."""
+        """The shape of a matrix of rows x columns units that can be cut and has at least a few values."""
         m, k = self.rows, self.columns
         return m * rows * max(1, 4 // m), k * columns * max(1, 8 // k)
 

@@ -1,4 +1,4 @@
-"""Codecs: the value of each code, and the code of each number, tested through planes as users see them."""
+"""Codecs: tests the value of each code and the code of each number, through planes as users see them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOST = 400_000  # elements of one weight
 
 @cache
 def around(fmt: Format) -> tuple[float, ...]:
-    """Every finite value of a format, every midpoint of neighbours, and the fp32 numbers beside them."""
+    """All finite values of a format, all midpoints between neighbors, and the adjacent fp32 numbers."""
     values = np.array(sorted(set(map(float, codes_of(fmt).finite.values()))))
-    if len(values) > 1000:  # of a format of 16 bits: the ends, both sides of 0, and a few in between
+    if len(values) > 1000:  # a 16-bit format: the ends, both sides of 0, and a few in between
         middle = len(values) // 2
         parts = values[:20], values[middle - 40 : middle + 40], values[middle + 41 :: 997], values[-20:]
         values = np.concatenate(parts)
@@ -37,7 +37,7 @@ def around(fmt: Format) -> tuple[float, ...]:
 
 @cache
 def search_disagrees(fmt: Format, rounding: str, seed: int) -> tuple[float, int, int] | None:
-    """Where the model's numpy rounding differs from a plain search over all codes: (x, actual, expected); else None."""
+    """Where the model's numpy rounding differs from a search over all codes: (x, actual, expected); else None."""
     inputs = [*around(fmt), float("inf"), float("-inf"), float("nan")]
     rng = np.random.default_rng(seed)
     inputs += [float(F32(v)) for v in rng.standard_normal(200) * np.exp2(rng.integers(-20, 20, 200).astype(float))]
@@ -71,7 +71,7 @@ def _formats(subject: Subject) -> set[tuple[Format, str]]:
     compares="facts",
 )
 def rounding(subject: Subject) -> None:
-    """The basis of the other checks: ties, saturation, NaN and infinities by definition."""
+    """Checks ties, saturation, NaN and infinities by definition; other checks rely on it."""
     for fmt, how in _formats(subject):
         TALLY.facts += 1
         if (difference := search_disagrees(fmt, how, subject.seed)) is not None:
@@ -82,7 +82,7 @@ def rounding(subject: Subject) -> None:
 # ------------------------------------------------------------------------------------------------------------ decoding
 @check("decode", "every element code under every scale code dequantizes to the value that the formats define")
 def decode(subject: Subject) -> None:
-    """All codes, NaN and infinities included, of all planes."""
+    """Decodes all codes of all planes, including NaN and infinities."""
     layout = subject.layout
     for source in layout.sources:
         m, k = _matrix_of(subject, source, 4096)
@@ -96,7 +96,7 @@ def decode(subject: Subject) -> None:
 
 
 def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
-    """Planes with all codes, under different scales in each turn."""
+    """Planes with all codes, with different scales in each turn."""
     rng, planes = generator(subject, "codes", turn), {}
     for source in subject.layout.sources:
         q = source.quantization
@@ -120,7 +120,7 @@ def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
 
 
 def _matrix_of(subject: Subject, source: Source, elements: int) -> tuple[int, int]:
-    """The shape of a matrix with many blocks of a source and about so many elements, at least one block."""
+    """The shape of a matrix with many blocks of a source, at least one, and about `elements` elements."""
     (um, uk), block = subject.units, source.quantization.block
     columns = up(min(max(2 * (block.k or 64), 64), max(64, block.k or 1)), uk)
     rows = up(max(cdiv(elements, columns), min(block.m or 1, 256)), um)
@@ -130,7 +130,7 @@ def _matrix_of(subject: Subject, source: Source, elements: int) -> tuple[int, in
 # ------------------------------------------------------------------------------------------------------------ encoding
 @check("encode", "elements at, next to and between all codes round as the spec says; codes are kept")
 def encode(subject: Subject) -> None:
-    """Each block has an anchor that fixes its scale, and probes around the places where rounding decides."""
+    """Each block has an anchor that fixes its scale, and probes around the thresholds of rounding."""
     for source in subject.layout.sources:
         probes = np.array(around(source.quantization.element), F32)
         rng = generator(subject, "probes", source.name)
@@ -140,9 +140,9 @@ def encode(subject: Subject) -> None:
 
 
 def _anchors(subject: Subject, source: Source) -> list[tuple[float, float]]:
-    """(block amax, weight amax) pairs whose multiplier is a power of two, so that probes land exactly where they aim.
+    """(block amax, weight amax) pairs whose multiplier is a power of two, so that probes scale exactly.
 
-    The two that reach the most codes; the largest element if none gives a power of two.
+    Returns the two that reach the most codes, or the largest element if none gives a power of two.
     """
     q = source.quantization
     largest = float(codes_of(q.element).largest)
@@ -161,7 +161,7 @@ def _anchors(subject: Subject, source: Source) -> list[tuple[float, float]]:
 
 
 def _affine(subject: Subject, source: Source, anchor: float, amax: float) -> tuple[Array, Array | float]:
-    """(multiplier, zero point) of a block whose extremes are the anchor and its opposite."""
+    """(multiplier, zero point) of a block whose extremes are the anchor and its negative."""
     block = np.array([[anchor, -anchor]], F32)
     shared = np.array([amax], F32) if subject.facts.shares_amax else None
     names = subject.model.scales(source, block, float(FLT_MAX), shared)
@@ -215,7 +215,7 @@ def _quantizes_as_the_model(
 
 
 def _shared(subject: Subject, amax: Array, k: int) -> Array | None:
-    """A shared amax in the shape that the recipe has it; None if it shares none."""
+    """A shared amax in the recipe's shape for it; None if it shares none."""
     if not subject.facts.shares_amax:
         return None
     columns = subject.plan.amax_columns
@@ -224,7 +224,7 @@ def _shared(subject: Subject, amax: Array, k: int) -> Array | None:
 
 @check("scales", "amaxes at, next to and between all scale codes give the scale of the rule and its rounding")
 def scales(subject: Subject) -> None:
-    """One non-zero element in each block, whose magnitude walks over the scales."""
+    """Each block has one nonzero element, whose magnitude runs over the scales."""
     for source in subject.layout.sources:
         q = source.quantization
         largest = float(codes_of(q.element).largest)
@@ -241,7 +241,7 @@ def scales(subject: Subject) -> None:
 
 
 def scale_amaxes(source: Source) -> Array:
-    """Amaxes of blocks, at, beside and between all codes of a source's scale, where its weight's amax changes none."""
+    """Block amaxes at, next to and between all codes of a source's scale, if the weight's amax does not affect them."""
     q = source.quantization
     largest = float(codes_of(q.element).largest)
     if q.scale.is_f32:
@@ -255,7 +255,7 @@ def scale_amaxes(source: Source) -> Array:
 
 
 def with_amaxes(subject: Subject, source: Source, amaxes: Array, most: int) -> Array:
-    """A weight of blocks with one non-zero element, of amaxes one after the other; as many as `most` elements hold."""
+    """A weight whose blocks have one nonzero element each, with successive amaxes. Has at most `most` elements."""
     block, (um, uk) = source.quantization.block, subject.units
     bm, bk = block.m or 1, block.k or uk
     count = max(8, min(len(amaxes), most // (bm * bk)))
@@ -270,7 +270,7 @@ def with_amaxes(subject: Subject, source: Source, amaxes: Array, most: int) -> A
 
 @check("all-bf16", "all 65,536 bf16 inputs quantize as the model says, NaN and infinities included")
 def all_bf16(subject: Subject) -> None:
-    """In numeric order, so that the numbers of a block are close to one another."""
+    """Quantizes them in numeric order, so that a block's numbers are close to each other."""
     um, uk = subject.units
     m, k = up(256, um), up(256, uk)
     x = np.zeros((m, k), F32)

@@ -1,4 +1,4 @@
-"""Operators on quantized tensors: exact on bytes where the plan says so, else refused or counted."""
+"""Operators on quantized tensors: exact on bytes if the plan says so, otherwise refused or counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storages(tensor: QuantizedTensor) -> set[int]:
 
 
 def views(subject: Subject, m: int, k: int) -> Iterator[tuple[str, Cut]]:
-    """Views of an (m, k) matrix that must be exact: cuts at exactly the multiples that the plan derives."""
+    """Views of an (m, k) matrix that must be exact: cuts at the multiples that the plan derives."""
     r, c = subject.plan.shard_rows, subject.plan.column_multiple
     yield "detach", lambda x: x.detach()
     yield "view(-1)", lambda x: x.view(-1)
@@ -56,7 +56,7 @@ def views(subject: Subject, m: int, k: int) -> Iterator[tuple[str, Cut]]:
 
 @check("views", "views and cuts at the derived multiples have the base's values and share its bytes")
 def exact_views(subject: Subject) -> None:
-    """No copy, nothing dequantized."""
+    """Views must not copy or dequantize."""
     m, k = subject.whole()
     for salt, kind in enumerate(("plain", "coarse")):
         base = make(subject, (m, k), salt, kind)
@@ -74,7 +74,7 @@ def exact_views(subject: Subject) -> None:
 
 @check("experts", "leading dims are rows: one of many is a view, and pieces of it are exact")
 def experts(subject: Subject) -> None:
-    """A weight of 3 dims."""
+    """Checks a 3-D weight."""
     m, k = subject.whole(1, 2)
     base = make(subject, (3, m, k))
     plain, c = base.dequantize(), subject.plan.column_multiple
@@ -95,7 +95,7 @@ def experts(subject: Subject) -> None:
 
 
 def _inside(row: int) -> dict[str, Cut]:
-    """Cuts between rows, by what they are."""
+    """Cuts between rows, by description."""
     return {"rows from": lambda x: x[row:], "rows to": lambda x: x[:row], "transposed from": lambda x: x.t()[:, row:]}
 
 
@@ -105,7 +105,7 @@ def _inside(row: int) -> dict[str, Cut]:
     compares="facts",
 )
 def refused_views(subject: Subject) -> None:
-    """Tried at offsets that are not multiples. Cuts between rows can be read exactly anywhere."""
+    """Cuts at offsets that are not multiples. Cuts between rows must still read exactly."""
     m, k = subject.whole()
     base = make(subject, (m, k))
     r, c = subject.plan.shard_rows, subject.plan.column_multiple
@@ -125,7 +125,7 @@ def refused_views(subject: Subject) -> None:
 
 @check("writes", "a write through a view changes the base there and nowhere else, or is refused")
 def writes(subject: Subject) -> None:
-    """Bytes and plain values, through rows, columns and the transpose."""
+    """Writes bytes and plain values, through rows, columns and the transpose."""
     m, k = subject.whole()
     cuts = dict(views(subject, m, k))
     chosen = [what for what in cuts if "from" in what or what in ("view(-1)", "rows and columns", "narrow")]
@@ -144,7 +144,8 @@ def writes(subject: Subject) -> None:
 def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, values: Tensor | None) -> None:
     """Copies `source`, whose values are `values`, into a cut of the base. The rest of the base must keep its values.
 
-    If scales reach beyond the cut, the write may be refused, or reads until the rest is written; then no byte changes.
+    If scales reach beyond the cut, the write may be refused, or later reads until the rest is written. Then no byte may
+    change.
     """
     expected, reaches = base.dequantize(), _reaches(subject)
     before = {name: plane.clone() for name, plane in base.planes().items()}
@@ -167,7 +168,7 @@ def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, value
 
 
 def _reaches(subject: Subject) -> bool:
-    """True when some plane has one value for all rows or for all columns."""
+    """True if some plane has one value for all rows or for all columns."""
     return any(plane.per_m is None or plane.per_k is None for plane in subject.layout.planes)
 
 
@@ -175,7 +176,7 @@ def _reaches(subject: Subject) -> bool:
     "copies", "copy_ copies bytes within the recipe, quantizes plain values, dequantizes into plain; clones are compact"
 )
 def copies(subject: Subject) -> None:
-    """With nothing dequantized unasked."""
+    """Checks copies and clones, without implicit dequantizes."""
     shape = m, k = subject.whole()
     x = weight(subject, shape, "coarse", salt=3)
     source, target = make(subject, shape, 1), make(subject, shape)
@@ -183,8 +184,8 @@ def copies(subject: Subject) -> None:
         expect(target.copy_(source) is target, "copy_ returns another object", shape=shape)
         expect_same_all(subject, target.planes(), source.planes(), (m, k), shape=shape)
         expect(not storages(target) & storages(source), "copy_ shares bytes with its source", shape=shape)
-        torch.manual_seed(subject.seed)  # of random bits, if elements are rounded by them
-        target.copy_(x)  # unrelated to the old values, so a history of amaxes starts anew
+        torch.manual_seed(subject.seed)  # for stochastic rounding
+        target.copy_(x)  # unrelated to the old values, so the amax history restarts
         torch.manual_seed(subject.seed)
         expect_same_all(subject, target.planes(), subject.package.quantize(x).planes(), (m, k), shape=shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -203,7 +204,7 @@ def copies(subject: Subject) -> None:
 
 @check("cat", "pieces that end on block boundaries are joined byte for byte")
 def joined(subject: Subject) -> None:
-    """Split, then cat on dim 0."""
+    """Splits, then concatenates on dim 0."""
     m, k = subject.whole(3, 1)
     whole = make(subject, (m, k))
     with layoutc.strict():
@@ -215,7 +216,7 @@ def joined(subject: Subject) -> None:
 
 @check("new-tensors", "FSDP2's new_zeros is exact zeros, empty_like has the class, a user's new tensors are plain")
 def new_tensors(subject: Subject) -> None:
-    """As FSDP2, checkpoints and optimizers ask for them."""
+    """Calls them as FSDP2, checkpoints and optimizers do."""
     m, k = shape = subject.whole()
     base = make(subject, shape)
     for size in (shape, (2 * m, k), (m * k,), (0, k)):
@@ -241,7 +242,7 @@ def new_tensors(subject: Subject) -> None:
 
 
 def _zeros(subject: Subject, zeros: Any) -> Tensor:
-    """Its values; without the sign of zeros, where signs of a transform, zero points, or codebooks without a 0 make
+    """The tensor's values. Drops the sign of zeros if a transform's signs, zero points, or codebooks without 0 make
     some negative."""
     values: Tensor = zeros.dequantize()
     used = [source.quantization for source in subject.layout.sources]
@@ -251,7 +252,7 @@ def _zeros(subject: Subject, zeros: Any) -> Tensor:
 
 @check("storage", "pinning, record_stream, moving and sharing reach every plane, scales included")
 def storage(subject: Subject) -> None:
-    """Counted with mocks, so no device is needed."""
+    """Counts calls with mocks, so it needs no device."""
     shape = subject.whole()
     base, seen = make(subject, shape), list[int]()
     handlers = subject.tensor.HANDLERS
@@ -276,7 +277,7 @@ def storage(subject: Subject) -> None:
 
 @check("strict", "an operator that is not exact on bytes is counted, and refused under layoutc.strict()")
 def strict(subject: Subject) -> None:
-    """Arithmetic as the example."""
+    """Uses arithmetic as the example."""
     shape = subject.whole()
     base = make(subject, shape)
     before = layoutc.implicit_dequantizes()

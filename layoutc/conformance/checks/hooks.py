@@ -1,4 +1,4 @@
-"""FSDP2's all-gather hooks on ranks simulated in one process: gathered shards equal the whole weight, quantized."""
+"""FSDP2's all-gather hooks on ranks simulated in one process: gathered shards equal the whole quantized weight."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Mesh:
 
 
 def rows_of(x: Tensor, world: int) -> list[Tensor]:
-    """Cuts dim 0 as FSDP2 does: ceil(size / world) entries each; the last pieces may be short or empty."""
+    """Cuts dim 0 like FSDP2: ceil(size / world) entries each; the last pieces may be short or empty."""
     step = cdiv(x.shape[0], world)
     return [x[min(rank * step, x.shape[0]) : (rank + 1) * step] for rank in range(world)]
 
 
 def shards_of(subject: Subject, x: Tensor, world: int) -> list[Any]:
-    """Every rank's rows, quantized separately with the amax that all ranks share."""
+    """Each rank's rows, quantized separately with the shared amax."""
     amax = shared_amax(subject, x)
     return [subject.quantize(rows, **amax) for rows in rows_of(x, world)]
 
@@ -57,7 +57,7 @@ def send(shards: list[Any], which: PassName, shape: tuple[int, ...]) -> tuple[In
 
 
 def collect(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The all-gather: for each tensor that is sent, all ranks' bytes in rank order."""
+    """The all-gather: for each sent tensor, all ranks' bytes in rank order."""
     return tuple(
         torch.cat([tensors[i].reshape(-1) for tensors in inputs]).view(-1, *like.shape[1:])
         for i, like in enumerate(inputs[0])
@@ -65,7 +65,7 @@ def collect(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def fits(subject: Subject, shape: tuple[int, ...], world: int) -> bool:
-    """True if the recipe takes a weight of this shape and its cuts fall between blocks."""
+    """True if the recipe accepts a weight of this shape and its cuts split no block."""
     per_rank, rows = cdiv(shape[0], world) * prod(shape[1:-1]), prod(shape[:-1])
     um, uk = subject.units
     whole = rows % um == 0 and shape[-1] % uk == 0
@@ -86,12 +86,12 @@ def weights(subject: Subject, world: int) -> Iterator[tuple[int, ...]]:
         (cdiv(world, 2), 2, unit, k),
     ]
     seen = [shape for shape in dict.fromkeys(candidates) if fits(subject, shape, world)]
-    large = 300_000  # elements; a recipe of large blocks is tried at fewer shapes
+    large = 300_000  # elements; recipes with large blocks get fewer shapes
     yield from (shape for shape in seen if prod(shape) <= large or shape == seen[0] or subject.thorough)
 
 
 def served_planes(subject: Subject, tensor: Any, which: PassName) -> dict[str, Tensor]:
-    """The planes of a gathered weight except the amax. Fails unless it has all planes that the pass needs."""
+    """A gathered weight's planes without the amax. Fails unless it has all planes that the pass needs."""
     planes = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
     served = {name for orientation in subject.facts.serves[which] for name in subject.facts.sources[orientation]}
     expect(served - {"amax"} <= set(planes), f"the gathered weight holds only {', '.join(planes)}", **{"pass": which})
@@ -104,7 +104,7 @@ def served_planes(subject: Subject, tensor: Any, which: PassName) -> dict[str, T
     of_weights=True,
 )
 def gather(subject: Subject) -> None:
-    """Uneven and empty shards included."""
+    """Includes uneven and empty shards."""
     for world in WORLDS:
         for number, shape in enumerate(weights(subject, world)):
             x = weight(subject, shape, ("plain", "zeros", "coarse")[number % 3])
@@ -121,7 +121,7 @@ def gather(subject: Subject) -> None:
 
 
 class Expected(NamedTuple):
-    """What a gathered weight must have, of both passes."""
+    """The expected content of a gathered weight, for both passes."""
 
     planes: Planes
     buffers: dict[str, Array]
@@ -158,7 +158,7 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
     of_weights=True,
 )
 def gather_again(subject: Subject) -> None:
-    """FSDP2 hands the same object to the post hook after each optimizer step."""
+    """FSDP2 passes the same object to the post hook after each optimizer step."""
     for world in (1, 2, 4):
         shape = next(weights(subject, world))
         for which in PASSES:
@@ -215,7 +215,7 @@ def gather_sizes(subject: Subject) -> None:
     of_weights=True,
 )
 def untouched(subject: Subject) -> None:
-    """Planes, addresses and attributes."""
+    """Compares planes, addresses and attributes."""
     world = 2
     shape = next(weights(subject, world))
     shards = shards_of(subject, weight(subject, shape), world)
@@ -236,7 +236,7 @@ def untouched(subject: Subject) -> None:
     of_weights=True,
 )
 def cut_blocks(subject: Subject) -> None:
-    """Blocks that two or more ranks share. The tensors that FSDP2 is to free own their storages."""
+    """Two or more ranks share these blocks. Tensors that FSDP2 frees must own their storages."""
     unit, (um, uk) = subject.facts.block_rows, subject.units
     if unit == 1:
         raise Skipped("no rows share values")

@@ -1,4 +1,4 @@
-"""Kernels against the reference: on a card, or in Triton's interpreter if TRITON_INTERPRET=1."""
+"""Compares kernels with the reference, on a card, or in Triton's interpreter if TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from layoutc.conformance.subject import Subject
 from layoutc.layout.layout import Source
 from layoutc.runtime.weight.returned_buffers import by_reference
 
-FEW = 10_000  # elements of a weight whose blocks are looked at one by one
+FEW = 10_000  # elements of a weight whose blocks are chosen one by one
 
 
 @check("kernels", "kernels give the bytes of the reference: quantize, to planes and to buffers, dequantize, lay out")
 def kernels(subject: Subject) -> None:
-    """All orientations at once and each by itself; weights with blocks that a scale that is a little off would round
-    another way. The interpreter is slow: two shapes, and every pair of choices."""
+    """Quantizes all orientations together and each alone, including weights whose blocks would round differently with a
+    slightly wrong scale. The slow interpreter gets two shapes, and only every pair of choices."""
     name = f"{subject.package.__name__}.kernels"
     if find_spec(name) is None:
         raise Skipped("the recipe has no kernels: it uses the reference on every device")
@@ -52,8 +52,8 @@ def kernels(subject: Subject) -> None:
 
 
 def _near_other_scales(subject: Subject, source: Source) -> Tensor:
-    """Blocks whose amaxes lie at and beside numbers between two scales, and one with the amax for which a scale under
-    the weight's amax is its block's own."""
+    """Blocks whose amaxes are at and next to midpoints between scales. The first block has the amax at which a scale
+    that is relative to the weight's amax equals the block's."""
     q = source.quantization
     amaxes = scale_amaxes(source)
     if not q.scale.is_f32:

@@ -1,4 +1,4 @@
-"""Products in low precision: what a linear layer multiplies, by the independent model of each operand's recipe."""
+"""Products in low precision: compares what a linear layer multiplies with the independent model of each operand."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from layoutc.layout.layout import Layout
 from layoutc.runtime.product_mode import Mode, reference_products
 from layoutc.runtime.random_bits import draw_seed
 
-DTYPE = torch.bfloat16  # which all kernels give
-SHARES = (0.0, 0.25, 0.5, 1.0)  # of the largest element: a format that has it has these too
-# Of each product, whose recipe its operands are quantized by, and in which orientation: what it contracts lies in rows.
+DTYPE = torch.bfloat16  # all kernels return it
+SHARES = (0.0, 0.25, 0.5, 1.0)  # of the largest element: every format has these
+# Product -> (role, orientation) of its operands; the contracted axis is along their rows.
 OPERANDS = {
     "forward": (("activation", "rowwise"), ("weight", "rowwise")),
     "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
@@ -33,7 +33,7 @@ NAMES = ("output", "gradient of the input", "gradient of the weight")
 
 @dataclass(frozen=True)
 class Operands:
-    """A layer's weight, its input, and the gradient of its output, with the layouts that they are quantized in."""
+    """A layer's weight, its input, and its output's gradient, with the layouts that they are quantized in."""
 
     weight: Tensor
     activation: Tensor
@@ -43,7 +43,7 @@ class Operands:
 
 @check("low-precision", "a linear layer in low precision multiplies its quantized operands, forward and backward")
 def low_precision(subject: Subject) -> None:
-    """And as the weight alone is quantized if products are set to "dequantize"."""
+    """Also compares mode "dequantize", in which only the weight is quantized."""
     if subject.plan.products is None:
         raise Skipped("the spec names no recipe for activations")
     _compare(subject, _operands(subject, "plain"), "cpu", "plain")
@@ -54,7 +54,7 @@ def low_precision(subject: Subject) -> None:
 
 
 def _compare(subject: Subject, operands: Operands, device: str, kind: str) -> None:
-    """Compares the products on a device. Kernels add up in an order of their own, and get exact values alone."""
+    """Compares the products on a device. Kernels sum in a different order, so they get only exact values."""
     q = subject.quantize(operands.weight)
     rows = layoutc.explain_products(_layer(q.to(device)), tokens=len(operands.activation), mode="reference")
     expect([row.product for row in rows] == list(OPERANDS), "explain_products leaves a product out")
@@ -71,7 +71,7 @@ def _compare(subject: Subject, operands: Operands, device: str, kind: str) -> No
 
 
 def _operands(subject: Subject, kind: str) -> Operands:
-    """Plain values; or exact ones, which quantize to so few bits that sums of products are exact in any order."""
+    """Plain values, or exact ones, which quantize to few enough bits that sums of products are exact in any order."""
     stated = subject.layout.others
     assert stated is not None
     layouts = {
@@ -96,10 +96,10 @@ def _operands(subject: Subject, kind: str) -> Operands:
 
 
 def _exact(subject: Subject, layout: Layout, shape: tuple[int, int], step: int) -> Tensor:
-    """Values that quantize to few different ones, and are none of them, except for the largest of each block."""
+    """Values that quantize to few distinct ones; half of them are not representable, except each block's largest."""
     random = generator(subject, "low precision", layout.name, shape)
     shares = random.choice(SHARES, shape)
-    shares *= 1 - random.integers(0, 2, shape) / 256  # half of them are rounded
+    shares *= 1 - random.integers(0, 2, shape) / 256  # rounding changes half of them
     shares[:, ::step] = shares[::step] = 1.0
     signs = 1 - 2 * random.integers(0, 2, shape)
     largest = layout.sources[0].quantization.element.max
@@ -126,7 +126,7 @@ def _layer(q: Tensor) -> nn.Linear:
 
 
 def _multiplied(operands: Operands) -> list[Tensor]:
-    """The three products by the model; those that the spec leaves out, or an operand can't have, of plain values."""
+    """The three products by the model. Those that the spec leaves out, or an operand can't have, use plain values."""
     stated = operands.layouts["weight"].others
     assert stated is not None
     torch.manual_seed(0)
@@ -144,19 +144,19 @@ def _multiplied(operands: Operands) -> list[Tensor]:
 
 
 def _product(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """The operands of OPERANDS, as they lie."""
+    """The product of OPERANDS' operands, neither of which is transposed yet."""
     if name == "forward":
         return a @ b.t()
     return a @ b if name == "grad_input" else a.t() @ b
 
 
 def _seed(layout: Layout) -> int:
-    """What the layer draws: forward for the activation, backward for the gradient."""
+    """The seed that the layer draws: in forward for the activation, in backward for the gradient."""
     return int(draw_seed(torch.empty(0))) if layout.stochastic else 0
 
 
 def _read(operands: Operands, role: str, orientation: str, seed: int, low: bool) -> Tensor:
-    """What an operand quantizes to, by the independent model of its recipe; the operand itself if it stays as it is."""
+    """An operand's values after quantization by its recipe's independent model; the operand itself if not `low`."""
     x, layout = getattr(operands, role), operands.layouts[role]
     if not low:
         return torch.as_tensor(x)
@@ -167,7 +167,7 @@ def _read(operands: Operands, role: str, orientation: str, seed: int, low: bool)
 
 
 def _dequantized(subject: Subject, q: Tensor, operands: Operands) -> list[Tensor]:
-    """The three products with the weight's values, and nothing else quantized."""
+    """The three products with only the weight quantized."""
     x, grad = operands.activation, operands.gradient
     rowwise, columnwise = (values(subject, q, name).to(DTYPE) for name in ("rowwise", "columnwise"))
     return [F.linear(x, rowwise), grad @ columnwise, grad.t() @ x]

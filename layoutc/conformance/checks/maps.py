@@ -1,4 +1,4 @@
-"""Index maps: buffers against the layout's chains, and both against plain indexing."""
+"""Index maps: compares buffers with the layout's chains, and both with plain indexing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layoutc.ints.sizes import up
 from layoutc.layout.chain import Chain
 from layoutc.layout.layout import Buffer, swizzle_chain
 
-MOST = 40_000  # values of one buffer that are followed one by one
+MOST = 40_000  # the most values of a buffer that are followed one by one
 
 
 def matrices(subject: Subject) -> Iterator[tuple[int, int]]:
@@ -34,7 +34,7 @@ def matrices(subject: Subject) -> Iterator[tuple[int, int]]:
 
 
 def random_planes(subject: Subject, m: int, k: int) -> Planes:
-    """Planes of random bytes; fp32 ones of random numbers. No byte is zero, so that padding shows."""
+    """Planes of random bytes, or random numbers for fp32. No byte is zero, so that padding shows."""
     rng = generator(subject, "planes", m, k)
     planes = {}
     for plane in subject.layout.planes:
@@ -52,7 +52,7 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
 
 @check("shapes", "planes and buffers have the names, shapes, dtypes and bytes that LAYOUT states", compares="facts")
 def shapes(subject: Subject) -> None:
-    """For all test shapes."""
+    """Checks all test shapes."""
     for shape in subject.shapes():
         m, k = subject.matrix(shape)
         q = subject.package.quantize(torch.ones(shape))
@@ -73,7 +73,7 @@ def shapes(subject: Subject) -> None:
 
 @check("index-maps", "each value of a buffer has its own bits, the inverse map finds it there, other bits are zero")
 def index_maps(subject: Subject) -> None:
-    """Chains walked value by value; generated buffers equal what they write."""
+    """Walks chains value by value; generated buffers must equal what they write."""
     for m, k in matrices(subject):
         planes = random_planes(subject, m, k)
         made = _laid_out(subject, planes, m, k)
@@ -93,7 +93,7 @@ def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool =
 
 
 def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix: tuple[int, int]) -> Array:
-    """The buffer's bytes as the chain writes them. Fails where two values meet, or the inverse goes elsewhere."""
+    """The buffer's bytes as the chain writes them. Fails if two values collide, or the inverse disagrees."""
     where = {"shape": matrix, "plane": buffer.name, "seed": subject.seed}
     indices = list(itertools.product(*map(range, chain.start)))
     starts, owners = list[int](), list[int]()
@@ -127,7 +127,7 @@ def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix
 
 @check("buffers", "by plain indexing, buffers hold the planes' values where the spec says, and zeros in padding")
 def placed(subject: Subject) -> None:
-    """At all test shapes; and nothing but the orientations that are held."""
+    """Checks all test shapes, and that there are buffers only for orientations that the tensor has."""
     for shape in subject.shapes():
         m, k = subject.matrix(shape)
         planes = random_planes(subject, m, k)
@@ -137,7 +137,7 @@ def placed(subject: Subject) -> None:
 
 @check("swizzle", "the GEMM order of scales and zero points is the pattern's permutation, and can be undone")
 def swizzled(subject: Subject) -> None:
-    """Pattern against numpy's reshape and transpose, and against its chain."""
+    """Compares the pattern with numpy's reshape and transpose, and with its chain."""
     swizzle = subject.layout.swizzle
     if swizzle is None:
         raise Skipped("the spec has no swizzle")

@@ -1,4 +1,4 @@
-"""FSDP2 on two gloo processes: it trains to the bit as one process does, and its checkpoint restores every byte."""
+"""FSDP2 on two gloo processes: it trains bit-identically to one process, and its checkpoint restores every byte."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 STEPS = 3
-Job = tuple[str, str, int, int]  # folder of the package, its name, width, seed
+Job = tuple[str, str, int, int]  # the package's folder and name, width, seed
 
 
 class Different(AssertionError):
-    """Raised for bytes that should be equal and are not; `message` is what the parent process prints."""
+    """Raised if bytes differ that should be equal; the parent process prints `message`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ def _step(net: nn.Module, optimizer: Any, job: Job, step: int, share: float) -> 
 
 
 def _share() -> float:
-    """Rank 0 has the whole gradient and the others none, so that the mean is exact in any order."""
+    """Rank 0 has the whole gradient and the others have none, so the mean is exact in any order."""
     import torch.distributed as dist
 
     return float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
@@ -106,7 +106,7 @@ def _same(where: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def trains(job: Job) -> None:
-    """Compares steps on shards with steps on the whole model, in every process."""
+    """In every process, compares steps on shards with steps on the whole model."""
     whole, sharded = _net(job), _sharded(_net(job))
     one, other = _adam(whole), _adam(sharded)
     for step in range(STEPS):
@@ -118,7 +118,7 @@ def trains(job: Job) -> None:
 
 
 def _same_model(when: str, actual: nn.Module, expected: nn.Module, parts: str = "planes") -> None:
-    """Compares parameters of this rank: planes of quantized ones, or their buffers, and plain ones as they are."""
+    """Compares this rank's parameters: planes or buffers of quantized ones, and plain ones directly."""
     for (name, one), (_, other) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
         mine, theirs = (cast(Any, local_tensor(each.data)) for each in (one, other))
         if type(mine) is not type(theirs):
@@ -139,7 +139,7 @@ def _gathers_as(sharded: Any, whole: Net, when: str) -> None:
 
 
 def _trained(job: Job) -> tuple[Net, Any]:
-    """A sharded model after some steps, and its optimizer."""
+    """Trains a sharded model for some steps; returns it and its optimizer."""
     warnings.simplefilter("ignore")
     model = _sharded(_net(job))
     optimizer = _adam(model)
@@ -149,7 +149,7 @@ def _trained(job: Job) -> tuple[Net, Any]:
 
 
 def saves_and_loads(job: Job, folder: str) -> None:
-    """Train, save, load into another model, compare bytes, masters and the steps that follow."""
+    """Trains, saves, loads into another model, and compares bytes, masters and the following steps."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -171,7 +171,7 @@ def saves_and_loads(job: Job, folder: str) -> None:
 
 
 def saves(job: Job, folder: str) -> None:
-    """Train and save the weights."""
+    """Trains a model and saves its weights."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -179,7 +179,7 @@ def saves(job: Job, folder: str) -> None:
 
 
 def _loads_alone(job: Job, folder: str) -> None:
-    """Loads the checkpoint of all ranks into an unsharded model in this process."""
+    """Loads all ranks' checkpoint into an unsharded model in this process."""
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     whole, loaded = _net(job), _net(job, salt=1)
     optimizer = _adam(whole)
@@ -191,7 +191,7 @@ def _loads_alone(job: Job, folder: str) -> None:
 
 
 def _counted(function: Any, *arguments: Any) -> int:
-    """Runs a job on a rank; returns the number of bytes that it has compared."""
+    """Runs a job on a rank and returns the number of bytes that it compared."""
     TALLY.clear()
     function(*arguments)
     return TALLY.bytes
@@ -220,13 +220,13 @@ def _run(subject: Subject, job: Job, function: Any, *arguments: Any) -> None:
 
 @check("fsdp2", "FSDP2 with 2 processes: 3 steps with MasterWeights equal those of one process", needs_processes=True)
 def fsdp2(subject: Subject) -> None:
-    """Losses, and every buffer of every gathered weight after every step."""
+    """Compares losses, and all buffers of all gathered weights after every step."""
     _run(subject, _job(subject), trains)
 
 
 @check("fsdp2-checkpoint", "a sharded checkpoint restores every byte, and the steps that follow", needs_processes=True)
 def fsdp2_checkpoint(subject: Subject) -> None:
-    """Saved and loaded by torch.distributed.checkpoint on 2 processes."""
+    """Saves and loads with torch.distributed.checkpoint on 2 processes."""
     job = _job(subject)
     with tempfile.TemporaryDirectory(prefix="layoutc-checkpoint-", ignore_cleanup_errors=True) as folder:
         _run(subject, job, saves_and_loads, str(Path(folder) / "saved"))
@@ -234,7 +234,7 @@ def fsdp2_checkpoint(subject: Subject) -> None:
 
 @check("reshard", "a checkpoint of 2 processes loads into one process, byte for byte", needs_processes=True)
 def reshard(subject: Subject) -> None:
-    """Parts of a weight whose scale covers all rows are refused."""
+    """Shards of a weight whose scale covers all rows are refused."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     job = _job(subject)

@@ -1,4 +1,4 @@
-"""Products: which values a multiplication reads, and how a layer trains."""
+"""Products: which values a multiplication reads, and whether a layer trains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ M_CONTRACTED: dict[str, Product] = {
 
 
 def values(subject: Subject, q: Any, orientation: str) -> Tensor:
-    """The values of an orientation by the independent model; of rowwise if the recipe has no other."""
+    """An orientation's values from the independent model; rowwise ones if the recipe has no other."""
     if orientation not in subject.layout.orientations:
         orientation = subject.layout.orientations[0]
     planes = {name: array(plane) for name, plane in q.planes().items()}
@@ -44,7 +44,7 @@ def values(subject: Subject, q: Any, orientation: str) -> Tensor:
 
 @check("products", "a product that contracts k reads rowwise values, one that contracts m reads columnwise values")
 def products(subject: Subject) -> None:
-    """In the activation's dtype. Products are never counted as implicit dequantizes."""
+    """Products run in the activation's dtype, and never count as implicit dequantizes."""
     m, k = shape = subject.whole()
     for kind in ("plain", "coarse"):
         q = make(subject, shape, kind=kind)
@@ -62,7 +62,7 @@ def products(subject: Subject) -> None:
 
 @check("layer", "a linear layer computes forward with rowwise and backward with columnwise values; gradients are plain")
 def layer(subject: Subject) -> None:
-    """Output, gradient of the input, gradient of the weight."""
+    """Compares the output and the gradients of input and weight."""
     m, k = shape = subject.whole()
     q = make(subject, shape)
     linear = nn.Linear(k, m, bias=False)
@@ -81,7 +81,7 @@ def layer(subject: Subject) -> None:
 
 
 def master_of(linear: nn.Linear) -> Any:
-    """The quantized tensor in a layer's parameter."""
+    """The quantized tensor of a layer's parameter."""
     return linear.weight.data
 
 
@@ -91,7 +91,7 @@ def master_of(linear: nn.Linear) -> Any:
     of_weights=True,
 )
 def master_weights(subject: Subject) -> None:
-    """Three steps of SGD in one process."""
+    """Runs three SGD steps in one process."""
     m, k = shape = subject.whole()
     linear = nn.Linear(k, m, bias=False)
     linear.weight = nn.Parameter(make(subject, shape))

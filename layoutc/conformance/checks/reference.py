@@ -1,4 +1,4 @@
-"""Quantize and dequantize against the independent model, byte for byte."""
+"""Compares quantize and dequantize with the independent model, byte for byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from layoutc.conformance.subject import Subject
 
 
 def cases(subject: Subject) -> Iterator[tuple[tuple[int, ...], str, torch.dtype]]:
-    """Every shape with every kind of weight in fp32; every kind in the other dtypes at one ragged shape."""
+    """All shapes with all kinds of weights in fp32, and all kinds in the other dtypes at one ragged shape."""
     shapes = subject.shapes()
     for shape in shapes:
         for kind in KINDS:
@@ -45,7 +45,7 @@ def cases(subject: Subject) -> Iterator[tuple[tuple[int, ...], str, torch.dtype]
 
 @check("quantize", "planes and buffers equal the independent model's, for zeros, huge, tiny, NaN, inf, and all dtypes")
 def quantize(subject: Subject) -> None:
-    """The generated quantize, which users call, and the reference; planes, then buffers."""
+    """Checks the generated quantize, which users call, and the reference: planes, then buffers."""
     for shape, kind, dtype in cases(subject):
         x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
         details: dict[str, Any] = {"shape": shape, "kind": kind, "dtype": str(dtype)}
@@ -55,7 +55,7 @@ def quantize(subject: Subject) -> None:
         expect_same_all(subject, made.planes(), of_each, (m, k), **details)
         reference = subject.reference.quantize_reference(x.reshape(m, k), **subject.seeded)
         expect_same_all(subject, {n: expected[n] for n in reference}, reference, (m, k), **details)
-        planes = {name: array(plane) for name, plane in made.planes().items()}  # no rule says which NaN
+        planes = {name: array(plane) for name, plane in made.planes().items()}  # rules do not define NaN's payload
         expect_same_all(subject, made.buffers(), buffers(subject.layout, planes, m, k), (m, k), **details)
     for source in subject.layout.sources:
         if source.quantization.definition.candidates:
@@ -67,7 +67,7 @@ def quantize(subject: Subject) -> None:
 
 @check("dequantize", "every orientation has the values that the model reads from the same planes")
 def dequantize(subject: Subject) -> None:
-    """The tensor's own dequantize in the outer shape, and the reference of each orientation."""
+    """Checks the tensor's dequantize, in its full shape, and each orientation's reference."""
     for shape, kind, dtype in cases(subject):
         x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
         made = subject.quantize(x)
@@ -87,7 +87,7 @@ def dequantize(subject: Subject) -> None:
 
 @check("one-orientation", "a tensor with one orientation stores only its planes, with the same bytes")
 def one_orientation(subject: Subject) -> None:
-    """And unknown orientations are refused."""
+    """Also checks that unknown orientations are refused."""
     shape = subject.shapes()[1]
     x = weight(subject, shape)
     whole = subject.quantize(x)
@@ -103,7 +103,7 @@ def one_orientation(subject: Subject) -> None:
 
 @check("nan", "a NaN in the weight is a NaN after dequantize, at least at its element", compares="facts")
 def nan(subject: Subject) -> None:
-    """At corners and random places, in all dtypes, under infinities and zeros."""
+    """Places NaNs at corners and random positions, in all dtypes, among infinities and zeros."""
     for shape in subject.shapes():
         m, k = subject.matrix(shape)
         rng = generator(subject, "nan", shape)
@@ -121,7 +121,7 @@ def nan(subject: Subject) -> None:
 
 @check("refused", "unsupported shapes, dtypes and arguments are refused, with the recipe's name", compares="facts")
 def refused(subject: Subject) -> None:
-    """Before anything is computed."""
+    """Refusals come before any computation."""
     name, quantize_ = subject.name, subject.package.quantize
     m, k = subject.whole(1, 1)
     um, uk = subject.units
@@ -144,7 +144,7 @@ def refused(subject: Subject) -> None:
     "random-bits", "any seed gives the model's bytes, as a number or a tensor; without one, torch's generator draws it"
 )
 def random_bits(subject: Subject) -> None:
-    """Seeds of either sign, of a few bits and of many."""
+    """Tries positive and negative seeds, small and large ones."""
     if not subject.layout.stochastic:
         raise Skipped("elements are rounded to nearest")
     shape = subject.shapes()[1]
@@ -163,7 +163,7 @@ def random_bits(subject: Subject) -> None:
 
 @check("out", "quantizing into a tensor replaces every plane in place, scales included; its views see it")
 def out(subject: Subject) -> None:
-    """Two weights one after the other into the same object."""
+    """Quantizes two weights into the same object in turn."""
     for shape in subject.shapes()[1:3]:
         first, second = weight(subject, shape), weight(subject, shape, "coarse", salt=1) * 64
         made = subject.quantize(first)
@@ -195,7 +195,7 @@ def _shifted(x: Array, before: Array) -> Array:
 
 @check("history", "delayed scaling takes its amax from as many earlier steps as the spec keeps")
 def history(subject: Subject) -> None:
-    """Weights that grow and shrink, for more steps than a short history keeps."""
+    """Quantizes growing and shrinking weights, for more steps than a short history keeps."""
     length = subject.layout.history
     if not length:
         raise Skipped("the current amax decides the scale")

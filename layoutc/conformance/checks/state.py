@@ -1,4 +1,4 @@
-"""State that is stored and restored: flatten, pickle, deepcopy, torch.load, torch.distributed.checkpoint."""
+"""Saving and restoring state: flatten, pickle, deepcopy, torch.load, torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layoutc.conformance.subject import Subject
 
 
 def kinds(subject: Subject) -> Iterator[tuple[str, Any]]:
-    """All kinds of tensors that can be saved: whole, with leading dims, parts, transposed, flat, of one orientation."""
+    """All kinds of tensors that can be saved: whole, leading dims, pieces, transposed, flat, one orientation."""
     m, k = subject.whole()
     base, r, c = make(subject, (m, k)), subject.plan.shard_rows, subject.plan.column_multiple
     yield "whole", base
@@ -51,7 +51,7 @@ def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
 
 @check("flatten", "__tensor_unflatten__ undoes __tensor_flatten__, and another layout id is refused")
 def flatten(subject: Subject) -> None:
-    """torch.compile and checkpoints use these."""
+    """torch.compile and checkpoints call these."""
     unflatten = subject.tensor.__tensor_unflatten__
     for what, tensor in kinds(subject):
         names, context = tensor.__tensor_flatten__()
@@ -65,7 +65,7 @@ def flatten(subject: Subject) -> None:
 
 @check("pickle", "pickle, deepcopy and torch.load(weights_only=True) give back class and bytes, compact")
 def pickled(subject: Subject) -> None:
-    """Parameters stay parameters."""
+    """Parameters must stay parameters."""
     for what, tensor in kinds(subject):
         file = io.BytesIO()
         torch.save({"weight": tensor, "parameter": nn.Parameter(tensor)}, file)
@@ -86,7 +86,7 @@ def pickled(subject: Subject) -> None:
 
 @check("checkpoint", "torch.distributed.checkpoint saves and loads every byte, in one process")
 def checkpoint(subject: Subject) -> None:
-    """Loads into a model that had other values."""
+    """Loads into a model with other values."""
     if not torch.distributed.is_available():
         raise Skipped("torch.distributed is missing")
     dcp: Any = import_module("torch.distributed.checkpoint")

@@ -1,6 +1,6 @@
-"""The values of a number format's codes, by definition, in exact fractions; and rounding as a search over all of them.
+"""The values of a number format's codes, by definition, in exact fractions, and rounding as a search over all codes.
 
-Independent of layoutc.spec.formats' arithmetic: it only reads a format's fields. A new kind of format needs one more
+Independent of layoutc.spec.formats' arithmetic: it only reads a format's fields. A new kind of format needs another
 function in `meaning`.
 """
 
@@ -33,7 +33,7 @@ def meaning(fmt: Format, code: int) -> Value:
 
 
 def _listed(fmt: Format, code: int) -> Value:
-    """By the list of values; 0 beyond its end."""
+    """The entry in the list of values; 0 beyond its end."""
     value = fmt.values[code] if code < len(fmt.values) else 0.0
     return nan if isnan(value) else Fraction(value)
 
@@ -47,7 +47,7 @@ def _integer(fmt: Format, code: int) -> Value:
 
 
 def _floating(fmt: Format, code: int) -> Value:
-    """Sign, exponent, mantissa, most significant bit first."""
+    """Sign, exponent, mantissa, from the most significant bit."""
     width = fmt.exponent + fmt.mantissa
     sign = -1 if code >> width else 1
     body = code & (2**width - 1)
@@ -70,7 +70,7 @@ def power(exponent: int) -> Fraction:
 
 @dataclass(frozen=True)
 class Codes:
-    """All codes of a format of up to 16 bits."""
+    """All codes of a format with up to 16 bits."""
 
     format: Format
 
@@ -91,12 +91,12 @@ class Codes:
 
     @property
     def has_sign_bit(self) -> bool:
-        """True if a negative number's code is that of its magnitude with a sign bit."""
+        """True if a negative number's code is its magnitude's code with a sign bit."""
         return not self.format.integer and not self.format.values and bool(self.format.sign)
 
     @property
     def nan_code(self) -> int:
-        """The code of NaN: the format's NaN; without one, its largest number."""
+        """The format's code for NaN; without one, the code of its largest number."""
         if self.format.bits > 8:  # the quiet one
             return ((1 << (self.format.exponent + 1)) - 1) << (self.format.mantissa - 1)
         if self.format.nan:
@@ -105,7 +105,7 @@ class Codes:
 
     @property
     def dtype(self) -> Any:
-        """What holds a code."""
+        """The numpy dtype of codes."""
         return np.uint8 if self.format.bits <= 8 else np.uint16
 
     @cached_property
@@ -115,29 +115,29 @@ class Codes:
 
     @cached_property
     def candidates(self) -> tuple[Pairs, Pairs]:
-        """The (value, code) pairs that a positive number, and a negative one, can round to, ascending; magnitudes if
-        there is a sign bit."""
+        """Ascending (value, code) pairs that positive and negative numbers can round to; magnitudes if there is a sign
+        bit."""
         top = 2 ** (self.format.bits - 1)
         if not self.has_sign_bit:
             every = sorted((v, c) for c, v in self.finite.items())
             return every, every
         positive, negative = ([(abs(v), c) for c, v in self.finite.items() if (c >= top) == sign] for sign in (0, 1))
-        if top not in self.finite and top in self.format.nan:  # there is one zero, that of both signs
+        if top not in self.finite and top in self.format.nan:  # both signs share one zero
             negative.append((Fraction(0), 0))
         return sorted(positive), sorted(negative)
 
     @cached_property
     def _unit(self) -> int:
-        """Every value is a whole number of 1 / _unit."""
+        """All values are multiples of 1 / _unit."""
         return lcm(*(value.denominator for value in self.finite.values()))
 
     @cached_property
     def _in_units(self) -> list[list[tuple[int, int]]]:
-        """The candidates, each value as a whole number of 1 / _unit."""
+        """The candidates, with each value as a multiple of 1 / _unit."""
         return [[(int(value * self._unit), code) for value, code in found] for found in self.candidates]
 
     def search(self, x: float, rounding: str) -> int:
-        """fp32 -> code, by the plain definition: of all codes, the nearest, ties to the even one; saturating."""
+        """fp32 -> code, by definition: the nearest of all codes, ties to even, saturating."""
         if isnan(x):
             return self.nan_code
         negative = str(x).startswith("-")
@@ -147,7 +147,7 @@ class Codes:
         size = x if self.format.integer else abs(x)
         if isinf(size):
             return pairs[-1][1] if size > 0 else pairs[0][1]
-        # In whole numbers of one unit that all values have, since fractions take ten times as long.
+        # Integers in a common unit, since fractions are ten times slower.
         exact = Fraction(size)
         whole, by = exact.numerator * self._unit, exact.denominator
         units = [(steps * by, code) for steps, code in self._near(whole // by, self._in_units[negative])]
@@ -158,7 +158,7 @@ class Codes:
         return min(units, key=lambda pair: (abs(pair[0] - whole), self.is_odd(pair[1])))[1]
 
     def _nearest_listed(self, x: float) -> int:
-        """Of neighbours, the one on x's side of their midpoint, as fp32; a tie goes down, or to the even code."""
+        """The listed value on x's side of the fp32 midpoint between neighbors; ties go down, or to the even code."""
         pairs = self.candidates[0]
         for middle, ((_, code), (_, above)) in zip(self._middles, pairwise(pairs), strict=True):
             if x < middle or (x == middle and not (self.format.ties == "even" and above % 2 == 0)):
@@ -167,15 +167,15 @@ class Codes:
 
     @cached_property
     def _middles(self) -> list[float]:
-        """Midpoints of listed neighbours, as fp32."""
+        """Midpoints between neighbors in the list, in fp32."""
         return [float(rounded((low + high) / 2)) for (low, _), (high, _) in pairwise(self.candidates[0])]
 
     def is_odd(self, code: Any) -> Any:
-        """Whether ties go to the neighbour of a code: it is odd, or stands for an odd number of steps."""
+        """Whether ties go to a code's neighbor: the code, or the number of steps it stands for, is odd."""
         return (code - (self.format.offset or 0)) % 2 == 1
 
     def _near(self, steps: int, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """All codes; of a format with thousands, those around a number of steps."""
+        """All codes, or those near `steps` if there are thousands."""
         if len(pairs) < 1000:
             return pairs
         at = bisect_left(pairs, (steps, 0))
@@ -183,14 +183,14 @@ class Codes:
 
     @cached_property
     def neighbours(self) -> tuple[Pairs, Pairs]:
-        """The (magnitude, code) pairs of either sign, ascending from zero: what random bits round to."""
+        """The (magnitude, code) pairs of each sign, ascending from zero, that stochastic rounding chooses from."""
         if self.has_sign_bit:
             return self.candidates
         up = sorted((v, c) for c, v in self.finite.items() if v >= 0)
         return up, sorted((-v, c) for c, v in self.finite.items() if v <= 0)
 
     def search_by_chance(self, x: float, bits: int) -> int:
-        """fp32 and 32 random bits -> code, by the plain definition, in exact fractions."""
+        """fp32 and 32 random bits -> code, by definition, in exact fractions."""
         if isnan(x):
             return self.nan_code
         pairs = self.neighbours[str(x).startswith("-")]
@@ -198,11 +198,11 @@ class Codes:
             return pairs[-1][1]
         size = Fraction(abs(x))
         (low, kept), (high, away) = next(pair for pair in pairwise(pairs) if pair[0][0] <= size < pair[1][0])
-        share = int(2**32 * (size - low) / (high - low))  # towards zero, and so down
+        share = int(2**32 * (size - low) / (high - low))  # truncates, so rounds down
         return away if bits + share >= 2**32 else kept
 
     def encode_by_chance(self, x: Array, bits: Array) -> Array:
-        """The same, vectorized; it must equal `search_by_chance`. Exact in fp64."""
+        """`search_by_chance`, vectorized; must give equal codes. Exact in fp64."""
         x = np.asarray(x, F32)
         codes = np.empty(x.shape, np.uint8)
         size = np.nan_to_num(np.abs(x).astype(np.float64))
@@ -220,7 +220,7 @@ class Codes:
         return np.where(np.isnan(x), np.uint8(self.nan_code), codes)
 
     def encode(self, x: Array, rounding: str) -> Array:
-        """fp32 -> codes, vectorized; it must equal `search`. Exact in fp64."""
+        """`search`, vectorized; must give equal codes. Exact in fp64."""
         x = np.asarray(x, F32)
         codes = np.empty(x.shape, self.dtype)
         negative = np.signbit(x)
@@ -241,7 +241,7 @@ class Codes:
 
     @cached_property
     def _bounds(self) -> Array:
-        """Between listed values; found apart from `_middles`, so that a fault in either shows."""
+        """Midpoints of listed values, computed separately from `_middles`, so that an error in either shows."""
         return np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(self.candidates[0])], F32)
 
     def _encode(self, size: Array, negative: bool, rounding: str) -> Array:
@@ -290,7 +290,7 @@ def rounded(value: Fraction) -> np.float32:
 
 
 def pack(codes: Array, bits: int, low_first: bool) -> Array:
-    """Codes -> bytes along the last dim: one stream of bits, from the low or the high end of each byte."""
+    """Packs codes into bytes along the last dim, as one bit stream from each byte's low or high end."""
     if bits >= 8:
         return codes
     order: Any = "little" if low_first else "big"

@@ -1,4 +1,4 @@
-"""A second reading of transforms: the butterfly entry by entry, in numpy fp32."""
+"""An independent implementation of transforms: the butterfly entry by entry, in numpy fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutc.layout.layout import Transform
 
 
 def transformed(transform: Transform, x: Array, *, inverse: bool = False) -> Array:
-    """(m, k) fp32 values, transformed in groups along the axis; or back."""
+    """Transforms (m, k) fp32 values in groups along the axis, or undoes it if `inverse`."""
     if transform.axis == "m":
         of_columns = Transform("k", transform.size, transform.signs)
         return np.ascontiguousarray(transformed(of_columns, x.T, inverse=inverse).T)
@@ -31,5 +31,5 @@ def transformed(transform: Transform, x: Array, *, inverse: bool = False) -> Arr
 
 
 def growth(transform: Transform) -> np.float32:
-    """The least power of two that is at least the square root of the size, by which the amax of all values grows."""
+    """The smallest power of two that is at least the square root of the size: the factor on the amax of all values."""
     return F32(2.0 ** np.ceil(np.log2(transform.size) / 2))

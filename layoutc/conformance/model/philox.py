@@ -1,4 +1,4 @@
-"""A second reading of the random bits: Philox 4x32-10 from the paper that defines it (Salmon et al., SC 2011)."""
+"""An independent implementation of the random bits: Philox 4x32-10, from its paper (Salmon et al., SC 2011)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOW = _U64(0xFFFFFFFF)
 
 
 def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> tuple[Array, ...]:
-    """Four words of 32 bits from four words and a key of two, each entry by itself."""
+    """Four 32-bit words from a four-word counter and a two-word key, elementwise."""
     l0, r0, l1, r1 = (np.asarray(word, _U64) for word in counter)
     k0, k1 = key
     for _ in range(10):
@@ -24,8 +24,8 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def element_bits(seed: int, m: int, k: int, stream: int) -> Array:
-    """The 32 bits that each element of an (m, k) matrix is rounded by, uint64: element (i, j) has word j % 4 of the
-    counter (j // 4, i, stream, 0)."""
+    """The 32 random bits of each element of an (m, k) matrix, uint64: element (i, j) has word j % 4 of the counter
+    (j // 4, i, stream, 0)."""
     i, j = np.indices((m, k))
     words = philox((j // 4, i, np.full_like(i, stream), np.zeros_like(i)), (seed % 2**32, (seed >> 32) % 2**32))
     bits: Array = np.choose(j % 4, words)

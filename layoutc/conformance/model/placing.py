@@ -1,5 +1,5 @@
-"""The positions of values in buffers, by definition: entry p of a dim with one value for `per` steps is that of p *
-per.
+"""The positions of values in buffers, by definition: in a dim with one value per `per` steps, entry p is the value at
+step p * per.
 
 Independent of layoutc.layout.chain: plain indexing in numpy.
 """
@@ -15,13 +15,13 @@ from layoutc.spec.notation import Swizzle
 
 
 def plane_values(buffer: Buffer, planes: Planes) -> Array:
-    """The plane's values, one for each entry: codes are unpacked, scales are as stored."""
+    """The plane's values, one per entry: codes are unpacked, scales are as stored."""
     plane = planes[buffer.plane.name]
     return unpack(plane, buffer.bits, buffer.low_first) if buffer.kind == "data" else plane
 
 
 def lay_out(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
-    """The buffer of a weight of (m, k), padding included."""
+    """The buffer of an (m, k) weight, including padding."""
     values = plane_values(buffer, planes)
     if not buffer.dims:
         return values
@@ -44,7 +44,7 @@ def lay_out(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
 
 
 def in_order(swizzle: Swizzle, entries: Array) -> Array:
-    """Entries of padded dims in the order of a buffer's swizzle, name by name: by their numbers along each name."""
+    """Entries of padded dims in the order of a buffer's swizzle, indexed by their position along each of its names."""
     sizes, picks = dict(swizzle.sizes), dict(swizzle.picks)
     for group, extent in zip(swizzle.groups, entries.shape, strict=True):
         (rest,) = (name for name in group if name not in sizes)
@@ -69,7 +69,7 @@ def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
 
 
 def in_records(record: Record, planes: Planes, m: int, k: int) -> Array:
-    """A buffer of records, bit by bit: where each bit of a record comes from, and then all records at once."""
+    """A buffer of records: finds the origin of each bit of a record, then fills that bit of all records at once."""
     rows, length = (m, k) if record.axis == "k" else (k, m)
     bits_of: dict[str, Array] = {}
     for plane in record.planes:
@@ -90,7 +90,7 @@ def in_records(record: Record, planes: Planes, m: int, k: int) -> Array:
 
 
 def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
-    """As `buffers`, but with scales and zero points flat and in the order of the spec's swizzle."""
+    """Like `buffers`, but with flat scales and zero points in the order of the spec's swizzle."""
     made, swizzle = buffers(layout, planes, m, k), layout.swizzle
     for buffer in layout.buffers if swizzle else ():
         if buffer.name not in made or buffer.kind not in ("scale", "zero"):
@@ -108,7 +108,7 @@ def logical(plane_or_buffer: str, layout: Layout, m: int, k: int, byte: int) -> 
     if plane is None or plane.is_scalar:
         return None
     itemsize = plane.bits // 8 if plane.bits > 8 else 1
-    if plane.name == plane_or_buffer:  # a plane and a buffer may share a name: the plane's order
+    if plane.name == plane_or_buffer:  # planes and buffers may share names: use the plane's order
         width = plane.shape(m, k)[-1]
         row, column = divmod(byte // itemsize, width)
         column = column * 8 // plane.bits if plane.bits < 8 else column

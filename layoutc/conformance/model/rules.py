@@ -1,6 +1,6 @@
-"""The rules' language, read a second time: rules.yaml in numpy fp32, blocks, and what is stored of scales.
+"""An independent implementation of the rules' language, rules.yaml in numpy fp32, of blocks, and of stored scales.
 
-A new function or constant of the language needs one more entry in the tables below.
+A new function or constant of the language needs an entry in the tables below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLT_MAX = np.finfo(np.float32).max
 
 @cache
 def programs() -> dict[str, Any]:
-    """The rules as rules.yaml has them."""
+    """The content of rules.yaml."""
     text = files("layoutc.spec").joinpath("rules.yaml").read_text(encoding="utf-8")
     rules: dict[str, Any] = yaml.safe_load(text)
     return rules
@@ -47,7 +47,7 @@ def _smallest(q: Quantization) -> Fraction:
 
 
 def _power_below(value: Fraction) -> Fraction:
-    """The largest power of two up to a value."""
+    """The largest power of two that is at most a value."""
     power = Fraction(1)
     while power > value:
         power /= 2
@@ -85,18 +85,18 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
 
 @cache
 def constant(name: str, quantization: Quantization) -> np.float32:
-    """A constant of the rules' language, as an fp32 operation takes it."""
+    """A constant of the rules' language, in fp32."""
     return rounded(CONSTANTS[name](quantization))
 
 
 @cache
 def parsed(text: str) -> ast.expr:
-    """An expression of the rules' language."""
+    """Parses an expression of the rules' language."""
     return ast.parse(text, mode="eval").body
 
 
 def _floor_power_of_two(x: Array) -> Array:
-    """2^floor(log2 x); zero if that is not a normal number; NaN and inf stay."""
+    """2^floor(log2 x); zero if that is not a normal number; keeps NaN and inf."""
     _, exponent = np.frexp(np.where(np.isfinite(x) & (x > 0), x, F32(1)))
     power = np.where(exponent - 1 >= -126, np.ldexp(F32(1), exponent - 1), F32(0))
     power = np.where(x == 0, F32(0), power)
@@ -130,7 +130,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass
 class Evaluator:
-    """Evaluates expressions of one quantization's rule; every operation is one fp32 operation of numpy."""
+    """Evaluates expressions of a quantization's rule. Every operation is one fp32 operation in numpy."""
 
     quantization: Quantization
     names: dict[str, Array]
@@ -188,7 +188,7 @@ class Evaluator:
 
 # ------------------------------------------------------------------------------------------- what is stored of scales
 class Stored(NamedTuple):
-    """Scales, or zero points, that lie under scales of their own: codes, a scale of each super-block, and the mean."""
+    """Scales or zero points of blocks in super-blocks: their codes, a scale per super-block, and the mean."""
 
     codes: Array
     scale: Array
@@ -196,14 +196,14 @@ class Stored(NamedTuple):
 
 
 def to_stored(fmt: Format, rounding: str, level: Level | None, values: Array) -> Any:
-    """What is stored of scales or zero points: fp32 values, codes, or codes and what a super-block shares."""
+    """Scales or zero points as stored: fp32 values, codes, or codes and what a super-block shares."""
     if level is not None:
         return to_level(level, values)
     return values if fmt.is_f32 else codes_of(fmt).encode(values, rounding)
 
 
 def from_stored(fmt: Format, level: Level | None, stored: Any) -> Array:
-    """The fp32 values of what is stored."""
+    """The fp32 values of stored scales or zero points."""
     if level is not None:
         return from_level(level, Stored(*stored))
     values: Array = stored if fmt.is_f32 else codes_of(fmt).decode(stored)
@@ -211,7 +211,7 @@ def from_stored(fmt: Format, level: Level | None, stored: Any) -> Array:
 
 
 def to_level(level: Level, values: Array) -> Stored:
-    """Scales of blocks -> their codes under a scale of each super-block, by the rule of the level."""
+    """Quantizes scales of blocks by the level's rule: codes, and a scale per super-block."""
     q, (rows, columns) = level.quantization, values.shape
     bm, bk = q.block.m or rows, q.block.k or columns
     offset = None
@@ -229,7 +229,7 @@ def to_level(level: Level, values: Array) -> Stored:
 
 
 def from_level(level: Level, stored: Stored) -> Array:
-    """The fp32 values of codes under scales of super-blocks."""
+    """The fp32 values of codes with super-block scales."""
     q, shape = level.quantization, stored.codes.shape
     bm, bk = q.block.m or shape[0], q.block.k or shape[1]
     factor = Evaluator(q, {"scale": stored.scale}).value(programs()[q.rule]["decode"])
@@ -239,7 +239,7 @@ def from_level(level: Level, stored: Stored) -> Array:
 
 
 def steps_of(q: Quantization, part: str) -> list[tuple[str, str]]:
-    """The steps of a part of a rule's program that the parameters leave in."""
+    """The active steps of a part of a rule's program, given the parameters."""
     parameters, active = {**dict(q.parameters), "inverse-overflows": _inverse_overflows(q)}, []
     for entry in programs()[q.rule][part]:
         on, off = (np.atleast_1d(entry.get(key) or []).tolist() for key in ("when", "unless"))
@@ -250,7 +250,7 @@ def steps_of(q: Quantization, part: str) -> list[tuple[str, str]]:
 
 @cache
 def _inverse_overflows(q: Quantization) -> bool:
-    """True if 1 over the smallest scale, under the smallest scale of scales, is no fp32 number."""
+    """True if 1 / (smallest scale * smallest super-block scale) overflows fp32."""
     if q.scale.is_f32 or (q.scales is not None and (q.scales.centered or q.scales.quantization.scale.is_f32)):
         return True
     formats = [q.scale] if q.scales is None else [q.scale, q.scales.quantization.scale]
@@ -263,14 +263,14 @@ def _inverse_overflows(q: Quantization) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- blocks
 def block_reduce(reduce: np.ufunc, x: Array, bm: int, bk: int) -> Array:
-    """A reduction of each block, also of partial ones; minimum and maximum propagate NaN."""
+    """Reduces each block, including partial ones; minimum and maximum propagate NaN."""
     rows = reduce.reduceat(x, np.arange(0, x.shape[0], bm), axis=0)
     reduced: Array = reduce.reduceat(rows, np.arange(0, x.shape[1], bk), axis=1)
     return reduced
 
 
 def spread(values: Array, bm: int, bk: int, m: int, k: int) -> Array:
-    """Values of blocks -> one for each element, by indexing."""
+    """Broadcasts values of blocks to their elements, by indexing."""
     values = np.atleast_2d(values)
     rows = np.minimum(np.arange(m) // bm, values.shape[0] - 1)
     columns = np.minimum(np.arange(k) // bk, values.shape[1] - 1)
@@ -279,7 +279,7 @@ def spread(values: Array, bm: int, bk: int, m: int, k: int) -> Array:
 
 
 def block_sum(values: Array, bm: int, bk: int, rowwise: bool) -> Array:
-    """Sums of blocks as rules.yaml orders them: one by one along the contracted axis, then by halves."""
+    """Sums of blocks in rules.yaml's order: one by one along the contracted axis, then pairwise by halves."""
     if not rowwise:
         return block_sum(values.T, bk, bm, True).T
     rows, columns = -(-values.shape[0] // bm), -(-values.shape[1] // bk)

@@ -1,4 +1,4 @@
-"""A second reading of a spec's arithmetic: a recipe's quantization and dequantization in numpy fp32, with codes by
+"""An independent implementation of a spec's arithmetic: quantization and dequantization in numpy fp32, with codes by
 definition.
 
 It shares only the spec, the text of the rules and the layout's integers with the generated references.
@@ -31,14 +31,14 @@ Planes = dict[str, Array]
 
 
 def planes_of(source: Source) -> tuple[Plane, ...]:
-    """Every plane of a source, data first."""
+    """All planes of a source, data first."""
     values = (getattr(source, field.name) for field in fields(source))
     return tuple(value for value in values if isinstance(value, Plane))
 
 
 # ------------------------------------------------------------------------------------------------------ the whole spec
 def as_kinds(q: Quantization, names: dict[str, Any]) -> dict[str, Array]:
-    """What a rule has made, by the kinds of planes that hold it."""
+    """A rule's results, by the kinds of planes that hold them."""
     held = dict(names)
     for kind, level in (("scale", q.scales), ("zero", q.zeros)):
         if level is not None:
@@ -51,7 +51,7 @@ def as_kinds(q: Quantization, names: dict[str, Any]) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Model:
-    """A recipe's quantization and dequantization, as the spec says."""
+    """A recipe's quantization and dequantization, from its spec."""
 
     layout: Layout
     seed: int = 0  # of random bits
@@ -59,8 +59,8 @@ class Model:
     def quantize(
         self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None, matrices: int = 1
     ) -> Planes:
-        """(m, k) fp32 -> every plane as stored. amax: the one that shards share, if it is not that of x. matrices: how
-        many follow one another in x."""
+        """(m, k) fp32 -> all planes as stored. amax: the shards' shared one, if it is not x's. matrices: how many are
+        stacked in x."""
         planes: Planes = {}
         if self.layout.amax_of_matrices and amax is None and x.size:
             each = np.abs(x).reshape(matrices, -1).max(1)
@@ -85,7 +85,7 @@ class Model:
             amax = np.asarray(largest * growth(q.transform), F32)
             x = transformed(q.transform, x)
         if q.root:
-            x = np.sqrt(np.where(x < 0, F32(0), x)) + F32(0)  # a zero has no sign
+            x = np.sqrt(np.where(x < 0, F32(0), x)) + F32(0)  # removes the sign of zeros
         names = self.scales(source, x, input_max, amax)
         with np.errstate(all="ignore"):
             divides = "divisor" in names
@@ -106,7 +106,7 @@ class Model:
         return planes
 
     def codes(self, source: Source, scaled: Array) -> Array:
-        """The codes of scaled values: the nearest, or what random bits say."""
+        """The codes of scaled values: the nearest, or chosen by random bits."""
         q, (m, k) = source.quantization, scaled.shape
         if not q.stochastic:
             return codes_of(q.element).encode(scaled, "nearest")
@@ -114,7 +114,7 @@ class Model:
         return codes_of(q.element).encode_by_chance(scaled, bits)
 
     def scales(self, source: Source, x: Array, input_max: float, amax: Array | None) -> dict[str, Array]:
-        """Everything that the rule computes for each block, by name."""
+        """All that the rule computes for each block, by name."""
         q, (m, k) = source.quantization, x.shape
         bm, bk = q.block.m or max(m, 1), q.block.k or k
         shared = amax is not None and q.block.m is None
@@ -140,7 +140,7 @@ class Model:
         return kept | {"candidate": best}
 
     def kept(self, source: Source, x: Array) -> Array:
-        """Of a rule that tries several scales: the number of the candidate that each block keeps."""
+        """For a rule that tries several scales: the index of the candidate that each block keeps."""
         return self.scales(source, x, float(FLT_MAX), None)["candidate"]
 
     def error(self, source: Source, x: Array, names: dict[str, Array]) -> Array:
@@ -157,7 +157,7 @@ class Model:
     def computed(
         self, q: Quantization, names: dict[str, Array], part: str, input_max: float = float(FLT_MAX)
     ) -> dict[str, Array]:
-        """`names`, and the values that a part of the rule's program computes, in order."""
+        """Adds the values that a part of the rule's program computes, in order, to `names`."""
         names = dict(names)
         evaluator = Evaluator(q, names, input_max)
         for name, expression in steps_of(q, part):
@@ -165,7 +165,7 @@ class Model:
         return names
 
     def values(self, planes: Planes, orientation: str, m: int, k: int) -> Array:
-        """The values of the planes in an orientation, (m, k) fp32."""
+        """Dequantizes the planes of an orientation: (m, k) fp32."""
         source = self.layout.source(orientation)
         q = source.quantization
         held: dict[str, Array] = {plane.kind: planes[plane.name] for plane in planes_of(source)[1:]}
