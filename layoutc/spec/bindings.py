@@ -1,4 +1,4 @@
-"""The keys under `files`: how files of other programs hold the planes of a recipe's weights."""
+"""The keys under `files`: how other checkpoint formats hold the planes of a recipe's weights."""
 
 from __future__ import annotations
 

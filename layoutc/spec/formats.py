@@ -1,6 +1,6 @@
-"""Number formats by definition: the value of every code of an element or scale format.
+"""Number formats by definition: the value of each code of an element or scale format.
 
-Pure Python; a format is data (formats.yaml, or `formats:` in a spec), never a case in code.
+Pure Python. A format is data (formats.yaml, or `formats:` in a spec), never a special case in code.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def f32(value: float) -> float:
 class Format:
     """A number format by its bits: floating point (sign | exponent | mantissa, most significant first), or integer.
 
-    `inf` and `nan` list codes without their sign bit. `torch` names the torch dtype that holds one code in a byte and
-    rounds to nearest even, if there is one. `integer` > 0: two's complement of that many bits, in steps of
-    2**-fraction; `symmetric` leaves the lowest code unused, since it has no opposite; codes are steps plus an `offset`.
+    `inf` and `nan` list codes without the sign bit. `torch` names the torch dtype that holds one code per byte and
+    rounds to nearest even, if there is one. `integer` > 0: two's complement of that many bits in steps of 2**-fraction.
+    `symmetric` leaves the lowest code unused, since it has no negative. With an `offset`, codes are steps plus it.
 
-    `values`: a codebook, code c means values[c]; codes beyond them mean 0. Ties between two values go to the lower one
-    (`ties` is down), or to the one whose code is even.
+    `values`: a codebook; code c means values[c], codes beyond its end mean 0. Ties between two values go to the lower
+    one (`ties` is down), or to the one whose code is even.
     """
 
     name: str = field(compare=False)  # formats are equal if their bits have the same values
@@ -53,19 +53,19 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """The bits of a code."""
+        """Bits per code."""
         if self.values:
             return max(1, (len(self.values) - 1).bit_length())
         return self.integer or self.sign + self.exponent + self.mantissa
 
     @property
     def is_f32(self) -> bool:
-        """True for IEEE binary32, which is stored as it is."""
+        """True for IEEE binary32, which is stored unchanged."""
         return self.bits == 32
 
     @property
     def is_wide(self) -> bool:
-        """True for formats of 16 and 32 bits, stored as a torch dtype; the highest exponent is infinity and NaN."""
+        """True for 16- and 32-bit formats, stored as a torch dtype; the highest exponent is infinity and NaN."""
         return self.bits > 8
 
     @property
@@ -75,14 +75,14 @@ class Format:
 
     @property
     def is_exponent(self) -> bool:
-        """True if codes are only exponents: powers of two, without a sign, a zero or infinities."""
+        """True if codes are only exponents: powers of two, without sign, zero or infinities."""
         return not (self.integer or self.sign or self.mantissa or self.subnormals or self.inf)
 
     @cached_property
     def magnitudes(self) -> tuple[float, ...]:
-        """The finite values without sign, ascending: code c has the magnitude magnitudes[c]. Up to 8 bits only.
+        """The finite magnitudes, ascending: code c has magnitudes[c]. Only for up to 8 bits.
 
-        Codes of inf and NaN must be the highest, so that the others are a prefix. For an integer, its values from 0 up.
+        Codes of inf and NaN must be the highest, so that the others form a prefix. For an integer, the values from 0.
         """
         if self.values:
             return tuple(sorted({0.0, *(value for value in self.values if value > 0)}))
@@ -94,7 +94,7 @@ class Format:
 
     @property
     def lowest(self) -> int:
-        """For an integer, the smallest number of steps that is used."""
+        """For an integer, the smallest used number of steps."""
         if self.offset is not None:
             return -self.highest if self.symmetric else -self.offset
         return int(self.symmetric) - (1 << (self.integer - 1))
@@ -106,12 +106,12 @@ class Format:
 
     @property
     def nan_is_minus_zero(self) -> bool:
-        """True if the sign bit alone is NaN, so that there is one zero."""
+        """True if the code of only the sign bit is NaN, so that there is one zero."""
         return not self.values and self.nan == (1 << (self.exponent + self.mantissa),)
 
     @property
     def max(self) -> float:
-        """Largest finite value."""
+        """The largest finite value."""
         if self.is_wide:
             return math.ldexp(2 - 2.0**-self.mantissa, (1 << self.exponent) - 2 - self.bias)
         return self.magnitudes[-1]
@@ -134,20 +134,20 @@ class Format:
 
     @property
     def least_code(self) -> int:
-        """The code of 0; of the smallest value, if all are above 0; a codebook without 0 rounds it."""
+        """The code of 0, or of the smallest value if all are above 0. A codebook without 0 rounds it."""
         if self.values:
             return codebook_order(self)[sum(step <= 0 for step in codebook_thresholds(self))]
         return 0 if self.offset is None else max(self.offset, 0)
 
     @property
     def nan_code(self) -> int:
-        """The code of NaN: the first one; the quiet one of formats of 16 bits; without any, the largest magnitude."""
+        """The first code of NaN, the quiet one for wide formats; without a NaN, the code of the largest magnitude."""
         if self.is_wide:
             return self.last + 1 + (1 << (self.mantissa - 1))
         return self.nan[0] if self.nan else self.last
 
     def value(self, code: int) -> float:
-        """The value of a code, sign bit included."""
+        """The value of a code, including its sign bit."""
         if self.values:
             return self.values[code] if code < len(self.values) else 0.0
         if self.offset is not None:
@@ -172,9 +172,9 @@ class Format:
 
 
 def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
-    """The magnitudes at which codes step up: code = number of thresholds <= |x|, for fp32 x. Saturating.
+    """The magnitudes at which codes increase: code = number of thresholds <= |x|, for fp32 x. Saturating.
 
-    rounding: nearest (ties to even), up (away from zero) or down (towards zero). Each threshold is an fp32 value, so
+    rounding: nearest (ties to even), up (away from zero) or down (toward zero). Each threshold is an fp32 value, so
     comparisons with fp32 inputs are exact. Raises ValueError if a midpoint is not an fp32 value.
     """
     values = fmt.magnitudes
@@ -188,20 +188,20 @@ def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
             middle = (low + high) / 2
             if f32(middle) != middle:
                 raise ValueError(f"{fmt.name}: the midpoint of codes {code} and {code + 1} is not an fp32 value")
-            steps.append(middle if code % 2 else _next_f32(middle))  # a tie goes to the even code
+            steps.append(middle if code % 2 else _next_f32(middle))  # ties go to the even code
     return tuple(steps)
 
 
 def codebook_order(fmt: Format) -> tuple[int, ...]:
-    """The codes of a codebook's numbers, by ascending value; of two of 0, the first."""
+    """The codes of a codebook's numbers, by ascending value. Of two codes of 0, only the first."""
     codes = (code for code, value in enumerate(fmt.values) if not math.isnan(value) and fmt.values.index(value) == code)
     return tuple(sorted(codes, key=lambda code: fmt.values[code]))
 
 
 def codebook_thresholds(fmt: Format) -> tuple[float, ...]:
-    """The numbers from which on the next value of a codebook is nearest, ascending: one for each two neighbours.
+    """The ascending numbers from which on a codebook's next value is nearest, one per pair of neighbors.
 
-    A midpoint is rounded to fp32, and is a tie.
+    Midpoints are rounded to fp32; x equal to one is a tie.
     """
     steps = []
     for low, high in itertools.pairwise(codebook_order(fmt)):
@@ -211,7 +211,7 @@ def codebook_thresholds(fmt: Format) -> tuple[float, ...]:
 
 
 def _next_f32(value: float) -> float:
-    """The fp32 value just above an fp32 value."""
+    """The next larger fp32 value."""
     if value == 0:
         return 2.0**-149
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
@@ -226,13 +226,13 @@ def builtin() -> dict[str, Format]:
 
 @cache
 def aliases() -> dict[str, dict[str, str]]:
-    """Other projects' names for formats, rules, words and keys: kind -> {their name: ours}. Read at first use."""
+    """Other projects' names for formats, rules, words and keys: kind -> {their name: ours}. Read on first use."""
     tables: dict[str, dict[str, str]] = shipped.load("aliases.yaml")
     return {kind: {str(word): str(ours) for word, ours in words.items()} for kind, words in tables.items()}
 
 
 def make(name: str, entry: Mapping[str, Any]) -> Format:
-    """A format from its entry in formats.yaml or in a spec's `formats:`."""
+    """Makes a format from its entry in formats.yaml or in a spec's `formats:`."""
     lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}
     if stated := entry.get("values"):
         values = tuple(f32(float(value)) for value in stated)

@@ -1,7 +1,7 @@
 """The YAML surface as JSON Schema, for editors: completion, hover texts, underlined typos.
 
-Derived from the models in schema.py and from the known formats and rules. It is weaker than `layoutc check`: it checks
-keys, types and names, but not how they fit together.
+Derived from the models in schema.py, and from the known formats and rules. It is weaker than `layoutc check`: it checks
+keys, types and names, but not whether they fit together.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def _parameter(parameter: Parameter) -> dict[str, Any]:
-    """One inline parameter of a scale rule."""
+    """The schema of a scale rule's inline parameter."""
     entry: dict[str, Any] = {"type": _TYPES[parameter.type], "default": parameter.default, "description": parameter.doc}
     return entry | ({"enum": list(parameter.choices)} if parameter.choices else {})
 
 
 def _only_its_parameters(name: str) -> dict[str, Any]:
-    """Under a rule, the parameters of the others are not allowed."""
+    """Forbids other rules' parameters under a rule."""
     others = {key for rule in RULES.values() for key in rule.parameters} - set(RULES[name].parameters)
     return {
         "if": {"properties": {"rule": {"const": name}}, "required": ["rule"]},

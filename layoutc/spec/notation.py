@@ -1,4 +1,4 @@
-"""The small notations inside a spec: layout strings (`m k/16`), swizzle patterns (einops style), layouts of files."""
+"""The small notations in a spec: layout strings (`m k/16`), swizzle patterns (einops style), layouts of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST = 16  # the most entries that a swizzle lists
 
 
 class NotationError(ValueError):
-    """Raised for a string that can't be read; `start` and `end` are offsets into it."""
+    """Raised for an unreadable string; `start` and `end` are offsets into it."""
 
     def __init__(self, message: str, start: int, end: int) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class NotationError(ValueError):
 
 @dataclass(frozen=True)
 class Term:
-    """One dim of a buffer: an axis of the weight, stored once for every `divisor` steps along it."""
+    """One dim of a buffer: an axis of the weight, with one entry per `divisor` steps."""
 
     axis: Axis
     divisor: int = 1
@@ -31,16 +31,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """Splits each dim of a buffer into the names of its group, orders all names, and joins them to dims.
+    """Splits each dim of a buffer into its group's names, reorders all names, and joins them into dims.
 
-    One name of each group has no size of its own: it takes what is left.
+    In each group, one name has no stated size: it gets the rest of the dim.
     """
 
     groups: tuple[tuple[str, ...], ...]
     order: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
-    joined: tuple[int, ...] = ()  # how many names of `order` make up each dim of the result; (): the result is flat
-    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()  # entry i of a name's dim is its entry picks[i]
+    joined: tuple[int, ...] = ()  # how many names of `order` form each dim of the result; (): the result is flat
+    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()  # entry i of a name's dim comes from its entry picks[i]
 
     @property
     def pattern(self) -> str:
@@ -49,26 +49,26 @@ class Swizzle:
 
     @property
     def stated(self) -> str:
-        """The pattern with its sizes, as words: `(rt a) ct -> ct rt a with a = 4`."""
+        """The pattern with its sizes, in words: `(rt a) ct -> ct rt a with a = 4`."""
         orders = dict(self.picks)
         sizes = (f"{name} = {list(orders[name]) if name in orders else size}" for name, size in self.sizes)
         return f"{self.pattern} with {', '.join(sizes)}" if self.sizes else self.pattern
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
-        """The names that make up each dim of the result, outermost first."""
+        """The names that form each dim of the result, outermost first."""
         names = iter(self.order)
         return tuple(tuple(islice(names, count)) for count in self.joined or (len(self.order),))
 
     def tile(self, dim: int) -> int:
-        """The number that the size of a dim must be a multiple of."""
+        """The size of a dim must be a multiple of this."""
         sizes = dict(self.sizes)
         return prod(sizes[name] for name in self.groups[dim] if name in sizes)
 
     def multiples(self, run: int) -> tuple[int, ...]:
-        """For each dim, what its size must be a multiple of, if the last dim of the result is whole runs of so many.
+        """The multiple that each dim's size must be of, so that the result's last dim consists of whole runs of `run`.
 
-        Raises ValueError if no sizes give that, since every name of the last dim has one.
+        Raises ValueError if that is impossible, because every name of the last dim has a size.
         """
         sizes, last = dict(self.sizes), self.dims[-1]
         missing = run // gcd(run, prod(sizes.get(name, 1) for name in last))
@@ -101,9 +101,9 @@ def parse_layout(text: str) -> tuple[Term, ...]:
 
 
 def parse_swizzle(pattern: str, sizes: Mapping[str, int]) -> Swizzle:
-    """A GEMM's: `(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
+    """Parses a GEMM's swizzle: `(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
 
-    It is a bijection by construction: each name appears once on either side, and only the first of a group has no size.
+    It is a bijection by construction: each name appears once per side, and only a group's first name has no size.
     """
     groups, order = _arrow(pattern, "(free, contraction)")
     inner = [name for group in groups for name in group[1:]]
@@ -120,7 +120,7 @@ def parse_swizzle(pattern: str, sizes: Mapping[str, int]) -> Swizzle:
 
 
 def _arrow(pattern: str, groups_are: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The groups of names before the arrow, two of them, and all names in the order after it. Raises NotationError."""
+    """The two groups of names before the arrow, and all names in the order after it. Raises NotationError."""
     left, arrow, right = _sides(pattern)
     groups = _groups(left, 0, "before")
     if len(groups) != 2:
@@ -133,11 +133,11 @@ def _arrow(pattern: str, groups_are: str) -> tuple[tuple[tuple[str, ...], ...], 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Splits the rows and the columns of a plane's values into names, then orders all names: the dims of a file's
-    tensor, each of one name, or of as many as `joined` says.
+    """Splits the rows and columns of a plane's values into names, then reorders them into the dims of a file's tensor.
+    Each dim has one name, or as many as `joined` says.
 
-    MATRICES among the rows has the number of a weight's matrices (1, and no dim, for a weight of two dims). Of the
-    other names of a group, one has no size: it takes what is left.
+    MATRICES among the rows has the number of a weight's matrices as its size (for a 2-D weight, 1 and no dim). Among
+    the other names of a group, one has no size: it gets the rest.
     """
 
     rows: tuple[str, ...]
@@ -153,7 +153,7 @@ class FileLayout:
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
-        """The names that make up each dim of the file's tensor, outermost first."""
+        """The names that form each dim of the file's tensor, outermost first."""
         names = iter(self.order)
         return tuple(tuple(islice(names, count)) for count in self.joined or [1] * len(self.order))
 
@@ -163,8 +163,8 @@ AS_STORED = FileLayout((MATRICES, "m"), ("k",), (MATRICES, "m", "k"), ())
 
 
 def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
-    """`(e m) (g b) -> e m g b`, or `m (g b) -> g (m b)`, with the size of b. A bijection by construction, as a swizzle
-    is. Raises NotationError."""
+    """Parses `(e m) (g b) -> e m g b`, or `m (g b) -> g (m b)`, with the size of b. Like a swizzle, it is a bijection
+    by construction. Raises NotationError."""
     left, arrow, right = _sides(pattern)
     offset = len(left) + len(arrow)
     groups, dims = _groups(left, 0, "before"), _groups(right, offset, "after")
@@ -191,7 +191,7 @@ def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
 
 
 def parse_form(text: str) -> tuple[float | None, float | None]:
-    """`2688 / x` -> (2688.0, None), `x / 2688` -> (None, 2688.0): what a file has in place of x. Raises
+    """`2688 / x` -> (2688.0, None), `x / 2688` -> (None, 2688.0): what a file stores in place of x. Raises
     NotationError."""
     number = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
     match = re.fullmatch(rf"\s*(?:({number})\s*/\s*x|x\s*/\s*({number}))\s*", text)
@@ -204,10 +204,10 @@ def parse_form(text: str) -> tuple[float | None, float | None]:
 
 
 def parse_buffer_swizzle(pattern: str, sizes: Mapping[str, int | tuple[int, ...]], dims: int) -> Swizzle:
-    """A buffer's: `k (g a b) -> k (g b a)` with the sizes of a and b, over `dims` dims. Raises NotationError.
+    """Parses a buffer's swizzle: `k (g a b) -> k (g b a)` with the sizes of a and b, over `dims` dims.
 
-    A size may be a list, which names the entries in the order in which they are stored. It is a bijection by
-    construction: each name appears once on either side, one of each group has no size, and a list has each entry once.
+    A size may be a list of the entries in stored order. The swizzle is a bijection by construction: each name appears
+    once per side, one name of each group has no size, and a list has each entry once. Raises NotationError.
     """
     left, arrow, right = _sides(pattern)
     offset = len(left) + len(arrow)
@@ -239,10 +239,10 @@ def parse_buffer_swizzle(pattern: str, sizes: Mapping[str, int | tuple[int, ...]
 
 
 def _sides(pattern: str) -> tuple[str, str, str]:
-    """What is before the arrow, the arrow, and what is after it. Raises NotationError, also for a parenthesis without
-    a partner, or inside another pair."""
+    """The text before the arrow, the arrow, and the text after it. Raises NotationError, also for unbalanced or nested
+    parentheses."""
     opened: int | None = None
-    for at, char in enumerate(f"{pattern}("):  # the last one ends what is open
+    for at, char in enumerate(f"{pattern}("):  # the last one closes what is open
         if char in "()" and (char == "(") == (opened is not None):
             wrong = at if opened is None else opened
             raise NotationError("an unmatched parenthesis", wrong, wrong + 1)
@@ -254,7 +254,7 @@ def _sides(pattern: str) -> tuple[str, str, str]:
 
 
 def _groups(text: str, offset: int, side: str) -> tuple[tuple[str, ...], ...]:
-    """The names of each dim on one side of a pattern, which begins at `offset` and is before or after the arrow."""
+    """The names of each dim on one side of a pattern. offset: where that begins; side: before or after the arrow."""
     groups, seen = [], set()
     for token in re.finditer(r"\([^()]*\)|\S+", text):
         span = (offset + token.start(), offset + token.end())
@@ -272,7 +272,7 @@ def _groups(text: str, offset: int, side: str) -> tuple[tuple[str, ...], ...]:
 def _same_names(
     pattern: str, groups: tuple[tuple[str, ...], ...], order: list[tuple[str, tuple[int, int]]], offset: int
 ) -> None:
-    """Raises NotationError unless each name before the arrow stands once after it, and no other."""
+    """Raises NotationError unless each name before the arrow appears once after it, and no other does."""
     names = [name for group in groups for name in group]
     met = set()
     for name, span in order:

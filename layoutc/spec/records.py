@@ -1,4 +1,4 @@
-"""The notation of records: which bits of which values lie together, `scale 0:4 bits 0:6 | scale 4:8 bits 4:6`."""
+"""The notation of records: which bits of which values share words, `scale 0:4 bits 0:6 | scale 4:8 bits 4:6`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELD = re.compile(r"\s*(\w+)(?:\s+(\d{1,6}):(\d{1,6}))?(?:\s+bits\s+(\d{1,2}):
 
 @dataclass(frozen=True)
 class Field:
-    """Bits of some values of a plane in a record: entries from start to stop, bits from low to high; None: all."""
+    """Some bits of some values of a plane in a record: entries start to stop, bits low to high; None: all."""
 
     part: Part
     entries: tuple[int, int] | None = None
@@ -27,7 +27,7 @@ class Field:
 
 
 def parse_fields(text: str) -> tuple[Field, ...]:
-    """Fields whose entries lie beside each other, the first lowest. Raises NotationError."""
+    """Parses fields whose entries share words, the first one in the lowest bits. Raises NotationError."""
     fields, at = [], 0
     for piece in text.split("|"):
         match = _FIELD.fullmatch(piece)

@@ -1,4 +1,4 @@
-"""Constants of scale rules: fp32 numbers computed from formats and parameters. rules.yaml describes them."""
+"""Constants of scale rules: fp32 numbers that follow from formats and parameters. rules.yaml describes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = tuple[float, str]
 
 
 def constant(name: str, element: Format, scale: Format, parameters: Parameters) -> Value:
-    """A constant's fp32 value, and what it is in words. Raises OverflowError if it is beyond fp32."""
+    """A constant's fp32 value and its description in words. Raises OverflowError if it is beyond fp32."""
     value, doc = CONSTANTS[name](element, scale, parameters)
     return f32(value), doc
 
@@ -36,7 +36,7 @@ def _bounded(element: Format, parameters: Parameters) -> float:
     return float(parameters["bound"]) * element.max
 
 
-# By their names in rules. Computed only for rules that use them, since not every format has every constant.
+# By name in rules. Computed only for rules that use them, since some formats lack some constants.
 CONSTANTS: dict[str, Callable[[Format, Format, Parameters], Value]] = {
     "element_min": lambda e, s, p: (_lowest(e), ""),
     "element_step": lambda e, s, p: (e.max / e.magnitudes[-2], f"{e.max:g} / {e.magnitudes[-2]:g}"),

@@ -10,13 +10,13 @@ from typing import Literal, cast
 from layoutc.spec import shipped
 
 Parameters = dict[str, float | int | bool | str]
-INVERSE_OVERFLOWS = "inverse-overflows"  # of the smallest scale, in fp32: follows from formats, beside the parameters
-ZeroIs = Literal["element", "value", "minimum"]  # of 0; of element 0; the latter without its sign, for it is below 0
+INVERSE_OVERFLOWS = "inverse-overflows"  # 1 / smallest scale overflows fp32; formats decide it, not parameters
+ZeroIs = Literal["element", "value", "minimum"]  # the element of 0; the value of element 0; that value negated
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rule, given inline under `scale:`."""
+    """A rule's parameter, stated inline under `scale:`."""
 
     type: str
     default: float | int | bool | str
@@ -27,7 +27,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Step:
-    """name = expression; left out unless all parameters of `when` are set, and none of `unless` is."""
+    """name = expression. Active if all parameters of `when` are set and none of `unless` is."""
 
     name: str
     expression: str
@@ -39,8 +39,8 @@ class Step:
 class Rule:
     """A scale rule: steps that end in `scale` and `multiplier` or `divisor`, and the factor of decoded elements.
 
-    A rule may try several values of one name, its `candidates`; a block keeps the one with the least `error`. `tensor`
-    makes what a weight stores of its amax, the `tensor_level`; without it, that is the amax.
+    A rule may try several values of one name, its `candidates`; a block keeps the one with the smallest `error`.
+    `tensor` computes the `tensor_level` that a weight stores in place of its amax; without it, the amax is stored.
     """
 
     name: str
@@ -53,53 +53,53 @@ class Rule:
     candidates: tuple[str, ...] = ()
     error: tuple[Step, ...] = ()
     zero_is: ZeroIs = "element"
-    zero_scale: tuple[str, ...] | None = None  # what keeps blocks of zeros from having the scale 0; None: all does
+    zero_scale: tuple[str, ...] | None = None  # parameters that keep a zero block's scale from 0; None: it never is 0
 
     @property
     def defaults(self) -> Parameters:
-        """Its parameters, where a spec states none."""
+        """The parameters' defaults."""
         return {key: parameter.default for key, parameter in self.parameters.items()}
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """True if the rule reads the amax of the whole weight, so that shards must share it."""
+        """True if the rule reads the whole weight's amax, so that shards must share it."""
         return any("tensor_amax" in names(step.expression) for step in (*self.tensor, *self.steps))
 
     @property
     def zero_is_value(self) -> bool:
-        """True if a zero point is a value that is taken from values before they are scaled, and added after."""
+        """True if a zero point is a value, subtracted before scaling and added back after decoding."""
         return self.zero_is != "element"
 
     @property
     def makes_zero(self) -> bool:
-        """True if the rule gives each block a zero point beside its scale."""
+        """True if the rule gives each block a zero point in addition to its scale."""
         return any(step.name == "zero" for step in self.steps)
 
     def scales_zeros_by_zero(self, parameters: Parameters) -> bool:
-        """True if a block of zeros has the scale 0, in a format that has one."""
+        """True if a block of zeros gets the scale 0, in formats that have a 0."""
         return self.zero_scale is not None and not any(parameters[name] for name in self.zero_scale)
 
     def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
-        """The steps that these parameters leave in, from amaxes on."""
+        """The steps from amaxes on that are active with these parameters."""
         return _active((*self.tensor, *self.steps), parameters)
 
     def element_step(self, parameters: Parameters) -> Step:
-        """The last step, which says what values are multiplied by, `multiplier`, or divided by, `divisor`."""
+        """The last step: the `multiplier` or the `divisor` of values."""
         return [step for step in self.active_steps(parameters) if step.name in ("multiplier", "divisor")][-1]
 
     def active_error(self, parameters: Parameters) -> tuple[Step, ...]:
-        """The steps of the error that these parameters leave in."""
+        """The steps of the error that are active with these parameters."""
         return _active(self.error, parameters)
 
     def program(self, parameters: Parameters) -> list[tuple[str, str]]:
-        """Every (name, expression) that decides stored bytes and decoded values, in order."""
+        """All (name, expression) pairs that decide stored bytes and decoded values, in order."""
         tried = [(self.candidate, value) for value in self.candidates]
         steps = (*self.active_steps(parameters), *self.active_error(parameters))
         return [*tried, *((step.name, step.expression) for step in steps), ("decode", self.decode)]
 
 
 def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]:
-    known = {INVERSE_OVERFLOWS: False, **parameters}  # formats may not be known yet
+    known = {INVERSE_OVERFLOWS: False, **parameters}  # formats may be unknown here
     return tuple(
         step
         for step in steps
@@ -109,7 +109,7 @@ def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]
 
 @cache
 def names(expression: str) -> frozenset[str]:
-    """The names that an expression uses, without functions."""
+    """The names that an expression uses, without those of functions."""
     tree = ast.parse(expression, mode="eval")
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - called

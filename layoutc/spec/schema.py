@@ -1,7 +1,7 @@
-"""The YAML surface as types: which keys there are, and what each holds.
+"""The YAML surface as types: its keys and their values.
 
-Whether a spec makes sense as a whole is for spec/checks to say, and what it means for layout/. The names of formats are
-not a closed set here, since a spec may define its own.
+spec/checks decides whether a spec makes sense as a whole, and layout/ what it means. Names of formats are not a closed
+set here, since a spec may define its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from layoutc.spec.rules import RULES
 LANGUAGE = 1  # version of the spec language
 
 Code = Annotated[int, Field(ge=0, le=255)]
-Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
+Order = tuple[int, ...]  # the entries of a swizzle's name, in stored order
 Value = float | int | bool | str
 RecordFields = Annotated[str, Field(max_length=200)]
 Use = Literal["weight", "state", "wire"]
 RecipeName = Annotated[str, Field(max_length=40)]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
 
-# Fields that collect keys which are inline in YAML; they are not keys themselves.
+# Fields that collect inline YAML keys; they are not keys themselves.
 COLLECTED = frozenset({"parameters", "sizes"})
 
 
@@ -104,7 +104,7 @@ class _Ruled(Model):
         name = data.get("rule")
         rule = RULES.get(name) if isinstance(name, str) else None
         own = set(rule.parameters) if rule else set()
-        # A parameter of another rule is reported by the checks, which can say whose it is.
+        # The checks report another rule's parameter, since they can name that rule.
         elsewhere = {key for other in RULES.values() for key in other.parameters}
         parameters = {key: value for key, value in data.items() if key in own | elsewhere}
         if rule:
@@ -174,7 +174,7 @@ class Buffer(Model):
     @model_validator(mode="before")
     @classmethod
     def _collect_sizes(cls, data: Any) -> Any:
-        """Collects inline integers and lists as sizes, beside a swizzle; any other key is unknown."""
+        """Collects inline integers and lists as sizes if there is a swizzle; any other key is unknown."""
         if not isinstance(data, dict) or "sizes" in data or "swizzle" not in data:
             return data
         own = {key: value for key, value in data.items() if key not in cls.model_fields and is_size(value)}
@@ -182,7 +182,7 @@ class Buffer(Model):
 
 
 def is_size(value: object) -> bool:
-    """True for what may stand beside a swizzle's names: a number, or a list of them."""
+    """True for the size of a swizzle's name: a number, or a list of numbers."""
     return type(value) is int or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 

@@ -1,7 +1,7 @@
-"""Reads the YAML files beside this module: formats, rules, and other projects' words.
+"""Reads the YAML files next to this module: formats, rules, and other projects' words.
 
-They are layoutc's own, so PyYAML may read them in C, which is eight times as fast. `source.py`, which reads what users
-write, keeps to one parser for the sake of its messages.
+layoutc ships them, so PyYAML may parse them in C, which is eight times as fast. `source.py`, which reads users' files,
+sticks to one parser for consistent messages.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""YAML text to plain data, with a span for every key and value. It knows YAML, and nothing about layouts.
+"""Parses YAML text into plain data, with a span for every key and value. It knows YAML, but nothing about layouts.
 
-YAML 1.1 reads `1:32` as 92 and `no` as false, keeps the last of two equal keys, and lets anchors use one text in two
-places. All of this is refused here, with its position, so that later stages see exactly what the author typed.
+YAML 1.1 reads `1:32` as 92 and `no` as false, keeps the last of two equal keys, and lets anchors reuse text. This
+module rejects all of that, with its position, so that later stages see exactly what the author typed.
 
-PyYAML's pure Python parser is used, event by event: the nesting is limited before Python's stack overflows, and
-positions and messages don't depend on whether libyaml is installed. A spec is small and takes two milliseconds. libyaml
-takes a quarter of that and reads sound specs alike; `read_quickly` uses it, for texts about which nothing is said.
+It uses the events of PyYAML's pure Python parser: nesting is limited before Python's stack overflows, and positions and
+messages don't depend on whether libyaml is installed. A spec is small and takes two milliseconds. libyaml takes a
+quarter of that and reads sound specs identically; `read_quickly` uses it for texts without findings.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _IN_C = getattr(yaml, "CSafeLoader", None)
 
 @dataclass(frozen=True)
 class Source:
-    """A spec's text, its data (dict, tuple, str, int, float, bool) and the span of each part of it.
+    """A spec's text, its data (dict, tuple, str, int, float, bool) and the span of each part.
 
-    In `values`, a block collection has the span of its key, since its own would underline half the file. `bad` has the
-    paths of values that were refused here and must not be reported again.
+    In `values`, a block collection has its key's span, since its full span would underline half the file. `bad` has the
+    paths of values that were rejected here and must not be reported again.
     """
 
     path: str
@@ -54,13 +54,13 @@ class Source:
     bad: frozenset[Path]
 
     def key(self, path: Path, text: str = "") -> Label:
-        """A label on a key; if it is absent, on the nearest enclosing one."""
+        """A label on a key, or on the nearest enclosing one if it is absent."""
         while path and path not in self.keys:
             path = path[:-1]
         return Label(self.keys[path], text) if path else self.value((), text)
 
     def value(self, path: Path, text: str = "", within: tuple[int, int] | None = None) -> Label:
-        """A label on a value, or on the characters `within` it; if it is absent, on the nearest enclosing one."""
+        """A label on a value or the characters `within` it, or on the nearest enclosing value if it is absent."""
         while path not in self.values:
             path = path[:-1]
         span = self.values[path]
@@ -69,13 +69,13 @@ class Source:
     def find(
         self, code: str, message: str, at: Label | Path, *besides: Label | Path, why: str = "", help: str = ""
     ) -> Diagnostic:
-        """A diagnostic in this file. A path stands for the value there. Labels on the first one's span are left out."""
+        """A diagnostic in this file. A path stands for its value. Drops further labels on the first one's span."""
         primary, *secondary = (one if isinstance(one, Label) else self.value(one) for one in (at, *besides))
         others = tuple(label for label in secondary if label.span != primary.span)
         return Diagnostic(code, message, self.path, primary, others, why or None, help or None, source=self.text)
 
     def _narrowed(self, span: Span, path: Path, within: tuple[int, int]) -> Span:
-        """The span of some characters of a scalar, if the file has them as they were read (no escapes, no folding)."""
+        """The span of some characters of a scalar, if the file has them verbatim (no escapes, no folding)."""
         value: Any = self.data
         for part in path:
             value = value[part]
@@ -88,11 +88,11 @@ class Source:
 
 
 class _Stop(Exception):
-    """Raised after a finding that makes the rest unreadable."""
+    """Raised after a finding that makes the rest of the text unreadable."""
 
 
 def read(text: str, path: str) -> tuple[Source | None, list[Diagnostic]]:
-    """Text to Source, with all problems. The Source is None if later stages would make no sense. Never raises."""
+    """Text -> a Source and all problems. The Source is None if later stages can't run. Never raises."""
     reader = _Reader(text, path)
     try:
         return reader.read(), reader.findings
@@ -101,9 +101,9 @@ def read(text: str, path: str) -> tuple[Source | None, list[Diagnostic]]:
 
 
 def read_quickly(text: str, path: str) -> Source | None:
-    """As read, by libyaml; None if there are findings, or without libyaml. Spans may differ from those of `read`.
+    """Like read, with libyaml. None if there are findings, or without libyaml. Spans may differ from those of `read`.
 
-    Unlike PyYAML, libyaml takes a `?` within a word of a flow collection, so such texts are left to `read`.
+    Unlike PyYAML, libyaml accepts a `?` within a word of a flow collection, so `read` must parse texts with a `?`.
     """
     if _IN_C is None or "?" in text:
         return None
@@ -148,7 +148,7 @@ class _Reader:
         return Source(self.path, self.text, data, self.keys, self.values, frozenset(self.bad))
 
     def _characters(self) -> None:
-        """Refuses what no spec needs and excerpts can't show: huge files, tabs, control characters."""
+        """Rejects what no spec needs and excerpts can't show: huge files, tabs, control characters."""
         if len(self.text) > MAX_CHARACTERS:
             message = f"this file has {len(self.text)} characters; a spec has at most {MAX_CHARACTERS}"
             self._add("LC110", message, Label(Span(1, 1, 1, 2)), help="is this a spec?")
@@ -191,7 +191,7 @@ class _Reader:
         self._add("LC101", "this is not valid YAML", Label(problem or Span(1, 1, 1, 2), label), *others, help=help)
 
     def _mark(self, mark: Any) -> Span | None:
-        """A parser's mark as a span of one column; past the end of the text, the end of its last line."""
+        """A parser's mark as a span of one column; past the end of the text, it is the end of the last line."""
         if mark is None:
             return None
         lines = self.text.split("\n")
@@ -203,7 +203,7 @@ class _Reader:
         return Span(line + 1, column + 1, line + 1, column + 2)
 
     def _span(self, event: Event) -> Span:
-        start: Any = event.start_mark  # never None: our events come from a text
+        start: Any = event.start_mark  # never None, since events come from a text
         end: Any = event.end_mark
         if (start.line, start.column) == (end.line, end.column):  # a block collection starts without a character
             return Span(start.line + 1, start.column + 1, start.line + 1, start.column + 2)
@@ -214,7 +214,7 @@ class _Reader:
         self.findings.append(item)
 
     def _node(self, event: Event, path: Path, key: Span | None) -> Any:
-        """The data of the node that starts with `event`; records spans for everything below `path`."""
+        """The data of the node that starts with `event`. Records the spans of everything below `path`."""
         span = self._span(event)
         if len(path) > MAX_DEPTH:
             label = Label(_first(span), f"{len(path)} levels deep")
@@ -272,7 +272,7 @@ class _Reader:
         return data
 
     def _key(self, event: Event) -> str | None:
-        """A key as text; None, with a finding, if it is not one."""
+        """A key as text; None, with a finding, if it is not text."""
         span = self._span(event)
         if not isinstance(event, ScalarEvent):
             self._add("LC109", "a key must be a word", Label(_first(span)), help="write `key: value`")
@@ -281,7 +281,7 @@ class _Reader:
         if event.anchor is not None or event.tag is not None:
             self._refuse_reference(("?",), span)
             return None
-        if event.style or re.fullmatch(r"[yYnN]", event.value):  # PyYAML, too, reads the key `n` as text
+        if event.style or re.fullmatch(r"[yYnN]", event.value):  # PyYAML also reads the key `n` as text
             return str(event.value)
         value, trap = plain_value(event.value)
         if trap:
@@ -296,7 +296,7 @@ class _Reader:
         if event.style:
             return event.value
         if is_null(event.value):
-            if event.value == "null" and path[:1] == ("files",) and "config" in path[2:3]:  # JSON, which has it
+            if event.value == "null" and path[:1] == ("files",) and "config" in path[2:3]:  # JSON has null
                 return None
             self.bad.add(path)
             name = quoted(path[-1]) if path and isinstance(path[-1], str) else "this item"
@@ -305,7 +305,7 @@ class _Reader:
             help = f"write `{joined[1]}: {joined[2]}`" if joined else "give it one, or delete the line"
             self._add("LC108", f"{name} has no value", Label(here), help=help)
             return ""
-        if event.value.endswith(","):  # the comma of a flow mapping, on a line of its own
+        if event.value.endswith(","):  # a flow mapping's comma in a block mapping
             self.bad.add(path)
             end = Label(Span(span.end_line, span.end_column - 1, span.end_line, span.end_column), "belongs to the text")
             self._add("LC101", "a value ends with a comma", end, help="delete the comma, or quote the text")
@@ -327,8 +327,7 @@ class _Reader:
         self._add("LC104", message, Label(self._word(span)), why=why, help="write the value out where it is used")
 
     def _refuse_merge(self, path: Path, span: Span) -> None:
-        """Reports a merge key and the alias after it once; keys that it would have merged are not reported as
-        missing."""
+        """Reports a merge key and its alias once, and doesn't report keys that it would have merged as missing."""
         self._refuse_reference(path, span)
         before = len(self.findings)
         self._node(next(self.events), (*path, "<<"), span)
@@ -341,7 +340,7 @@ class _Reader:
         return Span(span.line, span.column, span.line, span.column + (match.end() if match else 1))
 
     def _close(self, path: Path, start: Event, end: Event) -> None:
-        """A flow collection reaches from its opening to its closing bracket."""
+        """Extends a flow collection's span from its opening to its closing bracket."""
         if start.flow_style:  # type: ignore[attr-defined]
             first, last = self._span(start), self._span(end)
             self.values[path] = Span(first.line, first.column, last.end_line, last.end_column)

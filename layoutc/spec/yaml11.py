@@ -1,4 +1,4 @@
-"""YAML 1.1's surprising readings of unquoted text, and its parser's complaints in plain words.
+"""YAML 1.1's surprising readings of unquoted text, and plain words for its parser's errors.
 
 Pure functions of strings; source.py handles positions.
 """
@@ -25,17 +25,17 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
 
 
 def is_null(text: str) -> bool:
-    """True for a plain scalar that says "no value"."""
+    """True for a plain scalar that means "no value"."""
     return _NULL.fullmatch(text) is not None
 
 
 def is_long_integer(text: str) -> bool:
-    """True for an integer with more digits than any size has, which Python would convert slowly or refuse."""
+    """True for an integer with more digits than any size, which Python would convert slowly or reject."""
     return _LONG_INTEGER.fullmatch(text) is not None
 
 
 def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
-    """The value of a plain scalar; and for a surprising one (what YAML reads, label, help), else None."""
+    """The value of a plain scalar, and (what YAML reads, label, help) for a surprising one, else None."""
     if _BOOLEAN.fullmatch(text):
         return text.lower() == "true", None
     if _INTEGER.fullmatch(text):
@@ -76,7 +76,7 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
 
 
 def syntax_advice(problem: str) -> tuple[str, str, bool]:
-    """The words for a parser's complaint: label, help, and whether to point at its context instead."""
+    """Words for a parser's error: label, help, and whether to point at its context instead."""
     ends = problem.replace("got '<stream end>'", "the file ends")
     lines, indent = (
         "write `key: value` lines of equal indentation",

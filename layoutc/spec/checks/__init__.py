@@ -1,1 +1,1 @@
-"""From a spec file's text to a checked `Spec`, or to everything that is wrong with it."""
+"""Turns a spec file's text into a checked `Spec`, or into everything that is wrong with it."""

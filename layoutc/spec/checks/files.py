@@ -20,7 +20,7 @@ from layoutc.spec.source import Path, Source
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 POWERS_OF_TWO = Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,))
-# Tensors that follow from the recipe and a weight's shape: the dtypes that they may have, and what they are.
+# Tensors that the recipe and a weight's shape determine: their allowed dtypes, and messages.
 STATED = {
     "shape": (("I64", "I32"), "the sizes of a weight are I64 or I32"),
     "groups": (("I64", "I32"), "the numbers of blocks are I64 or I32"),
@@ -31,7 +31,7 @@ INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
 
 
 def files_are_named(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The name of a binding is what users pass to exports, and stands in generated code."""
+    """A binding's name is usable: users pass it to exports, and generated code contains it."""
     for name in spec.files:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             help = "lower-case letters, digits and underscores, a letter first: `compressed_tensors`"
@@ -45,7 +45,7 @@ def files_are_named(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Each plane of the rowwise orientation has a tensor, and nothing else has one."""
+    """Each plane of the rowwise orientation has a tensor, and nothing else does."""
     planes = _planes(spec)
     if spec.files and spec.scale.history is not None:
         why = "other checkpoint formats store no amax history, so a weight would be incomplete"
@@ -75,7 +75,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A tensor's name follows from its parameter's, and no two tensors of a weight have the same."""
+    """A tensor's name follows from its parameter's, and no two tensors of a weight share a name."""
     for name, binding in spec.files.items():
         seen: dict[str, str] = {}
         for kind, pattern, where in _named(name, binding):
@@ -106,7 +106,7 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What modules share that engines join is the scale of a whole weight."""
+    """Modules that engines join share a scale, so it must be the scale of a whole weight."""
     block = spec.orientations.rowwise.block
     if spec.tensor is not None or block.m == block.k == "all":
         return
@@ -116,7 +116,7 @@ def joined_modules_share_a_scale(spec: Spec, source: Source) -> Iterator[Diagnos
 
 
 def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Each layout is a permutation of a plane's values, and whole bytes or words lie along its last dim."""
+    """Each layout is a permutation of a plane's values, whose last dim fills whole bytes or words."""
     for where, _, tensor, fmt in _tensors(spec):
         if tensor.layout is None or (tensor.layout == "scalar" and not tensor.sizes):
             if tensor.sizes:
@@ -138,7 +138,7 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             yield source.find("LC363", f"{bits}-bit codes can't have a layout", at, why=why, help="delete `layout`")
             continue
         last, bits = layout.order[-1], fmt.bits if fmt is not None else 8
-        size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
+        size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one name gets the rest
         word = _width(tensor.dtype)
         if size * bits % word or tensor.sizes.get(last, 0) * bits % 8:
             label = source.value((*where, last), f"{size or tensor.sizes[last]} values of {bits} bits")
@@ -151,7 +151,7 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A tensor's dtype has the bits of the plane's values: the same format, or an integer that holds codes."""
+    """A tensor's dtype holds the plane's values: it is the same format, or an integer for codes."""
     for where, kind, tensor, fmt in _tensors(spec):
         if kind in STATED or fmt is None:
             dtypes, message = STATED.get(kind, ((), ""))
@@ -175,7 +175,7 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A codebook needs elements that have one, and a text what it says; nothing else says something."""
+    """A codebook tensor needs elements that have a codebook, a text needs its content, and nothing else has one."""
     for where, kind, tensor, _ in _tensors(spec):
         data = _planes(spec).get("data")
         if kind == "codebook" and data is not None and not data.values:
@@ -198,7 +198,7 @@ def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A value is written as a quotient only where it is fp32 and single."""
+    """Only a single fp32 value may be written as a quotient."""
     for where, kind, tensor, fmt in _tensors(spec):
         if tensor.form is None:
             continue
@@ -214,7 +214,7 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Codes stand for values of fp32, in the plane's order, and what they need has names of its own."""
+    """Codes stand for fp32 values, in the plane's order, and their further tensors have distinct names."""
     for where, kind, tensor, fmt in _tensors(spec):
         if (codes := tensor.codes) is None:
             continue
@@ -247,24 +247,24 @@ def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _is_looked_up(fmt: Format | None) -> bool:
-    """True for a codebook of a byte's values from -1 to 1, ascending."""
+    """True for a codebook of 256 ascending values from -1 to 1."""
     values = fmt.values if fmt else ()
     return len(values) == 256 and list(values) == sorted(values) and max(map(abs, values)) <= 1
 
 
 def _keeps_order(tensor: FileTensor) -> bool:
-    """True if the values of a tensor follow one another as those of the plane do; also for a layout that is wrong."""
+    """True if a tensor's values have the plane's order, or if its layout is unreadable."""
     if tensor.layout in (None, "scalar"):
         return tensor.layout is None
     try:
         layout = parse_file_layout(tensor.layout or "", tensor.sizes)
     except NotationError:
-        return True  # reported where layouts are checked
+        return True  # layouts_of_files_are_readable reports it
     return layout.order == (*layout.rows, *layout.columns)
 
 
 def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What tells files apart is part of the config that is written."""
+    """The keys that identify files are in the config that exports write."""
     for name, binding in spec.files.items():
         if binding.record is None and not binding.recognize:
             help = "add `config: {quant_method: mine}` and `recognize: [quant_method]`"
@@ -295,7 +295,7 @@ CHECKS = (
 
 
 def _named(name: str, binding: FileBinding) -> Iterator[tuple[str, str, Path]]:
-    """(what it is, its pattern, where that stands) of each tensor that a binding names."""
+    """(kind, name pattern, the pattern's path) of each tensor that a binding names."""
     for kind, tensor in binding.tensors.items():
         where: Path = ("files", name, "tensors", kind)
         yield kind, tensor.name, (*where, "name")
@@ -305,7 +305,7 @@ def _named(name: str, binding: FileBinding) -> Iterator[tuple[str, str, Path]]:
 
 
 def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor, Format | None]]:
-    """Where each tensor stands, what it holds, and the format of that plane; None of what is no plane."""
+    """Each tensor with its path, what it holds, and that plane's format; None if it holds no plane."""
     planes = _planes(spec)
     for name, binding in spec.files.items():
         for kind, tensor in binding.tensors.items():
@@ -313,7 +313,7 @@ def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor, Format | None]
 
 
 def _planes(spec: Spec) -> dict[str, Format]:
-    """The format of each plane of the rowwise orientation; those that are not known are left out."""
+    """The format of each plane of the rowwise orientation, without unknown ones."""
     known = _known(spec)
     rowwise = next(sides(spec))
     names = {"data": rowwise.element.format, "scale": rowwise.scale.format, "zero": rowwise.scale.zero}
@@ -328,12 +328,12 @@ def _known(spec: Spec) -> dict[str, Format]:
         try:
             known[name] = formats.make(name, entry.model_dump())
         except (ValueError, KeyError, TypeError, AssertionError):
-            continue  # reported where formats are checked
+            continue  # checks of formats report it
     return known
 
 
 def _fields(pattern: str, allowed: tuple[str, ...]) -> str | None:
-    """What is wrong with a pattern of a name, if anything."""
+    """What is wrong with a name's pattern; None if nothing."""
     found = re.findall(r"{([^{}]*)}", pattern)
     rest = re.sub(r"{[^{}]*}", "", pattern)
     if len(found) != 1 or found[0] not in allowed:
@@ -350,7 +350,7 @@ def _width(dtype: str) -> int:
 def _holds(dtype: str, fmt: Format) -> bool:
     if fmt.bits == 32 or fmt.bits == 16:
         return FLOATS.get(dtype) == ("float32" if fmt.is_f32 else fmt.torch)
-    if dtype == "F8_E8M0":  # no torch dtype of planes, which hold such scales as bytes
+    if dtype == "F8_E8M0":  # planes hold these scales as bytes, not in a torch dtype
         return fmt == POWERS_OF_TWO
     if dtype in BYTES:
         return BYTES[dtype] == fmt.torch
@@ -358,12 +358,12 @@ def _holds(dtype: str, fmt: Format) -> bool:
 
 
 def _crosses_bytes(fmt: Format) -> bool:
-    """True for codes that may lie in two bytes, and so in two entries of any width."""
+    """True for codes that may cross a byte boundary, and so two entries of any width."""
     return 8 % fmt.bits > 0 and fmt.bits < 8
 
 
 def _usual(fmt: Format) -> str:
-    """The dtype that files usually have for a format."""
+    """The dtype that files usually use for a format."""
     named = {torch: dtype for dtype, torch in {**FLOATS, **BYTES}.items()}
     if fmt.is_f32:
         return "F32"

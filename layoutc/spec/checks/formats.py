@@ -1,4 +1,4 @@
-"""Checks of a spec's formats: its own definitions, and those that elements and scales use."""
+"""Checks of a spec's formats: the ones it defines, and the ones that elements and scales use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.spec.formats import BUILTIN, Format
 from layoutc.spec.schema import FormatDef, Spec, Use
 from layoutc.spec.source import Path, Source
 
-SHORT = 16  # values of a codebook that may have a second 0, as formats with a sign do; only the first is written
+SHORT = 16  # the most values of a codebook with a second 0, like formats with a sign; only the first 0 is written
 
 
 def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -45,7 +45,7 @@ def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Elements have up to 8 bits, a sign and a zero; packing is stated only where codes are packed."""
+    """Elements have up to 8 bits, a sign and a zero. Packing is stated only if codes are packed."""
     fmt, label = sound_format(spec, spec.element.format), source.value(("element", "format"))
     if fmt is None:
         return
@@ -64,10 +64,10 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A scale takes whole bytes and has a NaN, which is the only place where a NaN survives if elements are narrow."""
+    """A scale fills whole bytes and has a NaN: with narrow elements, a NaN survives only there."""
     fmt, label = sound_format(spec, spec.scale.format), source.value(("scale", "format"))
     if fmt is None or fmt.is_wide or spec.scale.super is not None:
-        return  # what lies under scales of its own, levels.py checks
+        return  # levels.py checks scales in super-blocks
     help = f"built-in formats for scales: {listed(name for name, one in BUILTIN.items() if holds_scales(one))}"
     if fmt.values:
         message = f"{fmt.name} can't be a scale format: it is a codebook"
@@ -82,13 +82,13 @@ def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic
 
 
 def element_bits(spec: Spec, name: str) -> int | None:
-    """The bits of an element in a format; None if the format is refused."""
+    """Bits of a format's element; None if the format is rejected."""
     fmt = sound_format(spec, name)
     return None if fmt is None or no_element(fmt, spec.use) else fmt.bits
 
 
 def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
-    """As _unsound, of a list of values."""
+    """Like _unsound, for a list of values."""
     others = [key for key in definition.model_fields_set - {"values", "ties"} if getattr(definition, key) is not None]
     if others:
         key = sorted(others)[0]
@@ -116,14 +116,14 @@ def _own(name: str, definition: FormatDef) -> Format:
 
 
 def sound_format(spec: Spec, name: str) -> Format | None:
-    """A sound format by name; None if it is unknown or refused."""
+    """A sound format by name; None if it is unknown or rejected."""
     if name in BUILTIN:
         return BUILTIN[name]
     definition = spec.formats.get(name)
     return None if definition is None or _unsound(name, definition) else _own(name, definition)
 
 
-@cache  # a spec asks for each of its formats many times
+@cache  # checks ask for each format many times
 def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     """(key, what is wrong, help) for a format that can't be encoded; else None."""
     fmt = _own(name, definition)
@@ -173,7 +173,7 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
 
 
 def _unsound_offset(fmt: Format) -> tuple[str, str, str] | None:
-    """As _unsound, of an integer."""
+    """Like _unsound, for an integer."""
     if fmt.offset is None:
         return None
     most = (1 << fmt.integer) - 2
@@ -190,7 +190,7 @@ def _torch_names(fmt: Format) -> set[str]:
 
 
 def no_element(fmt: Format, use: Use = "weight") -> str:
-    """Why a format can't hold elements; "" if it can. use: the spec's; what optimizers hold may lack a sign."""
+    """Why a format can't hold elements; "" if it can. use: the spec's; optimizer state may lack a sign."""
     if fmt.bits > 8:
         return f"it has {fmt.bits} bits, an element at most 8"
     if not fmt.sign and not (fmt.values and use == "state"):
@@ -201,12 +201,12 @@ def no_element(fmt: Format, use: Use = "weight") -> str:
 
 
 def level_format(fmt: Format) -> bool:
-    """True for formats of scales, or zero points, that lie under scales of their own."""
+    """True for formats that scales or zero points in super-blocks can have."""
     return fmt.bits <= 8
 
 
 def least_of(fmt: Format) -> float:
-    """The smallest number of a format of up to 8 bits."""
+    """The smallest number of a format with up to 8 bits."""
     return min(value for code in range(2**fmt.bits) if math.isfinite(value := fmt.value(code)))
 
 

@@ -1,6 +1,6 @@
-"""Checks of scales under scales: what a super-block holds, and how its scales are made and stored.
+"""Checks of super-blocks: what they hold, and how their scales are made and stored.
 
-A level quantizes scales as a recipe quantizes elements, so its rule and formats have the same requirements.
+A super-block quantizes scales like a recipe quantizes elements, so its rule and formats have the same requirements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SUPER: Path = ("scale", "super")
 
 
 def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Scales under scales have up to 8 bits; what they share is a scale that has a NaN."""
+    """Scales in super-blocks have up to 8 bits; the scale that they share has a NaN."""
     level = spec.scale.super
     if level is None:
         return
@@ -52,7 +52,7 @@ def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The rule of a level reads the amax of a super-block, and its numbers exist; so does that of the elements."""
+    """The super-block's rule, like that of the elements, reads only its own amax, and its numbers exist."""
     level = spec.scale.super
     if level is None:
         return
@@ -73,7 +73,7 @@ def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> Iterator[Diagnostic]:
-    """The rule's requirements, of scales as elements."""
+    """The rule's requirements, with scales in place of elements."""
     shared = sound_format(spec, level.format)
     zero = sound_format(spec, spec.scale.zero) if spec.scale.zero else None
     scale, used = sound_format(spec, spec.scale.format), source.value((*_SUPER, "rule"))
@@ -111,19 +111,19 @@ def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> It
 
 
 def _reads_more(rule: Rule) -> str:
-    """Why a rule's scales can't be quantized as elements are, or be what quantizes them; "" if they can."""
+    """Why a rule's scales can't be in super-blocks, and the rule can't make super-block scales; "" if they can."""
     if rule.needs_tensor_amax:
         return "reads the amax of the whole weight"
     return "tries several scales for each block" if rule.candidates else ""
 
 
 def _keeps_scales(rule: Rule) -> bool:
-    """True if elements follow from a scale as it is stored, so that it may be stored in any way."""
+    """True if the rule encodes elements with the stored scale, so that any way to store it works."""
     return not _reads_more(rule) and "from_scale" in rule.element_step(rule.defaults).expression
 
 
 def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A super-block is whole blocks, of so many rows; it leaves no scale of a shard to depend on other shards."""
+    """A super-block consists of whole blocks and has a fixed number of rows, so no scale depends on other shards."""
     for side in sides(spec):
         if side.scale.super is None:
             continue
@@ -143,7 +143,7 @@ def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]
 
 
 def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A buffer of super-blocks' scales is stated where there are some, with the axes that are cut into super-blocks."""
+    """A buffer of super-block scales is stated only if there are some, with the axes that are cut into super-blocks."""
     for side in sides(spec):
         buffer, level, path = side.orientation.super, side.scale.super, (*side.where, "super", "layout")
         if buffer is None:
@@ -172,7 +172,7 @@ def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Histories, and other checkpoint formats, have scales as they are."""
+    """Amax histories and other checkpoint formats don't support super-blocks."""
     for side in sides(spec):
         if side.scale.super is None:
             continue
@@ -187,7 +187,7 @@ def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What is stored of the amax of a matrix lies beside each of its rows: a level, over blocks of one row."""
+    """A matrix's amax is stored with each of its rows, so it needs a level, and blocks of one row."""
     if spec.tensor is None or spec.tensor.per == "weight":
         return
     used, message = source.value(("tensor", "per"), "for each row"), "an amax per matrix can't be stored for each row"

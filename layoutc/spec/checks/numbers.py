@@ -1,7 +1,7 @@
 """Checks of a spec's numbers: scale rules and their parameters, the tensor level, the history.
 
-Formats and rules are data (formats.yaml, rules.yaml), and all requirements here follow from that data, so that a new
-rule is checked like the old ones.
+Formats and rules are data (formats.yaml, rules.yaml). All requirements follow from that data, so a new rule is checked
+like the existing ones.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _INTEGER_RANGE = 126  # integer parameters are exponents: two to their power mus
 
 
 def parameters_fit_rules(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Each parameter of the scale's rule, and of that of its level, belongs there and is a number to compute with."""
+    """Each parameter of the rules of scales and super-blocks belongs to its rule and has a usable value."""
     yield from _parameters_fit(spec.scale, ("scale",), source)
     if spec.scale.super is not None:
         yield from _parameters_fit(spec.scale.super, ("scale", "super"), source)
 
 
 def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The scale rule is a known one."""
+    """The scale rule is known."""
     if spec.scale.rule not in RULES:
         label, help = did_you_mean(spec.scale.rule, RULES), f"one of: {listed(RULES)}"
         if alias := formats.aliases()["rules"].get(spec.scale.rule.casefold()):
@@ -76,7 +76,7 @@ def _parameters_fit(stated: Scale | Super, at: Path, source: Source) -> Iterator
 
 
 def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """`tensor` is given if, and only if, a rule reads the tensor's amax."""
+    """`tensor` is stated if and only if a rule reads the tensor's amax."""
     used = _rules(spec)
     if not used:
         return
@@ -98,7 +98,7 @@ def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A weight stores one level in place of its amax, so all orientations make the same one of it."""
+    """A weight stores one level in place of its amax, so all orientations compute the same one."""
     if not any(rule.tensor for rule, _ in _rules(spec)):
         return
     for side in sides(spec):
@@ -112,7 +112,7 @@ def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A history keeps one amax for each step, so there must be one scale."""
+    """A history keeps one amax per step, so the weight must have one scale."""
     for side in sides(spec):
         if side.orientation.quantize.scale is not None and (side.scale.history or spec.scale.history):
             message = "an amax history needs the same scale in all orientations"
@@ -137,7 +137,7 @@ def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnos
 
 
 def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The stored scale can hold what the rule computes, so that decoding undoes encoding."""
+    """The scale's format holds what the rule computes, so that decoding undoes encoding."""
     rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
     element = sound_format(spec, spec.element.format)
     is_scale = fmt is not None and (holds_scales(fmt) or (spec.scale.super is not None and not fmt.is_wide))
@@ -156,7 +156,7 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule that makes zero points has a format for them and integers to shift, and no other rule has."""
+    """A rule that makes zero points has a format for them and integer elements to shift; no other rule has."""
     rule = RULES.get(spec.scale.rule)
     if rule is None:
         return
@@ -191,7 +191,7 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Zero points need a block's smallest value; if the block covers all rows, other shards have parts of it."""
+    """Zero points need a block's minimum. If the block covers all rows, other shards have parts of it."""
     for side in sides(spec):
         if side.orientation.block.m == "all" and side.rule is not None and side.rule.makes_zero:
             label = source.value((*side.where, "block", "m"), "a block covers rows of all shards")
@@ -200,7 +200,7 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A NaN in the weight survives, in its code or in its block's scale; no rule may turn it into a number."""
+    """A NaN in the weight survives, in its code or its block's scale. No rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if rule is None or element is None or no_element(element, spec.use) or element.nan:
         return
@@ -214,7 +214,7 @@ def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Scales that depend on rows of other shards all follow from one shared amax, of one shape."""
+    """All scales that depend on other shards' rows follow from one shared amax of one shape."""
     wanted = dict[int | str, Path]()
     for side in sides(spec):
         if side.orientation.block.m == "all":
@@ -231,7 +231,7 @@ def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC329", message, second, first, help=help)
 
 
-# Run once for each spec.
+# Run once per spec.
 CROSS_CHECKS = (
     own_formats_are_sound,
     tensor_level_is_needed,
@@ -242,7 +242,7 @@ CROSS_CHECKS = (
     candidates_need_blocks,
 )
 
-# Run for the recipe's element and scale, and for those of each orientation.
+# Run for the recipe's element and scale, and for each orientation's.
 CHECKS = (
     formats_exist,
     element_format_holds_elements,
@@ -260,9 +260,9 @@ CHECKS = (
 
 
 def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
-    """The spec itself, and for each orientation that quantizes differently the spec as that orientation sees it.
+    """The spec, and for each orientation that quantizes differently, the spec as that orientation sees it.
 
-    In the latter, the orientation's own `element` and `scale` replace the recipe's, with their own spans in the text.
+    There, the orientation's `element` and `scale` replace the recipe's, with their spans in the text.
     """
     yield spec, source
     for side in sides(spec):
@@ -275,7 +275,7 @@ def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
 
 
 def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> dict[Path, Span]:
-    """Spans by path, with those of `parts` below `prefix` moved to where the recipe's own are."""
+    """Spans by path, with those of `parts` below `prefix` moved to the recipe's paths."""
     kept = {path: span for path, span in spans.items() if not path or path[0] not in parts}
     depth = len(prefix)
     return kept | {
@@ -286,13 +286,13 @@ def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> d
 
 
 def _rules(spec: Spec) -> list[tuple[Rule, Path]]:
-    """Every rule that the spec uses, with the path where it is named."""
+    """All rules that the spec uses, with the paths that name them."""
     used = dict.fromkeys((side.scale.rule, (*side.scale_at, "rule")) for side in sides(spec))
     return [(RULES[rule], path) for rule, path in used if rule in RULES]
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:
-    """What a parameter's value must be; "" if it is."""
+    """What a parameter's value must be; "" if it is sound."""
     if parameter.type == "choice":
         return "" if value in parameter.choices else f"one of: {listed(parameter.choices)}"
     if parameter.type == "boolean":

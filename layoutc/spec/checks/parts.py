@@ -1,4 +1,4 @@
-"""The parts of a spec that checks walk over: orientations, buffers, their dims, and the sizes that fill them."""
+"""The parts of a spec that checks iterate over: orientations, buffers, their dims, and the sizes that fill them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 @dataclass(frozen=True)
 class Side:
-    """An orientation that a spec states, with its own element and scale, or the recipe's, and where these stand."""
+    """A stated orientation with its element and scale, or the recipe's if it has none, and their paths."""
 
     name: str
     orientation: Orientation
@@ -29,17 +29,17 @@ class Side:
 
     @property
     def where(self) -> Path:
-        """Where the orientation stands."""
+        """The orientation's path in the spec."""
         return ("orientations", self.name)
 
     @property
     def rule(self) -> Rule | None:
-        """The rule of its scale; None if it is unknown, which another check reports."""
+        """The scale's rule; None if unknown, which another check reports."""
         return RULES.get(self.scale.rule)
 
     @property
     def along(self) -> Axis:
-        """The axis that its products contract."""
+        """The axis that the orientation's products contract."""
         return "k" if self.name == "rowwise" else "m"
 
 
@@ -58,7 +58,7 @@ def sides(spec: Spec) -> Iterator[Side]:
 
 @dataclass(frozen=True)
 class Laid:
-    """A buffer of a side, of data, scale, zero or super. Its parts are None if another check refuses them."""
+    """A side's buffer of data, scale, zero or super. Its parts are None if another check rejects them."""
 
     spec: Spec
     side: Side
@@ -67,17 +67,17 @@ class Laid:
 
     @property
     def where(self) -> Path:
-        """Where the buffer stands."""
+        """The buffer's path in the spec."""
         return (*self.side.where, self.kind)
 
     @property
     def terms(self) -> tuple[Term, ...] | None:
-        """The terms of its layout."""
+        """The terms of the buffer's layout."""
         return terms_of(self.buffer)
 
     @property
     def bits(self) -> int | None:
-        """The bits of a value."""
+        """Bits per value."""
         scale = self.side.scale
         if self.kind == "data":
             return element_bits(self.spec, self.side.element.format)
@@ -88,7 +88,7 @@ class Laid:
 
     @property
     def swizzle(self) -> Swizzle | None:
-        """Its own; None also if there is none."""
+        """The buffer's swizzle, if it states one."""
         try:
             named = self.terms if self.buffer.swizzle else None
             return parse_buffer_swizzle(self.buffer.swizzle or "", self.buffer.sizes, len(named)) if named else None
@@ -97,7 +97,7 @@ class Laid:
 
     @property
     def multiples(self) -> tuple[int, ...] | None:
-        """For each dim of one that is swizzled, in words or packs narrow values, what its size must be a multiple of.
+        """The multiple that each dim's size must be of, if the buffer is swizzled, in words or packs narrow values.
 
         None for other buffers. Raises ValueError if no sizes fill bytes or words.
         """
@@ -141,20 +141,20 @@ def axis_span(buffer: Buffer, axis: str) -> tuple[int, int]:
 
 
 def run_of(bits: int, words: int | None) -> int:
-    """How many codes fill whole bytes, or whole words."""
+    """How many codes fill whole bytes, or whole words if given."""
     unit = words or 8
     return lcm(bits, unit) // bits if bits < unit else 1
 
 
 def sure_multiple(spec: Spec, term: Term, pad: int) -> int:
-    """What the size of a buffer's dim is a multiple of, for every weight that the recipe takes."""
+    """The multiple that a buffer dim's size always is of, for every weight that the recipe accepts."""
     shape: int = getattr(spec.shape, term.axis)
     entries = shape // term.divisor if shape % term.divisor == 0 else 1
     return entries if entries % pad == 0 else pad
 
 
 def stated_shape(spec: Spec) -> str:
-    """The `shape` that fills every byte, word and tile of planes and buffers that no padding fills, as it is typed."""
+    """The `shape` to type so that unpadded planes and buffers fill whole bytes, words and tiles."""
     multiples = spec.shape.model_dump(exclude_defaults=True)
 
     def raise_to(axis: str, size: int) -> None:

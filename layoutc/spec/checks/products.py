@@ -1,4 +1,4 @@
-"""Checks of what `gemm` says of products in low precision. Whether the recipes that it names exist is for the build."""
+"""Checks of what `gemm` says about products in low precision. The build checks that the recipes it names exist."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from layoutc.spec.source import Source
 
 
 def gemm_says_something(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A `gemm` without keys decides nothing."""
+    """A `gemm` needs keys; without any, it decides nothing."""
     if spec.gemm is not None and not spec.gemm.model_fields_set:
         help = "delete it, or write `gemm: {activation: ...}` with the recipe that activations are quantized with"
         yield source.find("LC333", "`gemm` is empty", source.key(("gemm",)), help=help)
 
 
 def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Every product in low precision multiplies with an activation or a gradient, which follows the activation."""
+    """Products in low precision need `activation`: each has an activation, or a gradient, which defaults to it."""
     gemm = spec.gemm
     if gemm is None or gemm.activation is not None:
         return
@@ -30,7 +30,7 @@ def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnost
 
 
 def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A product that is named twice under `dequantize`; or all of them, which leaves none in low precision."""
+    """`dequantize` names no product twice, and not all of them, which would leave none in low precision."""
     stated = spec.gemm.dequantize if spec.gemm and spec.gemm.activation else ()
     where = ("gemm", "dequantize")
     if len(set(stated)) < len(stated):

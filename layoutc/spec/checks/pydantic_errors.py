@@ -1,6 +1,6 @@
-"""Unknown keys, and pydantic's errors translated into the words and positions of a spec.
+"""Reports unknown keys, and translates pydantic's errors into a spec's words and positions.
 
-schema.py says what is allowed. Pydantic's errors name types and unions; authors think in keys and values.
+schema.py defines what is allowed. Pydantic's errors name types and unions; authors think in keys and values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TO_TYPE_BY_KEY = {
     "m": "m: 1",
     "k": "k: 1",
 }
-# Keys of other languages that have no counterpart here, and what to do instead.
+# Other languages' keys without a counterpart here, and what to do instead.
 _NO_KEY: dict[tuple[type[BaseModel] | None, str], str] = {
     (FormatDef, "signed"): "write `offset: 0` for integers that begin at 0, or delete it: they are two's complement",
     (FormatDef, "unsigned"): "write `offset: 0` for integers that begin at 0, or delete it: they are two's complement",
@@ -73,9 +73,9 @@ _DERIVED = {
 
 
 def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
-    """The source without unknown keys, and a finding for each of them.
+    """Removes unknown keys from the source, with a finding for each.
 
-    A misspelt key is read as the known one that was probably meant, so that what is below it is checked too.
+    Reads a misspelled key as the known one that was probably meant, so that values below it are checked, too.
     """
     diagnostics: list[Diagnostic] = []
     keys, values, bad = {}, {}, set()
@@ -108,7 +108,7 @@ def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
 
 
 def from_pydantic(error: ValidationError, source: Source) -> Iterator[Diagnostic]:
-    """One diagnostic for each place that pydantic refuses."""
+    """Yields one diagnostic per place that pydantic rejects."""
     located = [(_path(item, source.data), item) for item in error.errors(include_url=False)]
     order = sorted(located, key=lambda pair: [str(part) for part in pair[0]])
     for path, group in groupby(order, key=lambda pair: pair[0]):
@@ -117,7 +117,7 @@ def from_pydantic(error: ValidationError, source: Source) -> Iterator[Diagnostic
 
 
 def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[str]) -> str | None:
-    """The known key that an unknown one was probably meant to be, which must take such a value; else None."""
+    """The known key that an unknown one was probably meant to be, if it accepts this kind of value; else None."""
     alias = aliases()["keys"].get(key.casefold())
     fitting = [name for name in missing if model is None or _takes(model, name, value)]
     if alias in fitting:
@@ -129,7 +129,7 @@ def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[st
 
 
 def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
-    """True if a key takes a mapping and the value is one, or neither."""
+    """True if the key accepts a mapping and the value is one, or if neither holds."""
     field = model.model_fields.get(name)
     if field is None:  # a parameter
         return not isinstance(value, dict)
@@ -138,7 +138,7 @@ def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
 
 
 def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
-    """The keys that a mapping may have, in the order of the models."""
+    """The keys that a mapping may have, in the models' order."""
     keys = [key for key in model.model_fields if key not in COLLECTED]
     if model in (Scale, Super):
         rule = data.get("rule")
@@ -147,7 +147,7 @@ def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
 
 
 def _is_inline(model: type[BaseModel] | None, key: str, data: dict[str, Any]) -> bool:
-    """True for a swizzle's sizes, and for parameters of other rules, which the checks refuse with a better message."""
+    """True for a swizzle's sizes, and for other rules' parameters, which the checks reject with a better message."""
     if model is GemmScale:
         return type(data[key]) is int
     if model is Buffer:
@@ -156,7 +156,7 @@ def _is_inline(model: type[BaseModel] | None, key: str, data: dict[str, Any]) ->
 
 
 def _model(path: Path) -> type[BaseModel] | None:
-    """The model of the mapping at `path`; None if the spec chooses the keys, or if there is no mapping."""
+    """The model of the mapping at `path`; None if the spec chooses the keys, or there is no mapping."""
     if len(path) == 2 and path[0] == "formats":
         return FormatDef
     model: type[BaseModel] | None = Spec
@@ -174,7 +174,7 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _path(item: ErrorDetails, data: Any) -> Path:
-    """Pydantic's location without the tags of unions and the keys that our validators add."""
+    """Pydantic's location without tags of unions and keys that our validators add."""
     path: Path = ()
     for number, part in enumerate(item["loc"]):
         inside = part in data if isinstance(data, dict) else isinstance(data, tuple) and part in range(len(data))
@@ -204,7 +204,7 @@ def _unknown_key(
 
 
 def _home(key: str) -> str | None:
-    """Where a key that is unknown here belongs, in words; else None."""
+    """Where a key that is unknown here belongs, in words; None if nowhere."""
     if key in Spec.model_fields and key not in ("scale", "element"):
         return "at the top level"
     todo: list[tuple[Path, type[BaseModel]]] = [((), Spec)]
@@ -235,7 +235,7 @@ def _missing_key(path: Path, source: Source) -> Diagnostic:
 
 
 def _rule_for(path: Path, source: Source) -> str:
-    """A rule to suggest for a scale: one that fits its format and the elements."""
+    """A rule to suggest for a scale, which fits its format and the elements."""
     around: Any = source.data
     for part in path[:-1]:
         around = around[part]
@@ -244,7 +244,7 @@ def _rule_for(path: Path, source: Source) -> str:
 
 
 def _format(part: Any, source: Source) -> Format | None:
-    """The format that an unchecked `element` or `scale` names; None if it is not valid."""
+    """The format that an unchecked `element` or `scale` names; None if invalid."""
     name = part.get("format") if isinstance(part, dict) else None
     own = source.data.get("formats")
     entry = own.get(name) if isinstance(own, dict) and isinstance(name, str) else None
@@ -256,7 +256,7 @@ def _format(part: Any, source: Source) -> Format | None:
 
 
 def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagnostic:
-    """The most helpful error at one path: a range, then a closed set, then a type."""
+    """The most helpful error at one path: first a range, then a closed set, then a type."""
     types = {item["type"]: item for item in items}
     name, value = ".".join(map(str, path)) or "the spec", items[0]["input"]
     if diagnostic := _out_of_range(path, name, types, source):
@@ -272,7 +272,7 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
     allowed: list[str] = []
     if literal := types.get("literal_error"):
         allowed = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", literal["ctx"]["expected"])]
-    # If a word or a number is allowed, a word is misspelt; anything else is of the wrong kind.
+    # If words or numbers are allowed, a word is misspelled; any other value has the wrong type.
     if allowed and not isinstance(value, (dict, tuple)) and (isinstance(value, str) or not expected):
         words = " or ".join(f"`{word}`" for word in allowed)
         help = f"write {expected[0]}, or {words}" if expected else f"one of: {listed(allowed)}"
@@ -286,7 +286,7 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
 
 
 def _out_of_range(path: Path, name: str, types: dict[str, ErrorDetails], source: Source) -> Diagnostic | None:
-    """A diagnostic for a number that is too small or large, or a text or list that is too short or long; else None."""
+    """A diagnostic for a number, text or list out of its range; None if it is within."""
     for kind, key, words, wrong, right in (
         ("greater_than_equal", "ge", "at least", "less", "more"),
         ("less_than_equal", "le", "at most", "more", "less"),
@@ -315,7 +315,7 @@ def _parameters(name: str | int) -> Iterator[Any]:
 
 
 def _kind(value: object) -> str:
-    """A value's kind, in an author's words."""
+    """A value's type, in an author's words."""
     kinds = ((bool, "a boolean"), (int, "a whole number"), (float, "a fraction"), (str, "text"), (tuple, "a list"))
     return next((words for kind, words in kinds if isinstance(value, kind)), "a mapping")
 

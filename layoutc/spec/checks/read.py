@@ -1,4 +1,4 @@
-"""Reads a spec file's text into a Spec, or into everything that is wrong with it."""
+"""Reads a spec file's text into a Spec, or reports everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layoutc.spec.schema import Spec
 
 
 def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    """YAML text to a Spec, with all problems of all stages that make sense. Never raises.
+    """YAML text -> a Spec and the problems of all stages that could run. Never raises.
 
     The Spec is None if one of the problems is an error.
     """
@@ -20,7 +20,7 @@ def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
 
 
 def _sound(text: str, path: str) -> Spec | None:
-    """A text's Spec if nothing can be said against it; None if something can, or if that is for the other to say."""
+    """A text's Spec if there are no findings; None if there may be some, which `_with_problems` then reports."""
     source = yaml_source.read_quickly(text, path)
     try:
         spec = Spec.model_validate(source.data) if source else None
@@ -30,7 +30,7 @@ def _sound(text: str, path: str) -> Spec | None:
 
 
 def _with_problems(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    from layoutc.spec.checks import pydantic_errors  # most specs have no errors, and don't wait for it
+    from layoutc.spec.checks import pydantic_errors  # imported late: most specs have no errors
 
     source, diagnostics = yaml_source.read(text, path)
     if source is None:
@@ -48,7 +48,7 @@ def _with_problems(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]
 
 
 def read_spec_bytes(content: bytes, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    """As read_spec, from a file's bytes."""
+    """Like read_spec, for a file's bytes."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -60,6 +60,6 @@ def read_spec_bytes(content: bytes, path: str) -> tuple[Spec | None, list[Diagno
 
 
 def _touches(item: Diagnostic, bad: set[Span]) -> bool:
-    """True if a finding is about a value that has been refused already."""
+    """True if a finding is about a value that was already rejected."""
     labels = (item.primary, *item.secondary)
     return any(label is not None and label.span in bad for label in labels)

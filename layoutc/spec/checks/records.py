@@ -1,5 +1,5 @@
-"""Checks of records: that they hold whole blocks, fill whole bytes, store each bit of each value once, and are of the
-type of a container that is stated."""
+"""Checks of records: they hold whole blocks, fill whole bytes, store each bit of each value once, and match the stated
+type of a container."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from layoutc.spec.records import Field, Part, parse_fields
 from layoutc.spec.schema import Block, Spec
 from layoutc.spec.source import Path, Source
 
-_WIDEST = 32  # bits of a bundle's word
-Values = dict[Part, tuple[int, int]]  # (values in a record, bits of each)
+_WIDEST = 32  # the most bits of a bundle's word
+Values = dict[Part, tuple[int, int]]  # (values in a record, bits per value)
 
 
 def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A container's type is the records of the rowwise orientation, and says all: no tensors or config beside."""
+    """A container's type holds the records of the rowwise orientation, and excludes `tensors` and `config`."""
     types: dict[tuple[str, int], str] = {}
     for name, binding in spec.files.items():
         where: Path = ("files", name, "record")
@@ -48,7 +48,7 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A record is a run of whole blocks and super-blocks along the contracted axis, of one step of the other axis."""
+    """A record is a run of whole blocks and super-blocks along the contracted axis, one step wide on the other axis."""
     for side in sides(spec):
         if side.orientation.record is None:
             continue
@@ -79,7 +79,7 @@ def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The fields of a record can be read, fill bytes, and hold each bit of each value once."""
+    """A record's fields are readable, fill bytes, and hold each bit of each value once."""
     for side in sides(spec):
         values, record = _values(spec, side), side.orientation.record
         if record is None or values is None:
@@ -121,7 +121,7 @@ def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def records_are_of_types(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A container has a type of the stated name and number, and its records are as large as the recipe's."""
+    """A container has a type with the stated name and number, whose records have the size of the recipe's."""
     record, values = spec.orientations.rowwise.record, _values(spec, next(sides(spec)))
     if record is None or values is None or spec.tensor is not None:
         return
@@ -148,7 +148,7 @@ def records_are_of_types(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str] | None:
-    """(what is wrong with a bundle, a fix); None if nothing is."""
+    """(what is wrong with a bundle, a fix); None if it is sound."""
     counts, width = set[int](), 0
     for field in bundle:
         if field.part not in values:
@@ -176,7 +176,7 @@ def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str
 
 
 def _rest(missing: list[tuple[Part, int, int]], part: Part) -> str:
-    """A field with what is missing of a part: the first run of entries that miss the same bits."""
+    """A field to add for a part's missing bits: the first run of entries that lack the same bits."""
     of = [(entry, bit) for one, entry, bit in missing if one == part]
     bits_of = {entry: tuple(bit for _, bit in group) for entry, group in groupby(of, key=lambda pair: pair[0])}
     first = next(iter(bits_of))
@@ -188,7 +188,7 @@ def _rest(missing: list[tuple[Part, int, int]], part: Part) -> str:
 
 
 def _values(spec: Spec, side: Side) -> Values | None:
-    """How many values of each part a record has, and their bits; None if another check refuses them."""
+    """How many values of each part a record has, and their bits; None if another check rejects them."""
     record, scale = side.orientation.record, side.scale
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks that the formats and blocks of a spec fit its scale rule: that all numbers that it computes with exist."""
+"""Checks that a spec's formats and blocks fit its scale rule: all numbers that it computes with exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutc.spec.source import Source
 
 
 def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The formats of element and scale are built in, or the spec's own."""
+    """Formats of elements and scales are built in or defined by the spec."""
     names = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
     for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
         if name in names:
@@ -39,7 +39,7 @@ def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _can_be(spec: Spec, part: str, name: str) -> bool:
-    """True for a format that elements, or scales under this rule, can have."""
+    """True if elements, or scales under this rule, can have the format."""
     fmt = sound_format(spec, name)
     if fmt is None:
         return False
@@ -54,7 +54,7 @@ def _can_be(spec: Spec, part: str, name: str) -> bool:
 
 
 def suggested_scale(scale: Format | None, element: Format | None) -> str:
-    """A rule for a scale format as it is typed after `rule: `, with the parameters that it needs."""
+    """A rule to type after `rule: ` for a scale format, with the parameters that it needs."""
     scale, element = scale or BUILTIN["f32"], element or next(iter(BUILTIN.values()))
     for rule in RULES.values():
         parameters = rule.defaults
@@ -67,12 +67,12 @@ def suggested_scale(scale: Format | None, element: Format | None) -> str:
 
 
 def hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
-    """True if the rule replaces a NaN amax."""
+    """True if the rule replaces an amax that is NaN."""
     return any("isnan" in step.expression for step in rule.active_steps(parameters) if step not in rule.tensor)
 
 
 def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The error of a candidate is a sum over the block, and no shard has all of a block without a size."""
+    """A candidate's error is a sum over the block, and no shard has all of a block that spans an axis."""
     for side in sides(spec):
         for axis in AXES if side.rule is not None and side.rule.candidates else ():
             if getattr(side.orientation.block, axis) == "all":
@@ -83,7 +83,7 @@ def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The scale's format reaches the rule's `bound`, its largest scale."""
+    """The scale's format reaches `bound`, the rule's largest scale."""
     rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
     bound = spec.scale.parameters.get("bound")
     if rule is None or fmt is None or not holds_scales(fmt) or "bound" not in rule.parameters:
@@ -97,7 +97,7 @@ def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """If a rule's second candidate maps the amax to the second largest element, that element is not zero."""
+    """If a rule's second candidate maps the amax to the second largest element, that element must not be zero."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if rule is None or element is None or no_element(element, spec.use):
         return
@@ -110,9 +110,9 @@ def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """An element is 0, or a block of zeros has a scale that is.
+    """Some element is 0, or the scale of a block of zeros is 0.
 
-    `zero_`, new tensors, padding and experts without a token take for granted that zeros are read back as zeros.
+    `zero_`, new tensors, padding and experts without tokens rely on zeros being read back as zeros.
     """
     element, scale = sound_format(spec, spec.element.format), sound_format(spec, spec.scale.format)
     rule = RULES.get(spec.scale.rule)
@@ -139,7 +139,7 @@ def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Every constant that the rule uses is an fp32 number, and none is rounded to zero."""
+    """Every constant that the rule uses fits fp32, and none rounds to zero."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     scale = sound_format(spec, spec.scale.format)
     is_scale = scale is not None and (holds_scales(scale) or spec.scale.super is not None)
@@ -158,7 +158,7 @@ def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _rounding_first(fmt: Format, element: Format) -> str:
-    """A rule that rounds the scale before it scales elements by it, so that any scale will do."""
+    """A rule that scales elements by the rounded scale, so that any scale format works."""
     plain = (rule for rule in RULES.values() if not (rule.makes_zero or rule.candidates or rule.needs_tensor_amax))
     reading = (rule for rule in plain if "from_scale" in _reads(rule.element_step(rule.defaults).expression))
     return next(rule.name for rule in reading if misfit(rule, fmt, element, rule.defaults) is None)
@@ -168,13 +168,13 @@ def beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Pa
     """The first constant of a rule that fp32 can't hold."""
     used = frozenset().union(*(rules.names(expression) for _, expression in rule.program(parameters)))
     if "element_step" in used and not element.magnitudes[-2]:
-        return None  # candidates_differ says so
+        return None  # candidates_differ reports it
     bound = parameters.get("bound", 1.0)
     if not isinstance(bound, float) or not 0 < bound <= F32_MAX:
-        return None  # parameters_fit_rule says so
+        return None  # parameters_fit_rules reports it
     for name in sorted(CONSTANTS.keys() & used - {"epsilon", "inverse_margin", "of_zeros"}):
         try:
-            fits = bool(constant(name, element, scale, parameters)[0]) or name == "element_min"  # which may be 0
+            fits = bool(constant(name, element, scale, parameters)[0]) or name == "element_min"  # it may be 0
         except (OverflowError, ZeroDivisionError):
             fits = False
         if not fits:

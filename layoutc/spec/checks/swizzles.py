@@ -1,4 +1,4 @@
-"""Checks of swizzles and words: a GEMM's order of scales, and the order in which a buffer is stored."""
+"""Checks of swizzles and words: a GEMM's order of scales, and the stored order of buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutc.spec.source import Path, Source
 
 
 def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The pattern of a GEMM parses, is a bijection, and all its sizes are known."""
+    """A GEMM's pattern parses, is a bijection, and all its sizes are known."""
     scale = spec.gemm.scale if spec.gemm else None
     if scale is not None:
         help = "for instance, for tiles of 128x4: `{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}`"
@@ -28,7 +28,7 @@ def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 def _unreadable(
     source: Source, where: Path, stated: GemmScale | Buffer, parse: Callable[[], Swizzle], why: str, help: str
 ) -> Iterator[Diagnostic]:
-    """What is wrong with a pattern, if anything: a size of no name in it first, as its own key is wrong."""
+    """What is wrong with a pattern, if anything. Reports a size without a name in the pattern first, at its key."""
     pattern = stated.swizzle or ""
     inside = set(re.findall(r"\w+", pattern))
     if strangers := [name for name in stated.sizes if name not in inside]:
@@ -44,7 +44,7 @@ def _unreadable(
 
 
 def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The scale buffers that are swizzled have two dims and are padded to whole tiles."""
+    """Swizzled scale buffers have two dims and are padded to whole tiles."""
     swizzle = _swizzle(spec)
     if swizzle is None:
         return
@@ -83,7 +83,7 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def buffer_swizzles_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The pattern of a buffer parses, is a bijection over its dims, and all its sizes are known."""
+    """A buffer's pattern parses, is a bijection over its dims, and all its sizes are known."""
     why = "each name appears once on each side, and all but one of a group have a size, or an order of entries"
     for laid in buffers(spec):
         buffer, named = laid.buffer, laid.terms
@@ -99,7 +99,7 @@ def buffer_swizzles_are_readable(spec: Spec, source: Source) -> Iterator[Diagnos
 
 
 def _for_instance(buffer: Buffer) -> str:
-    """A swizzle that can be typed in place of a wrong one, over as many dims."""
+    """A swizzle to type instead of a wrong one, over the same number of dims."""
     dims = [term.axis for term in terms_of(buffer) or ()]
     last = dims[-1]
     others = "".join(f"{axis} " for axis in dims[:-1])
@@ -107,7 +107,7 @@ def _for_instance(buffer: Buffer) -> str:
 
 
 def buffers_are_whole_tiles(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Every size that a buffer can have splits as its swizzle says, and fills whole bytes or words."""
+    """Every possible size of a buffer splits as its swizzle says and fills whole bytes or words."""
     for laid in buffers(spec):
         named, bits, buffer, where = laid.terms, laid.bits, laid.buffer, laid.where
         fills = f"words of {buffer.words} bits" if buffer.words else "bytes"
@@ -138,7 +138,7 @@ def buffers_are_whole_tiles(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def words_hold_codes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Words are filled with codes of up to 8 bits, the first one lowest."""
+    """Words hold codes of up to 8 bits, the first one in the lowest bits."""
     for laid in buffers(spec):
         bits, path = laid.bits, (*laid.where, "words")
         if laid.buffer.words is None or bits is None:
@@ -154,7 +154,7 @@ def words_hold_codes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def zero_points_are_there(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A buffer of zero points is stated only where there are some."""
+    """A buffer of zero points is stated only if there are some."""
     for side in sides(spec):
         if side.orientation.zero is not None and side.scale.zero is None:
             label, used = (
@@ -166,7 +166,7 @@ def zero_points_are_there(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Zero points of fewer than 8 bits that lie as scales do are packed along the innermost axis."""
+    """Zero points of fewer than 8 bits in the order of scales are packed along the innermost axis."""
     for side in sides(spec):
         if spec.gemm and spec.gemm.scale:
             yield from _narrow_are_not_swizzled(spec, source, side)
@@ -197,7 +197,7 @@ def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def _narrow_are_not_swizzled(spec: Spec, source: Source, side: Side) -> Iterator[Diagnostic]:
-    """A GEMM's order is of whole values."""
+    """A GEMM's order moves whole values, so narrow ones can't be swizzled."""
     for key, what, name in (("zero", "zero points", side.scale.zero), ("format", "scales", side.scale.format)):
         fmt = sound_format(spec, name) if name else None
         if fmt is None or fmt.bits >= 8 or (key == "format" and side.scale.super is None):
@@ -208,12 +208,12 @@ def _narrow_are_not_swizzled(spec: Spec, source: Source, side: Side) -> Iterator
 
 
 def _pads(bits: int, dims: int) -> str:
-    """Padding that fills bytes along the last dim, as it is typed."""
+    """The padding to type so that the last dim fills bytes."""
     return f"[{', '.join(map(str, [*[1] * (dims - 1), run_of(bits, None)]))}]"
 
 
 def scales_are_ordered_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Finds scales and zero points that a buffer orders, by a swizzle or in words, and `gemm.scale` orders again."""
+    """No scales or zero points are ordered both by a buffer's swizzle or words and by `gemm.scale`."""
     for laid in buffers(spec) if spec.gemm and spec.gemm.scale else ():
         key = "swizzle" if laid.buffer.swizzle else "words" if laid.buffer.words else ""
         if laid.kind == "data" or not (key or laid.kind == "zero"):
@@ -240,7 +240,7 @@ CHECKS = (
 
 
 def _swizzle(spec: Spec) -> Swizzle | None:
-    """The swizzle; None if there is none, or if it can't be read, which swizzle_is_readable reports."""
+    """The GEMM's swizzle; None without one, or if it is unreadable, which swizzle_is_readable reports."""
     scale = spec.gemm.scale if spec.gemm else None
     try:
         return parse_swizzle(scale.swizzle, scale.sizes) if scale else None

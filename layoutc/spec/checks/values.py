@@ -1,5 +1,5 @@
-"""Checks of what a spec does to values besides scaling them: rounding by random bits, transforms; and of what is no
-weight."""
+"""Checks of what a spec does to values besides scaling: stochastic rounding and transforms; also of recipes for other
+tensors than weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutc.spec.source import Path, Source
 
 _ROWS: Path = ("orientations", "rowwise")
 _SIZES = (2, 4, 8, 16, 32)  # of Hadamard matrices
-# What a recipe of state, or of gradients on the wire, can't state, and why.
+# What recipes for state or for gradients on the wire can't state, and why.
 _REFUSED: tuple[tuple[Path, str], ...] = (
     (("gemm",), "no product reads it"),
     (("reduce",), "ranks send gradients of weights"),
@@ -29,7 +29,7 @@ _REFUSED: tuple[tuple[Path, str], ...] = (
 
 
 def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule that tries several scales compares errors of rounding, which random bits would decide."""
+    """A rule that tries several scales compares rounding errors, so it can't round stochastically."""
     found: set[Path] = set()
     for side in sides(spec):
         if side.element.round != "stochastic" or side.rule is None or not side.rule.candidates:
@@ -43,7 +43,7 @@ def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnost
 
 
 def transforms_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A Hadamard matrix has a power of two for a size, and a sign for each of its rows."""
+    """A Hadamard matrix's size is a supported power of two, and `signs` has at most one bit per row."""
     for side in sides(spec):
         transform, where = side.orientation.transform, (*side.where, "transform")
         if transform is None:
@@ -61,7 +61,7 @@ def transforms_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What is transformed together lies in one block, and whole in the matrix, so that no cut goes through it."""
+    """Each transformed group lies within one block and within the matrix, so that no cut splits it."""
     for side in sides(spec):
         transform = side.orientation.transform
         if transform is None or transform.hadamard not in _SIZES:
@@ -92,7 +92,7 @@ def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule that tries several scales measures errors of values as they come."""
+    """A rule that tries several scales measures errors of untransformed values."""
     for side in sides(spec):
         if side.orientation.transform is not None and side.rule is not None and side.rule.candidates:
             message = f"{side.scale.rule} measures errors of untransformed values, but {side.name} transforms them"
@@ -102,8 +102,8 @@ def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic
 
 
 def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """State and gradients on the wire have blocks of one row, whose scales follow from their values alone. State is
-    rounded to nearest, as it is not sent; and no operand undoes a transform of it."""
+    """State and gradients on the wire have one-row blocks, whose scales depend only on their values. State rounds to
+    nearest and has no transform, which no operand would undo."""
     if spec.use == "weight":
         return
     is_state = spec.use == "state"
@@ -123,7 +123,7 @@ def state_is_plain(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def roots_are_of_state(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A square root keeps no sign, and weights have both."""
+    """A square root keeps no sign, so weights can't have it."""
     if spec.element.root and spec.use != "state":
         message = "the square root of a weight keeps no sign"
         help = "delete `root`, or add `use: state` for second moments"

@@ -1,7 +1,7 @@
 """Checks of a spec as a whole: names, layout strings, blocks, padding, packing, swizzle.
 
 Each check is a small generator that reads the spec and yields findings. It never raises, prints or changes anything,
-and stays silent about parts that another check refuses. Formats and scale rules are checked in numbers.py and rules.py.
+and skips parts that another check rejects. numbers.py and rules.py check formats and scale rules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Check = Callable[[Spec, Source], Iterator[Diagnostic]]
 
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
-    """Every finding about a spec whose keys and types are right."""
+    """All findings about a spec whose keys and types are right."""
     checks = (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS, *value_checks.CHECKS, *file_checks.CHECKS)
     checks += (*level_checks.CROSS_CHECKS, *record_checks.CHECKS)
     diagnostics = [item for one in checks for item in one(spec, source)]
@@ -41,7 +41,7 @@ def check(spec: Spec, source: Source) -> list[Diagnostic]:
 
 
 def name_is_usable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The name becomes a Python package and a class, and must be the file's."""
+    """The name becomes a Python package and a class, and must match the file's."""
     where, stem = ("name",), PurePath(source.path).stem
     if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
         help = "lower-case letters, digits and underscores, a letter first: `mxfp8_v2`"
@@ -58,7 +58,7 @@ def name_is_usable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The summary is printed into docstrings and headers."""
+    """The summary is one line, since docstrings and headers contain it."""
     if not spec.summary.isprintable() or not spec.summary.strip() or any(char in spec.summary for char in '"\\'):
         message, help = "the summary can't be part of generated code", "write one plain line; single quotes are fine"
         why = "it is printed into docstrings: one line, without double quotes and backslashes"
@@ -66,7 +66,7 @@ def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """YAML ends plain text before ` #`, but a `#` that begins a word was probably meant as part of it."""
+    """YAML ends plain text at ` #`, but a `#` at the start of a word was probably meant as text."""
     span = source.values[("summary",)]
     line = source.text.split("\n")[span.end_line - 1]
     rest = re.match(r"\s+(#\S.*)", line[span.end_column - 1 :])
@@ -94,7 +94,7 @@ def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Data holds one code for each element: both axes, nothing divided."""
+    """Data has one code per element: both axes, without divisors."""
     for laid in buffers(spec):
         where, terms = (*laid.where, "layout"), laid.terms
         if laid.kind != "data" or terms is None:
@@ -112,8 +112,8 @@ def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A buffer of scales or zero points has a dim for each axis that is cut into blocks, and none for an axis that is
-    not."""
+    """A buffer of scales or zero points has a dim for each axis that is cut into blocks, and no dim for other
+    axes."""
     for laid in buffers(spec):
         terms, what, path = laid.terms, _WHAT.get(laid.kind), (*laid.where, "layout")
         if terms is None or what is None:
@@ -135,7 +135,7 @@ def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def scale_granularity_divides_block(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """`k/16` stores a scale once for 16 columns, which must tile a block."""
+    """`k/16` stores a scale once per 16 columns, which must divide a block."""
     for laid in buffers(spec):
         what = _WHAT.get(laid.kind)
         for term in (laid.terms or ()) if what else ():
@@ -152,7 +152,7 @@ def scale_granularity_divides_block(spec: Spec, source: Source) -> Iterator[Diag
 
 
 def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """One padding multiple for each dim of the buffer."""
+    """`pad` has one multiple per dim of the buffer."""
     kinds = (
         ("a single scale", "a scalar takes no `pad`", "delete `pad`"),
         ("1 dim", "`pad` needs 1 multiple", "write `pad: [1]` or more"),
@@ -171,7 +171,7 @@ def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Rows of codes narrower than a byte end at a byte's end: in planes, in buffers, and in what is padded."""
+    """Rows of sub-byte codes end at byte boundaries: in planes, in buffers, and with padding."""
     seen = set()
     stored: dict[int, Label] = {}
     help = f"write {stated_shape(spec)} at the top level"
@@ -182,7 +182,7 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         group, axis = lcm(bits, 8) // bits, terms[-1].axis
         stored[bits] = source.value((*laid.side.element_at, "format"), "stored in planes that are packed along k")
         if buffer.swizzle or buffer.words:
-            continue  # which other checks know
+            continue  # other checks report it
         seen.add((axis, bits))
         text = f"packed along {axis}, its innermost axis"
         packed = source.value((*where, "layout"), text, within=axis_span(buffer, axis))
@@ -199,7 +199,7 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _half_byte(spec: Spec, source: Source, axis: Axis, bits: int, packed: Label, help: str) -> Iterator[Diagnostic]:
-    """The weight's size along an axis is a multiple of the codes that fill whole bytes."""
+    """The weight's size along an axis is a multiple of the number of codes that fill whole bytes."""
     group, multiple = lcm(bits, 8) // bits, int(getattr(spec.shape, axis))
     if multiple % group == 0:
         return
@@ -224,7 +224,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _scale_layout(orientation: Orientation) -> str:
-    """The layout that stores each scale of an orientation once, in the order of its data."""
+    """The layout that stores each scale of an orientation once, in its data's order."""
     order = [term.axis for term in terms_of(orientation.data) or ()] or list(AXES)
     sizes = {axis: size_of(orientation.block, axis) for axis in order}
     words = [axis if size == 1 else f"{axis}/{size}" for axis, size in sizes.items() if size]
