@@ -1,1 +1,1 @@
-"""Layouts to look at: a page for a browser, pictures for papers. All they show is exported from the compiler's maps."""
+"""Visualizes layouts: a page for browsers, pictures for papers. They show only what the compiler's maps export."""

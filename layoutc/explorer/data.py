@@ -1,7 +1,7 @@
-"""What the page knows of a recipe, as frozen values: formulas of its maps, and figures for each stop of the sliders.
+"""What the page knows about a recipe, as frozen values: formulas of its maps, and figures for each slider stop.
 
-Nothing is computed anew here: places come from formulas of layoutc.layout, figures from layoutc.report.describe and
-layoutc.ints.cuts.
+This module computes nothing itself: places come from formulas of layoutc.layout, figures from layoutc.report.describe
+and layoutc.ints.cuts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from layoutc.plan.plan import Plan
 from layoutc.report.describe import alignment, describe, passes, problems
 from layoutc.spec.formats import Format
 
-# What sliders stop at, where all recipes of a page take it. The first shape and world cut an nvfp4 block at row 24.
+# Slider stops, if all recipes of a page accept them. The first shape and world cut an nvfp4 block at row 24.
 ROWS = (16, 24, 32, 48, 64, 96, 100, 128, 144, 256, 512, 4096)
 COLUMNS = (32, 48, 64, 100, 128, 256, 4096)
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 FIRST_ROWS, FIRST_COLUMNS, FIRST_WORLD = 96, 64, 4
-FEWEST = 4  # stops of a slider, also for recipes that take none of the sizes above
-MOST = 2**31  # rows times columns, which is what browsers count exactly with room to spare
+FEWEST = 4  # the fewest stops of a slider, even for recipes that accept none of the sizes above
+MOST = 2**31  # rows times columns; browsers count this exactly, with room to spare
 
 StepData = tuple[str | int | tuple[str | int | None, ...], ...]
 
 
 @dataclass(frozen=True)
 class FormulaData:
-    """A formula as lists: sizes are (axis, per), steps are (name, arguments...)."""
+    """A formula as tuples: sizes are (axis, per), steps are (name, arguments...)."""
 
     start: tuple[tuple[str | None, int], ...]
     steps: tuple[StepData, ...]
@@ -43,7 +43,7 @@ class FormulaData:
 
 @dataclass(frozen=True)
 class PlaneData:
-    """A stored plane, and where it holds the value that serves an element."""
+    """A stored plane, and where it holds an element's value."""
 
     name: str
     kind: str
@@ -56,7 +56,7 @@ class PlaneData:
 
 @dataclass(frozen=True)
 class BufferData:
-    """A buffer that a GEMM reads, as it is laid out and, if it is swizzled, as it is then read."""
+    """A buffer that a GEMM reads, as laid out, and if swizzled, also as read."""
 
     name: str
     kind: str
@@ -71,9 +71,9 @@ class BufferData:
 
 @dataclass(frozen=True)
 class FieldData:
-    """Bits of some values of a plane in a record: of entries from `start` on, `bits` of each from `low` on.
+    """Bits of some values of a plane in a record: of `count` entries from `start`, `bits` bits of each from `low`.
 
-    The first lies at bit `at` of the record, the next `step` further, from the lowest bit of the first byte.
+    The first is at bit `at` of the record, each next one `step` bits further, from the first byte's lowest bit.
     """
 
     plane: str
@@ -88,7 +88,7 @@ class FieldData:
 
 @dataclass(frozen=True)
 class RecordData:
-    """A buffer of records of `size` elements along an axis. entries: how many values of each plane a record has."""
+    """A buffer of records of `size` elements along an axis. entries: how many values a record has per plane."""
 
     name: str
     orientation: str
@@ -102,7 +102,7 @@ class RecordData:
 
 @dataclass(frozen=True)
 class CodesData:
-    """The values of an element format's codes, in their order; None: infinite, no number, or no value."""
+    """The values of an element format's codes, in order; None: infinite, NaN, or no value."""
 
     name: str
     bits: int
@@ -112,7 +112,7 @@ class CodesData:
 
 @dataclass(frozen=True)
 class PassData:
-    """Planes that a pass gathers, and their bytes for each element of a large weight."""
+    """Planes that a pass gathers, and their bytes per element of a large weight."""
 
     name: str
     planes: tuple[str, ...]
@@ -123,8 +123,8 @@ class PassData:
 class CutData:
     """Where `world` ranks cut m rows. ranks: first row, last row (exclusive), rows of halo before and after.
 
-    inside: how many of the cuts fall inside a block; parts: how many ranks hold a part of one; free_rows, free_worlds:
-    the nearest sizes without.
+    inside: how many cuts fall inside a block; parts: how many ranks hold part of a split block; free_rows, free_worlds:
+    the nearest sizes without one.
     """
 
     ranks: tuple[tuple[int, int, int, int], ...]
@@ -137,10 +137,10 @@ class CutData:
 
 @dataclass(frozen=True)
 class Stop:
-    """Figures of one shape, in bytes: of each plane and buffer, and of a buffer's padding.
+    """Figures of one shape, in bytes: each plane, each buffer, and the buffers' padding.
 
-    worlds: for each number of ranks, three figures of each pass (those that a rank sends, of them filling, and those
-    that several ranks send), and last what a rank exchanges in an optimizer step.
+    worlds: for each number of ranks, three figures per pass (bytes that a rank sends, how many of them are filling, and
+    how many several ranks send), and last the bytes that a rank exchanges in an optimizer step.
     """
 
     planes: tuple[int, ...]
@@ -151,7 +151,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything about a recipe; cuts are by rows and world, stops by rows and columns."""
+    """Everything about a recipe. `cuts` is indexed by rows and world, `stops` by rows and columns."""
 
     name: str
     summary: str
@@ -175,7 +175,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Stops:
-    """What the sliders stop at, and where they are first."""
+    """The sliders' stops and initial positions."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -193,9 +193,9 @@ class Page:
 
 
 def stops_of(plans: Sequence[Plan], shape: tuple[int, int] | None, world: int | None) -> Stops:
-    """Sizes that all recipes take, and the shape and world that are shown first.
+    """Sizes that all recipes accept, and the initial shape and world.
 
-    Raises ValueError for a shape that a recipe doesn't take, with the nearest sizes, and for one beyond 2^31 elements.
+    Raises ValueError for a shape that a recipe doesn't accept, with the nearest sizes, and for more than 2^31 elements.
     """
     if shape is not None:
         for plan in plans:
@@ -222,7 +222,7 @@ def _nearest(sizes: tuple[int, ...], wanted: int) -> int:
 
 
 def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops: Stops) -> Recipe:
-    """A recipe's plan -> what the page shows of it. text, path: its spec; generated: file names and their text."""
+    """Exports what the page shows of a recipe. text, path: its spec; generated: file names and their text."""
     layout = plan.layout
     whole = describe(plan, *stops.first)
     blocks = {name: layout.source(name).quantization.block for name in layout.orientations}
@@ -273,7 +273,7 @@ def formula_data(formula: Formula) -> FormulaData:
 
 
 def plane_formula(layout: Layout, plane: Plane) -> Formula:
-    """Where a plane holds the value that serves an element."""
+    """Where a plane holds an element's value."""
     low_first = next((s.quantization.low_first for s in layout.sources if plane in s.planes), True)
     return of_plane(plane.per_m, plane.per_k, plane.bits, low_first)
 

@@ -1,7 +1,7 @@
-"""Which parts of a layout each line of a spec decides, and which lines of generated code came of them.
+"""Which parts of a layout each line of a spec decides, and which lines of generated code follow from them.
 
-A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts, the products or files of other
-programs, by name.
+A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts, the products or other checkpoint
+formats, by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from layoutc.spec import source as yaml_source
 SHAPE, CUTS, SWIZZLE, PRODUCTS, FILES = "shape", "cuts", "swizzle", "products", "files"
 _SUPER = ("super", "offset", "super_zero")
 _SCALES = ("scale", "zero", *_SUPER)
-# Names in generated code beside those of planes and buffers.
+# Names in generated code, in addition to those of planes and buffers.
 _WORDS = {
     "multiple_m": SHAPE,
     "multiple_k": SHAPE,
@@ -33,7 +33,7 @@ _FIELD = re.compile(r"#\s*((?:orientations|element|scale|tensor|shape|gemm)(?:\.
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text, and the parts that it decides or that it came of."""
+    """A line of text, and the parts that it decides or follows from."""
 
     text: str
     parts: tuple[str, ...]
@@ -46,7 +46,7 @@ def spec_lines(layout: Layout, text: str, path: str) -> tuple[Line, ...]:
     while lines and not lines[-1].strip():
         lines.pop()
     parts: list[dict[str, None]] = [{} for _ in lines]
-    # An item of a list has no key.
+    # List items have no key.
     for key, span in {**source.values, **source.keys}.items() if source else ():
         assert source is not None
         last = source.values[key].end_line if key in source.values else span.line
@@ -110,7 +110,7 @@ def _planes(sources: Iterable[Source], kinds: tuple[str, ...]) -> Iterator[str]:
 
 
 def _without_own(layout: Layout, data: dict[str, object], key: str) -> list[Source]:
-    """The sources whose orientation takes the spec's own element or scale."""
+    """The sources whose orientation has no `element` or `scale` under `quantize`, so that the recipe's applies."""
     stated = data.get("orientations")
     found = []
     for source in layout.sources:
@@ -129,9 +129,9 @@ def _of_format(layout: Layout, name: str) -> Iterator[str]:
 
 
 def generated_lines(layout: Layout, text: str) -> tuple[Line, ...]:
-    """Lines of a generated file: what they name, and below a comment that names a field of the spec, what that decides.
+    """A generated file's lines, with the parts that they name, or that a spec's field in a comment above them decides.
 
-    Such a comment speaks for the lines up to the next one, to a blank line, or to the end of the indented block.
+    Such a comment covers the lines up to the next one, a blank line, or the end of the indented block.
     """
     names: dict[str, list[str]] = {word: [part] for word, part in _WORDS.items()}
     for plane in layout.planes:

@@ -1,4 +1,4 @@
-"""The page: its template, style and scripts in one HTML text, with the exported data in it. Nothing is loaded."""
+"""The page: one HTML text with the template, style, scripts and exported data. It loads nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from layoutc.explorer.data import Page
 from layoutc.report.describe import as_data
 
 SCRIPTS = ("maps", "state", "words", "weight", "memory", "record", "values", "readout", "figures", "spec", "main")
-LARGEST = 500 * 1000  # bytes of a page
+LARGEST = 500 * 1000  # the most bytes of a page
 
 
 def render(page: Page) -> str:
-    """A page's HTML. The same data gives the same text.
+    """Renders a page's HTML. Equal data gives equal text.
 
     Raises ValueError if it would have more than LARGEST bytes.
     """
@@ -26,7 +26,7 @@ def render(page: Page) -> str:
         "script": "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
     }
     before, *rest = folder.joinpath("page.html").read_text(encoding="utf-8").split("@")
-    # Names and text between them take turns: a part's own text is never looked at again.
+    # Names alternate with the text between them, so inserted text is never scanned for names.
     text = "".join((before, *(parts[name] if at % 2 == 0 else name for at, name in enumerate(rest))))
     if len(text.encode()) > LARGEST:
         count = len(page.recipes)
@@ -35,6 +35,6 @@ def render(page: Page) -> str:
 
 
 def _as_json(page: Page) -> str:
-    """JSON that can stand in a script element: no text of a spec ends it."""
+    """JSON that is safe in a script element: no text of a spec can end it."""
     text = json.dumps(as_data(page), ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")

@@ -1,6 +1,6 @@
-"""A still picture of a layout, for papers: the weight's first elements and cuts, and a buffer as it lies in memory.
+"""A still picture of a layout, for papers: the weight's first elements and cuts, and a buffer in memory order.
 
-SVG text, the same on every machine. No script, no font of its own; colours never stand alone.
+The same SVG text on every machine, without scripts or embedded fonts. Nothing is told by color alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from layoutc.plan.plan import Plan
 from layoutc.report.maps import find_buffer, plane_index
 
 ROWS, COLUMNS, CELL = 32, 32, 12  # elements of the weight, and their size
-VALUES, LINES = 16, 32  # of the buffer's picture: values a line
-WIDE, HIGH = 34, 14  # of such a value
+VALUES, LINES = 16, 32  # of the buffer's picture: values per line, and lines
+WIDE, HIGH = 34, 14  # size of a buffer's value
 LEFT, TOP, GAP = 44, 44, 74
 
 _STYLE = (
@@ -31,10 +31,10 @@ _STYLE = (
 
 
 def picture(plan: Plan, m: int, k: int, world: int, name: str | None = None) -> str:
-    """The picture of a weight of (m, k) over `world` ranks, with a buffer: that name's, or the most telling.
+    """The picture of an (m, k) weight over `world` ranks, with the buffer `name`, or the most instructive one.
 
-    A weight that `problems` of layoutc.report.describe finds something wrong with has no picture. Raises KeyError for
-    an unknown buffer.
+    The weight must be one for which `problems` of layoutc.report.describe is empty. Raises KeyError for an unknown
+    buffer.
     """
     layout = plan.layout
     buffer = find_buffer(layout, name) if name else _most_telling(layout)
@@ -56,7 +56,7 @@ def picture(plan: Plan, m: int, k: int, world: int, name: str | None = None) -> 
 
 
 def _most_telling(layout: Layout) -> Buffer:
-    """A buffer that is swizzled, or else repeated, or else the first."""
+    """A swizzled buffer, else a repeated one, else the first."""
     swizzled = [buffer for buffer in layout.buffers if is_swizzled(layout, buffer)]
     repeated = [buffer for buffer in layout.buffers if max(buffer.repeats, default=1) > 1]
     return (swizzled or repeated or list(layout.buffers))[0]
