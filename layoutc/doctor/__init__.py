@@ -1,1 +1,1 @@
-"""What `layoutc doctor` looks at: packages, cards, what of FSDP2 the runtime reads, and what recipes run as here."""
+"""The checks of `layoutc doctor`: packages, cards, the parts of FSDP2 that the runtime reads, and how recipes run."""

@@ -1,4 +1,4 @@
-"""What a look at a machine gives: lines with a verdict each. No torch."""
+"""Findings about a machine: lines with a verdict each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["fine", "missing", "without"]  # missing: it is needed; without: something is slower, or can't be done
+Verdict = Literal["fine", "missing", "without"]  # missing: needed; without: something is slower or impossible
 
 
 @dataclass(frozen=True)
 class Line:
-    """What was looked at, what was found, and what to do if it is not fine."""
+    """What was checked, what was found, and what to do if it is not fine."""
 
     about: str
     verdict: Verdict
@@ -21,7 +21,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Runs:
-    """How a recipe runs on this machine. kernels: what quantizes and lays out; products: what multiplies in `auto`."""
+    """How a recipe runs on this machine. kernels: what quantizes and lays out. products: what multiplies."""
 
     recipe: str
     package: str
@@ -30,5 +30,5 @@ class Runs:
 
 
 def is_healthy(lines: Iterable[Line]) -> bool:
-    """True if nothing that is needed is missing."""
+    """True if no verdict is "missing"."""
     return all(line.verdict != "missing" for line in lines)

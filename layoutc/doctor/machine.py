@@ -1,4 +1,4 @@
-"""Cards and their drivers, and FSDP2 as the runtime reads it: torch is asked, and one module is sharded."""
+"""Checks cards, drivers, and FSDP2 as the runtime reads it: asks torch, and shards one module."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LEVELS = {
 
 
 def look() -> list[Line]:
-    """The build of torch, the driver, each card, and FSDP2's names."""
+    """Lines about torch's build, the driver, each card, and FSDP2's names."""
     return [*_cards(), *_fsdp2()]
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; "" if none is loaded."""
+    """The version of the NVIDIA driver; "" if none is loaded."""
     try:
         text = DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -61,7 +61,7 @@ def _cards() -> Iterator[Line]:
 
 
 def _fsdp2() -> Iterator[Line]:
-    """Shards a module over a group of one rank, and reads all that the runtime reads."""
+    """Shards a module over a group of one rank, and reads everything that the runtime reads."""
     import torch.distributed as dist
 
     about = "what is read of FSDP2"
@@ -73,7 +73,7 @@ def _fsdp2() -> Iterator[Line]:
         return
     try:
         count, lost = _names_read()
-    except Exception as error:  # whatever it is, FSDP2 does not run here
+    except Exception as error:  # any error means that FSDP2 does not run here
         yield Line(about, "missing", f"{type(error).__name__}: {error}", fsdp2.FIX)
         return
     yield Line(about, "fine", f"as in torch {fsdp2.RUNS_WITH}: {count} parameter found by its private names")
@@ -98,7 +98,7 @@ def _names_read() -> tuple[int, str]:
 
 
 def _parameters_of_a_module() -> tuple[int, str]:
-    """How many parameters are found, and what gathers and reductions in few steps lack."""
+    """The number of parameters found, and the names that gathers and reductions in few steps lack."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""Installed packages against what layoutc's own metadata asks for: which are needed, which add something."""
+"""Compares installed packages with layoutc's metadata: which are required, and which add something."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutc.doctor.findings import Line
 
 _REQUIRED = re.compile(r"^([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?$")
 _BOUND = re.compile(r"(<=|>=|==|!=|<|>)\s*(\d+(?:\.\d+)*)")
-ADDS = {  # the extra that a package is in, and what it is for
+ADDS = {  # each package's extra, and what it is for
     "triton": ("triton", "kernels: without it, the reference runs, which is plain torch"),
     "safetensors": ("safetensors", "folders of safetensors"),
     "matplotlib": ("charts", "layoutc plan --chart"),
@@ -24,7 +24,7 @@ ADDS = {  # the extra that a package is in, and what it is for
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0): the numbers that a version begins with."""
+    """`2.13.0+cpu` -> (2, 13, 0): a version's leading numbers."""
     found = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -44,7 +44,7 @@ def satisfies(installed: str, bounds: str) -> bool:
 
 
 def look(installed: Callable[[str], str] = version, stated: Callable[[str], list[str] | None] = requires) -> list[Line]:
-    """Python, layoutc, and a line for each package that is needed or that adds something."""
+    """Lines about Python, layoutc, and each package that is required or adds something."""
     return list(_lines(installed, stated))
 
 

@@ -1,4 +1,4 @@
-"""Installed recipes on this machine: what runs as a kernel, what as the reference, and what multiplies weights."""
+"""Installed recipes on this machine: which have kernels, which use the reference, and how they multiply weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from layoutc.runtime.products.choice import NAMES, Sizes, choose
 from layoutc.runtime.train.convert import recipe_class
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-SIZE = 4096  # of a weight, and of the tokens, that products are asked about
+SIZE = 4096  # rows and columns of the weight, and tokens, of the products to choose
 
 
 def look() -> tuple[list[Runs], list[Line]]:
-    """Each recipe that is installed, and findings about those that can't be imported."""
+    """How each installed recipe runs, and findings about recipes that can't be imported."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs, lines = [], []
     for name, package in installed():
         try:
             cls = recipe_class(name)
             runs.append(Runs(name, package, kernels(cls, device), products(cls, device)))
-        except Exception as error:  # of a package that somebody else has generated
+        except Exception as error:  # the package may be someone else's
             fix = "run `layoutc build` for its spec with this layoutc"
             lines.append(Line(f"recipe {name}", "missing", f"{package}: {type(error).__name__}: {error}", fix))
     if not runs and not lines:
@@ -33,7 +33,7 @@ def look() -> tuple[list[Runs], list[Line]]:
 
 
 def installed() -> list[tuple[str, str]]:
-    """Names of recipes, with the package that has them."""
+    """(recipe, package) of all installed recipes."""
     try:
         own = list(importlib.import_module("layoutc.recipes").RECIPES)
     except ImportError:
@@ -54,7 +54,7 @@ def kernels(cls: type[QuantizedTensor], device: torch.device) -> str:
 
 
 def products(cls: type[QuantizedTensor], device: torch.device) -> str:
-    """What `layoutc.products("low_precision")` multiplies with, of a weight of 4096 x 4096."""
+    """How `layoutc.products("low_precision")` multiplies a 4096 x 4096 weight."""
     if cls.LAYOUT.products is None:
         return "dequantized"
     ways = {name: choose(cls, name, Sizes(0, SIZE, SIZE, SIZE), device, "low_precision") for name in NAMES}
