@@ -1,1 +1,1 @@
-"""What is said about a spec: findings, their codes, and how they are printed. Imports nothing of layoutc."""
+"""Findings about specs, their codes, and how they are printed. Imports nothing else from layoutc."""

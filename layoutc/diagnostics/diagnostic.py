@@ -1,7 +1,7 @@
 """Diagnostics: a finding's code, headline, positions in the text, reason, and what to type instead.
 
-A diagnostic is a plain value. It does not know how it is printed (renderers.py), nor anything about layouts. Its code
-must be in the catalogue (catalogue.yaml), which also has the page that `layoutc explain CODE` prints.
+A diagnostic is a plain value. It knows nothing about printing (renderers.py) or layouts. Its code must be in the
+catalogue (catalogue.yaml), which also has the page that `layoutc explain CODE` prints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Label:
-    """A span and the text to print beside it."""
+    """A span and the text to print next to it."""
 
     span: Span
     text: str = ""
@@ -36,7 +36,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Entry:
-    """A code of the catalogue. `base`: the spec that `example` changes, for the test that runs it."""
+    """A code in the catalogue. `base`: the spec that `example` changes, for the test that runs it."""
 
     code: str
     severity: Severity
@@ -52,9 +52,9 @@ class Entry:
 class Diagnostic:
     """A finding in a file.
 
-    `primary`: the smallest text that must change. `secondary`: other spans that are involved. `why`: the reason, if the
-    headline does not give it. `help`: something to type. `source`: the whole text of the file, for excerpts. `detail`:
-    preformatted text (a diff) for findings that are not about a position in a spec.
+    `primary`: the smallest text that must change. `secondary`: other spans involved. `why`: the reason, if the headline
+    does not give it. `help`: something to type. `source`: the file's whole text, for excerpts. `detail`: preformatted
+    text (a diff) for findings without a position in a spec.
     """
 
     code: str
@@ -68,7 +68,7 @@ class Diagnostic:
     source: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises KeyError for a code that is not documented."""
+        """Raises KeyError for an undocumented code."""
         if self.code not in catalogue():
             raise KeyError(f"{self.code} is not in the catalogue")
 
@@ -79,7 +79,7 @@ class Diagnostic:
 
     @property
     def whole(self) -> str:
-        """Headline, why and help, a line each."""
+        """Headline, why and help, one per line."""
         parts = [f"{name}: {text}" for name, text in (("why", self.why), ("help", self.help)) if text]
         return "\n".join([printable(self.message), *parts])
 
@@ -92,7 +92,7 @@ class Diagnostic:
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """Every code that may be emitted. It is read at first use, so that a run without findings does not pay for it."""
+    """All codes that may be emitted. Read on first use, so that a run without findings does not pay for it."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -111,7 +111,7 @@ def has_errors(diagnostics: Iterable[Diagnostic]) -> bool:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that `word` was probably meant to be; None if no name is similar."""
+    """The name that `word` probably means; None if no name is similar."""
     ordered = sorted(names)
     folded = {name.casefold().replace("_", "-"): name for name in ordered}
     close = difflib.get_close_matches(word.casefold().replace("_", "-")[:80], folded, n=1, cutoff=0.6)
@@ -130,11 +130,11 @@ def listed(names: Iterable[str]) -> str:
 
 
 def quoted(value: object, limit: int = 40) -> str:
-    """A value from the user's text, safe to print: one line, no control characters, cut when long."""
+    """A value from the user's text, safe to print: one line, without control characters, truncated if long."""
     text = printable(str(value).lower() if isinstance(value, bool) else str(value))
     return f"`{text[: limit - 1]}…`" if len(text) > limit else f"`{text}`"
 
 
 def printable(text: str) -> str:
-    """Text without characters that would move the cursor or colour a terminal."""
+    """Text without characters that would move a terminal's cursor or color it."""
     return "".join(char if char.isprintable() else " " if char.isspace() else "\ufffd" for char in text)

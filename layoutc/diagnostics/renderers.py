@@ -1,5 +1,5 @@
-"""Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object a line),
-sarif (one log).
+"""Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object per
+line), sarif (one log).
 
 Pure functions from values to strings; the command line prints them.
 """
@@ -18,21 +18,21 @@ from layoutc.diagnostics.diagnostic import Diagnostic, Entry, Label, Severity, S
 Paint = Callable[[str, str], str]
 
 _CODES = {"error": "1;31", "warning": "1;33", "bold": "1", "place": "34", "help": "36"}
-_WIDTH = 140  # of an excerpt; a longer line is cut around its label
+_WIDTH = 140  # of an excerpt; longer lines are cut around their label
 
 
 def plain(style: str, text: str) -> str:
-    """Text without colours."""
+    """Text without colors."""
     return text
 
 
 def ansi(style: str, text: str) -> str:
-    """Text in terminal colours."""
+    """Text in terminal colors."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text else text
 
 
 def render(diagnostics: Iterable[Diagnostic], form: str, color: bool = False) -> str:
-    """All diagnostics in one of FORMS, ending in a newline unless there are none."""
+    """All diagnostics in one of FORMS. Ends in a newline unless there are none."""
     paint = ansi if color else plain
     if form == "full":
         return "".join(full(item, paint) + "\n" for item in diagnostics)
@@ -68,13 +68,13 @@ def full(item: Diagnostic, paint: Paint = plain) -> str:
 
 
 def concise(item: Diagnostic) -> str:
-    """path:line:col: severity[code] headline; for findings about a whole file, also the help."""
+    """path:line:col: severity[code] headline; with the help for findings about a whole file."""
     advice = f"; {printable(item.help)}" if item.help and item.primary is None else ""
     return f"{_place(item)}: {item.severity}[{item.code}] {printable(item.message)}{advice}"
 
 
 def github(item: Diagnostic) -> str:
-    """A workflow command that GitHub shows beside the changed line."""
+    """A workflow command that GitHub shows next to the changed line."""
     properties = {"title": f"layoutc ({item.code})", "file": item.path}
     if item.primary:
         span = _on_one_line(item.primary.span, item.source)
@@ -129,13 +129,13 @@ def _place(item: Diagnostic) -> str:
 
 
 def _escape(text: str, also: str = "") -> str:
-    for char in "%\r\n" + also:  # the percent sign first, or it would escape the escapes
+    for char in "%\r\n" + also:  # the percent sign first, so that escapes are not escaped again
         text = text.replace(char, f"%{ord(char):02X}")
     return text
 
 
 def _on_one_line(span: Span, source: str) -> Span:
-    """The part of a span that lies on its first line, at least one column wide."""
+    """The part of a span on its first line, at least one column wide."""
     lines = source.split("\n")
     line = lines[span.line - 1].rstrip("\r") if span.line <= len(lines) else ""
     end = span.end_column if span.end_line == span.line else len(line) + 1
@@ -143,7 +143,7 @@ def _on_one_line(span: Span, source: str) -> Span:
 
 
 def _excerpt(item: Diagnostic, labels: list[tuple[Label, bool]], width: int, paint: Paint) -> list[str]:
-    """The lines that carry labels, each followed by its carets; `...` where lines are left out."""
+    """The lines that have labels, each followed by its carets; `...` for omitted lines."""
     source, rows, last = item.source.split("\n"), [], 0
     bar = paint("place", " " * width + " | ")
     for number in sorted({label.span.line for label, _ in labels}):
@@ -165,7 +165,7 @@ def _excerpt(item: Diagnostic, labels: list[tuple[Label, bool]], width: int, pai
 
 
 def _cut(text: str, column: int) -> tuple[str, int]:
-    """A long line cut around a column, and by how many characters the rest has moved left."""
+    """A long line cut around a column, and how many characters the rest moved left."""
     if len(text) <= _WIDTH:
         return text, 0
     start = max(0, column - 40)
@@ -175,7 +175,7 @@ def _cut(text: str, column: int) -> tuple[str, int]:
 
 
 def _cells(text: str) -> int:
-    """The terminal columns that a text takes: none for combining marks, two for wide characters."""
+    """How many terminal columns a text fills: combining marks none, wide characters two."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

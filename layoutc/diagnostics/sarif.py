@@ -13,7 +13,7 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def sarif(diagnostics: Iterable[Diagnostic]) -> str:
-    """The whole log: one run, the rules that were broken, a result for each finding."""
+    """The whole log: one run, the violated rules, one result per finding."""
     items = list(diagnostics)
     codes = sorted({item.code for item in items})
     driver = {"name": "layoutc", "rules": [_rule(catalogue()[code]) for code in codes]}
@@ -68,6 +68,6 @@ def _location(path: str, label: Label | None, number: int | None = None) -> dict
 
 
 def _uri(path: str) -> str:
-    """A relative path stays relative to where the command ran; an absolute one becomes a file URI."""
+    """A relative path stays relative to the command's working directory; an absolute one becomes a file URI."""
     pure = Path(path)
     return pure.as_uri() if pure.is_absolute() else quote(pure.as_posix(), errors="replace")
