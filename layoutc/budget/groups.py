@@ -201,7 +201,7 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool, dtypes
 
 def _gathered_together(members: Sequence[Member], use: Use, stays: bool, dtypes: Dtypes) -> tuple[Member, ...]:
     """The members with one choice for all: their gathers leave values, or codes. Sets `packed` if all planes of the
-    group are dequantized in place."""
+    group are dequantized from the gather's output."""
     packs = [one.piece.packs for one in members if one.piece.plan is not None]
     values = use.leaves_values(packs, stays, dtypes.gathered)
     packed = values and all(packs)

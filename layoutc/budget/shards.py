@@ -38,7 +38,7 @@ class Dtypes:
 class Piece:
     """A weight under FSDP2. plan: its recipe's; None for a plain one. cast: it is quantized at each gather. stays: it
     is gathered once per step and kept until backward is done. on_gather: its gathers leave values. packed: all planes
-    of its group can be dequantized in place."""
+    of its group can be dequantized from the gather's output."""
 
     placed: Placed
     plan: Plan | None = field(default=None, hash=False)  # hashing its thousands of parts is slow
@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def packs(self) -> bool:
-        """True if it can be dequantized in place; see `layoutc.plan.wire.packs`."""
+        """True if it can be dequantized from the gather's output; see `layoutc.plan.wire.packs`."""
         placed, plan = self.placed, self.plan
         if plan is None or not self.on_gather or placed.ranks == 1 or placed.dim:
             return False

@@ -28,7 +28,7 @@ class Machine:
     weight that is cast; low_host, in eager models, in addition per weight with products in low precision; graph_host:
     the time that compiled graphs save per weight that they dequantize. copied_host: the extra time of FSDP2's own
     reduction of a group's gradients over the one in few steps. Per gather and weight: plain_gather_host in bf16,
-    gather_host in a recipe, values_gather_host if the weight is dequantized in place.
+    gather_host in a recipe, values_gather_host if the weight is dequantized from the gather's output.
     """
 
     name: str

@@ -44,7 +44,7 @@ PART = 16  # planes on the wire are padded to multiples of this many bytes
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer holds. masters: of weights that are not stored in fp32. moments: each of them. counter: further
+    """What an optimizer holds. masters: of weights that are not stored in fp32. moments: one entry each. counter: extra
     bytes per parameter. small: weights with at most this many elements have state in fp32, as do 1-D weights, whose
     `columns` are 0. writes_codes: the launch that steps masters also quantizes weights whose scales depend only on
     blocks."""

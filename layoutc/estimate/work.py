@@ -55,7 +55,7 @@ class Use:
 
     def leaves_values(self, packs: Sequence[bool], stays: bool = False, value: int = BF16) -> bool:
         """Whether gathers of a group leave values. packs: for each weight in the recipe, whether it can be dequantized
-        in place. stays: stays gathered after forward. value: bytes per value."""
+        from the gather's output. stays: stays gathered after forward. value: bytes per value."""
         if self.plan is None or self.on_gather is not None:
             return self.plan is not None and bool(self.on_gather)
         free = [values_cost_nothing(fits, value, self.plan.passes_differ, stays) for fits in packs]
@@ -80,7 +80,7 @@ class Sent:
 
     reduced: bytes of a reduce-scatter's output; if `exchanged`, the bytes sent to each rank. replicated: bytes summed
     over the ring of `replicas`. among: bytes of (codes, sums) sent to each other replica; None: they are all-reduced.
-    packed: bytes of a gather that are dequantized in place, so that nothing copies them out.
+    packed: bytes of a gather that are dequantized directly from its output, so that nothing copies them out.
     """
 
     ring: Ring

@@ -29,7 +29,7 @@ def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
 
 
 def packs(gather: Gather, cuts: Cuts, k: int) -> bool:
-    """Whether a weight can be dequantized in place, where its gathered planes are."""
+    """Whether a weight can be dequantized directly from the gather's output."""
     return gathers.fits_pack([(plane.per_m or 1, sent_bytes(plane, cuts, k)) for plane in gather.planes], cuts)
 
 

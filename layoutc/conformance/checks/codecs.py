@@ -255,7 +255,7 @@ def scale_amaxes(source: Source) -> Array:
 
 
 def with_amaxes(subject: Subject, source: Source, amaxes: Array, most: int) -> Array:
-    """A weight whose blocks have one nonzero element each, with successive amaxes. Has at most `most` elements."""
+    """A weight whose blocks have one nonzero element each, with successive amaxes. Has up to about `most` elements."""
     block, (um, uk) = source.quantization.block, subject.units
     bm, bk = block.m or 1, block.k or uk
     count = max(8, min(len(amaxes), most // (bm * bk)))
