@@ -144,8 +144,7 @@ def writes(subject: Subject) -> None:
 def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, values: Tensor | None) -> None:
     """Copies `source`, whose values are `values`, into a cut of the base. The rest of the base must keep its values.
 
-    If scales reach beyond the cut, the write may be refused, or later reads until the rest is written. Then no byte may
-    change.
+    If scales reach beyond the cut, the write, or reads until the rest is written, may be refused; no byte changes then.
     """
     expected, reaches = base.dequantize(), _reaches(subject)
     before = {name: plane.clone() for name, plane in base.planes().items()}
