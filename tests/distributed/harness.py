@@ -6,21 +6,15 @@ A check is a function at the top of a module, called on every rank with the same
 from __future__ import annotations
 
 import os
-import stat
 import sys
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from math import prod
-from multiprocessing import forkserver, get_all_start_methods, resource_tracker, util
+from multiprocessing import forkserver, get_all_start_methods
 from typing import Any
-from unittest import mock
 
 import one_loop
 import quick_sharding
-import torch
 
 from layoutc.conformance import ranks
 
@@ -37,24 +31,19 @@ WANTED: list[str] = []
 STARTED: list[Ranks] = []
 
 
+if "LOCAL_RANK" in os.environ:  # in a rank, at its first check
+    sys.dont_write_bytecode = False  # as tests/conftest.py has it: of modules that ranks alone import
+    one_loop.share()
+    if os.environ.get("LAYOUTC_PLAIN_SHARDING") != "1":
+        quick_sharding.quicken()
+
+
 class Ranks(ranks.Ranks):
     """A group that the session can end."""
 
     def __init__(self, world: int) -> None:
         super().__init__(world, PRELOADED)
         STARTED.append(self)
-
-    def _start(self) -> None:
-        super()._start()
-        self.run(begin)
-
-
-def begin() -> None:
-    """The first check of a rank."""
-    sys.dont_write_bytecode = False  # as tests/conftest.py has it: of modules that ranks alone import
-    one_loop.share()
-    if os.environ.get("LAYOUTC_PLAIN_SHARDING") != "1":
-        quick_sharding.quicken()
 
 
 def preload(*modules: str) -> None:
@@ -64,35 +53,10 @@ def preload(*modules: str) -> None:
 
 
 def prepare() -> None:
-    """Starts the process that all ranks are copied from: this one, copied, which has imported all tests' modules.
-
-    Where CUDA was asked for, a copy could not ask again: there, and where copies need more than Linux gives them, it is
-    a new process, which imports what the first group to start asks for.
-    """
-    if "forkserver" not in get_all_start_methods():
-        return
-    ranks.process_context((*PRELOADED, *WANTED))
-    resource_tracker.ensure_running()
-    copies = sys.platform == "linux" and not torch.cuda.is_available()
-    with mock.patch.object(util, "spawnv_passfds", copied if copies else util.spawnv_passfds):
+    """Starts the process that all ranks are copied from: it imports once what the first group to start asks for."""
+    if "forkserver" in get_all_start_methods():
+        ranks.process_context((*PRELOADED, *WANTED))
         forkserver.ensure_running()
-
-
-def copied(_: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
-    """A copy of this process runs what another Python was to run. Returns its id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # xdist's thread, which the copy hasn't, holds no lock
-        process = os.fork()
-    if process != 0:
-        return process
-    try:
-        for file in map(int, os.listdir("/dev/fd")):
-            with suppress(OSError):  # the one that listed them
-                if file > 2 and file not in passed and stat.S_ISFIFO(os.fstat(file).st_mode):
-                    os.close(file)  # or whoever reads it would wait for this process to end, and that for itself
-        exec(arguments[-1], {})
-    finally:
-        os._exit(0)
 
 
 @cache
