@@ -35,9 +35,9 @@ def stream_export(
     memory on the gathers' device, except plain weights that are not sharded. Only one weight is in memory at a time, if
     the caller keeps none.
 
-    files, rename: as for `export_safetensors`. Cast-on-gather weights are quantized as in the forward pass. source: the
-    folder that the weights were loaded from. Its texts and its codes of unchanged scales are kept; its other tensors
-    are not streamed.
+    model_or_state_dict, files, rename: as for `export_safetensors`. Cast-on-gather weights are quantized as in the
+    forward pass. source: the folder that the weights were loaded from. Its texts and its codes of unchanged scales are
+    kept; its other tensors are not streamed.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and iterate to
     the end. Checks run when the first tensor is requested, and raise on all ranks.
