@@ -60,15 +60,17 @@ def loads_and_writes(recipe: str, folder: str, out: str) -> tuple[list[int], int
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*are rounded to codes:UserWarning")
 @pytest.mark.parametrize("recipe", FILES)
-def test_ranks_hold_their_shard_and_some_weights(recipe: str, two: Ranks, tmp_path: Path) -> None:
-    """A folder of a few hundred MB, and one file: neither is held whole anywhere."""
+def test_ranks_hold_their_shard_and_some_weights(recipe: str, tmp_path: Path) -> None:
+    """A folder of a few hundred MB, and one file: neither is held whole anywhere. Ranks are new, so that nothing that
+    earlier tests have left in them moves their memory."""
     whole = model_of(recipe, "cpu")
     for param in whole.parameters():
         for name, plane in param.planes().items():
             plane.view(torch.uint8).random_(0, 112 if "scale" in name else 120)
     export_safetensors(whole, tmp_path / "in", files=FILES[recipe], max_shard_bytes=2**40)
     del whole
-    results = two.run(loads_and_writes, recipe, str(tmp_path / "in"), str(tmp_path / "out"))
+    with Ranks(2) as ranks:
+        results = ranks.run(loads_and_writes, recipe, str(tmp_path / "in"), str(tmp_path / "out"))
     for (load, export), shards, weight in results:
         beyond = load - shards
         assert -8 * MIB <= beyond <= weight + 2 * MIB, f"loading took {beyond / MIB:.0f} MiB beyond the shard"
