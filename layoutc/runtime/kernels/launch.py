@@ -18,7 +18,7 @@ from layoutc.runtime.facts import Facts, Layout
 
 Out = Mapping[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WIDE = 16  # what Triton must know to divide a stride, or a size, for threads to read 16 bytes at a time
+WIDE = 16  # threads read 16 bytes at a time only if Triton knows that 16 divides strides and sizes
 
 
 @cache
@@ -89,9 +89,9 @@ def in_rows(x: Tensor) -> Tensor:
     """A matrix whose rows are runs of values, each from a multiple of 16 on, as kernels that also transpose codes read
     it. Others are copied first.
 
-    From columns that are runs, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6. From
-    rows that a thread reads 2 or 4 bytes at a time, codes and scales were wrong (fp8_block, fp8_current, nvfp4_gradient
-    on an H200): ptxas of CUDA 12.8 and 12.9 mixes up registers, which it does not with --opt-level 0.
+    If columns are runs, two launches of such a kernel (fp8_current) gave different bytes (H200, Triton 3.6). If threads
+    read 2 or 4 bytes of a row at a time, codes or scales were wrong (fp8_block, fp8_current, nvfp4_gradient): ptxas of
+    CUDA 12.8 and 12.9 mixes up registers, but not with --opt-level 0.
     """
     is_read = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) % WIDE == 0 or x.is_contiguous())
     return x if is_read else x.clone(memory_format=torch.contiguous_format)
