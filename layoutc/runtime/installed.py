@@ -55,7 +55,14 @@ def find(recipe: Recipe) -> ModuleType:
             return _of_spec(spec)
     if _packages_in(path):
         return _of_folder(path)
-    raise ValueError(_unknown(recipe, [one for one in (*shipped, *_packages_in(BUILT)) if one not in _own().RECIPES]))
+    raise ValueError(
+        _unknown(recipe, [*(one for one in shipped if one not in _own().RECIPES), *in_working_directory()])
+    )
+
+
+def in_working_directory() -> list[str]:
+    """The names of recipes in `generated/` of the working directory that are not layoutc's own. Imports none."""
+    return [name for name in _packages_in(BUILT) if name not in _own().RECIPES]
 
 
 def points() -> list[EntryPoint]:

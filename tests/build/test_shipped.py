@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from places import ROOT
 from torch import nn
 
 import layoutc
+from layoutc import checkpoint
 from layoutc.cli.app import main
+from layoutc.runtime.errors import LayoutError
 
 SPECS = ROOT / "specs"
 
@@ -217,6 +220,46 @@ def test_own_recipe_is_found_by_name_spec_folder_and_module(
     assert class_for(folder) == class_for(tmp_path / "specs" / f"{name}.yaml") == module
     with pytest.raises(ValueError, match=f"there is no recipe '{name}' .* its spec's path, or its imported module"):
         layoutc.quantize_(linear(), name)
+
+
+def test_files_of_own_recipe_are_read_once_it_is_named_or_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A config.json imports nothing from the working directory; the error says which names are there."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.chdir(tmp_path)
+    name = "files_of_own"
+    text = (SPECS / "fp8_rowwise.yaml").read_text().replace("fp8_rowwise", name).replace("fbgemm_fp8", "my-own-tool")
+    Path("specs").mkdir()
+    Path(f"specs/{name}.yaml").write_text(text)
+    assert run("build").exit_code == 0
+    request.addfinalizer(lambda: [sys.modules.pop(one) for one in list(sys.modules) if name in one])
+    codes, scales = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 1)
+    Path("folder").mkdir()
+    safetensors.save_file({"weight": codes, "weight_scale": scales}, "folder/model.safetensors")
+    config = {"quantization_config": {"quant_method": "my-own-tool", "activation_scale_ub": 1200.0}}
+    Path("folder/config.json").write_text(json.dumps(config))
+
+    unknown = (
+        rf"no installed recipe knows: quant_method = 'my-own-tool'[\s\S]*here \({name}\) [\s\S]* files='{name}/BINDING'"
+    )
+    with pytest.raises(LayoutError, match=unknown):
+        checkpoint.quantize_as_stored(linear(), "folder")
+    with pytest.raises(LayoutError, match=unknown):
+        checkpoint.load_safetensors(linear(), "folder", convert=True)
+    with pytest.warns(UserWarning, match=rf"listed as they lie in the files: .*{unknown}"):
+        assert "float8_e4m3fn" in run("show", "--checkpoint", "folder").output
+    assert f"{name}/BINDING" in run("convert", "folder", "plain", "--dtype", "float32").output.replace("\n", " ")
+    assert not any(name in one for one in sys.modules)
+    done = run("convert", "folder", "plain", "--from", f"{name}/fbgemm", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    values = safetensors.load_file("plain/model.safetensors")["weight"]
+    assert torch.equal(values, codes.float() * scales)
+
+    model = linear()  # convert has imported the recipe
+    assert checkpoint.quantize_as_stored(model, "folder") == {"weight": name}
+    checkpoint.load_safetensors(model, "folder")
+    assert torch.equal(model.weight.dequantize(torch.float32), values)  # type: ignore[operator]
 
 
 def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

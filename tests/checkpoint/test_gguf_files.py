@@ -25,6 +25,7 @@ from places import ROOT
 
 import layoutc
 from layoutc import checkpoint
+from layoutc.checkpoint.gguf import planning
 from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
 from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.kinds import kinds_of
@@ -322,6 +323,10 @@ def test_a_recipe_of_ones_own_adds_a_type(unstated: Path, tmp_path: Path, monkey
     )
     checkpoint.export_gguf(model, tmp_path / "out.gguf", source=unstated)
     assert filecmp.cmp(unstated, tmp_path / "out.gguf", shallow=False)
+    by_name = gguf_files.skeleton()
+    monkeypatch.setattr(planning, "find", recipe)  # as of a recipe in the working directory
+    chosen = checkpoint.quantize_as_stored(by_name, unstated, files="my_q5_k/gguf")
+    assert {name.rpartition("mlp.")[2] for name, named in chosen.items() if named == "my_q5_k"} == {"down_proj.weight"}
     monkeypatch.setitem(TYPES, 13, TYPES[14])  # as of a package that an older layoutc made of a spec that is wrong
     with pytest.raises(LayoutError, match=r"my_q5_k/gguf states type 13 of GGUF as Q5_K, 176 bytes .* is wrong"):
         kinds_of([type(weight.data)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_na
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.installed import find
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -310,6 +312,9 @@ def classes_in(
     header = read_model(path)
     names, by_number = names_of(header), dict[int, list[Kind]]()
     every = installed()
+    if files is not None and "/" in files:  # a recipe in the working directory, perhaps
+        with suppress(ValueError):
+            every += [kind for kind in kinds_of([find(files.partition("/")[0]).Tensor]) if kind not in every]
     if files is not None and not any(files in (kind.label, kind.binding.name) for kind in every):
         there = ", ".join(sorted(kind.label for kind in every))
         raise LayoutError(f"no installed recipe has files {files!r} of GGUF; there are {there}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find, named_in
@@ -14,6 +15,7 @@ from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.bindings.configs import READ_AS_PLAIN, spelled
 from layoutc.runtime.bindings.names import contradicts, differences, values_at
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.installed import BUILT, in_working_directory
 
 
 class Fit(NamedTuple):
@@ -38,6 +40,14 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     if config and not found:
         raise _unknown(path, config, every)
     return found
+
+
+def unknown(path: Path) -> list[Problem]:
+    """The problem that a folder's config.json describes weights that no recipe knows; [] without such a config."""
+    problems = list[Problem]()
+    with noted(problems):
+        told(path, None, recognize.installed())
+    return problems
 
 
 def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: Mapping[str, Stored]) -> None:
@@ -70,20 +80,28 @@ def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> L
     own = spelled(config)
     method = own.get("quant_method")
     alike = [one for one in every if spelled(one.binding.config).get("quant_method") == method]
-    least = min(len(differences(one.binding, config)) for one in alike or every)
-    near = [one for one in alike or every if len(differences(one.binding, config)) == least]
-    looked = dict.fromkeys(path for one in alike or near[:1] for path in one.binding.recognized)
+    least = min((len(differences(one.binding, config)) for one in alike), default=0)
+    near = [one for one in alike if len(differences(one.binding, config)) == least][:4]
+    looked = dict.fromkeys(["quant_method", *(path for one in alike for path in one.binding.recognized)])
     values = {key: values_at(own, key.split(".")) for key in looked}
     there = [f"{key} = {' and '.join(map(short, found[:4])) or 'nothing'}" for key, found in values.items()]
-    but = [f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near[:4]]
+    but = [
+        "The nearest are",
+        *(f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near),
+    ]
     of_mlx = method is not None or {"bits", "group_size"} <= own.keys()
     plain = READ_AS_PLAIN.get(method if isinstance(method, str) else None, "") if of_mlx else ""
-    return LayoutError(
-        f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}\n"
-        + "\n".join(["The nearest are", *but, *[plain] * bool(plain)])
-        + f"\nIf the tensors are those of a binding all the same, pass files= its name, such as {near[0].label!r}; "
-        "`layoutc show RECIPE --files` prints the tensors of a recipe's"
-    )
+    name = near[0].label if near else "RECIPE/BINDING"
+    lines = [
+        f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}",
+        *(["The nearest are", *but] if near else []),
+        *[plain] * bool(plain),
+        f"If the tensors are those of a binding all the same, name it, as files={name!r} or layoutc convert --from "
+        f"{name}; `layoutc show RECIPE --files` prints the tensors of a recipe's",
+    ]
+    if mine := in_working_directory():
+        lines.append(f"Recipes in {BUILT}/ here ({', '.join(mine)}) are read only if named: files='{mine[0]}/BINDING'")
+    return LayoutError("\n".join(lines))
 
 
 def _agreeing(path: Path, config: Mapping[str, Any], named: Sequence[Bound], every: Sequence[Bound]) -> list[Bound]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from layoutc.checkpoint.common.entries import EntryFacts, entry_of
 from layoutc.checkpoint.held.stored import DTYPES, Stored
-from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, named_in, weights_in
 from layoutc.checkpoint.safetensors.files import Contents, read_folder
 from layoutc.runtime.errors import LayoutError
@@ -48,6 +48,8 @@ def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
         return {}
     told, found, refused = recognize.recognized(config, recognize.installed()), dict[str, Found](), list[LayoutError]()
     lacking = list[str]()
+    if not told:
+        warnings.warn(f"tensors are listed as they lie in the files: {choosing.unknown(folder)[0].text}", stacklevel=4)
     for one in told:
         try:
             found = weights_in(one, contents.tensors, told) | found

@@ -92,7 +92,7 @@ def load_safetensors(
             library()
             contents = read_folder(Path(folder))
             theirs = planning.bindings(model, Path(folder), contents, files, rename)
-            steps, loaded, unread = planning.plan(model, contents, rename, strict, theirs, problems)
+            steps, loaded, unread = planning.plan(model, Path(folder), contents, rename, strict, theirs, problems)
             steps, planned = [], steps
             for step in planned:
                 with noted(problems):

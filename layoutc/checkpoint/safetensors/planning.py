@@ -98,6 +98,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
 
 def plan(
     model: nn.Module,
+    folder: Path,
     contents: Contents,
     rename: Rename | None,
     strict: bool,
@@ -139,6 +140,8 @@ def plan(
     unexpected = sorted(there - expected - unread)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
+        if problems and not theirs:  # names are missing because the files are quantized in an unknown format
+            problems[:0] = choosing.unknown(folder)
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
 
 

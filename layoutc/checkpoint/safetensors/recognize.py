@@ -18,6 +18,7 @@ from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.installed import every, find, nearest
+from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
@@ -146,6 +147,11 @@ def classes() -> list[type[QuantizedTensor]]:
     return [recipe.Tensor for recipe in every()]
 
 
+def imported() -> list[type[QuantizedTensor]]:
+    """The classes of all recipes that this process has imported, such as those of a project's own package."""
+    return [cls for cls in stored_form.registered() if issubclass(cls, QuantizedTensor)]
+
+
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
     """The bindings that a name means, e.g. `deepseek` or `fp8_block/deepseek`. Also finds recipes in the current
     folder's `generated/`. Raises LayoutError if there are none."""
@@ -168,9 +174,11 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
 
 
 def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that match a config, including those for other block sizes than the recipes'. First come bindings
-    that hold values without conversion, then those that compare more of the config."""
+    """The bindings that match a config, including those for other block sizes than the recipes'; if there are none,
+    those of recipes that this process has imported from elsewhere. First come bindings that hold values without
+    conversion, then those that compare more of the config."""
     found = [one for one in with_other_blocks(bound, config) if recognizes(one.binding, config)]
+    found = found or [one for one in bindings_of(imported()) if recognizes(one.binding, config)]
     return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))
 
 

@@ -250,6 +250,11 @@ def register(cls: type[PlaneTensor]) -> None:
     _classes.setdefault(cls.LAYOUT.layout_id, {})[cls.__module__] = cls
 
 
+def registered() -> list[type[PlaneTensor]]:
+    """The classes of all recipes that this process has imported, installed or not."""
+    return [cls for classes in _classes.values() for cls in classes.values()]
+
+
 def class_of(stored: Mapping[str, Any]) -> type[Any]:
     """The class of a stored layout, from what `describe` wrote: of an imported recipe, else of an installed one.
 
@@ -276,8 +281,7 @@ def _registered(stored: Mapping[str, Any]) -> type[PlaneTensor] | None:
 
 def against_installed(name: str, stored: Mapping[str, Any]) -> str:
     """How the installed recipe of a name differs from a stored layout, in words."""
-    every = (cls.LAYOUT for classes in _classes.values() for cls in classes.values())
-    here = next((layout for layout in every if layout.name == name), None)
+    here = next((cls.LAYOUT for cls in registered() if cls.LAYOUT.name == name), None)
     if here is None:
         return f"no recipe {name} is installed"
     return f"the installed {name} is layout {here.layout_id}: {difference(stored, describe(here))}"
