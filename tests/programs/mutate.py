@@ -10,11 +10,13 @@ module is. Nothing is written into the checkout: tests run in copies of it, each
 
 First those tests run that call the faulty function, a few cases of each, fastest first, up to the first that fails.
 Where none does, the others follow of all files with a test that calls any function of the module, and of those that
-start programs; --quick leaves those out, and with them what shows only in certain cases, in programs that tests start,
+start programs. --quick leaves those out, and with them what shows only in certain cases, in programs that tests start,
 or in results that are kept from test to test. Which test calls what is noted when a test file is new, and kept in the
 user's cache folder: of the module's area (AREAS), of all tests with --everywhere. Tests beyond the area are asked where
-they have been noted before and call the module. A test that takes ten times as long as it did has noticed a fault.
-Nothing runs on a GPU.
+they have been noted before and call the module. Nothing runs on a GPU.
+
+A test has noticed a fault if it fails with it again, alone, and passes without it. Counted apart: tests that take ten
+times as long as they did ("late in"; alone, thirty times), and runs that end with their process ("ended by").
 
 Exit codes: 0 all faults were noticed, 1 some survived, 2 usage, or no test passes without a fault.
 """
@@ -168,10 +170,11 @@ def ordered(record: Record, names: Iterable[str]) -> list[str]:
 
 @dataclass
 class Trial:
-    """A fault, and what noticed it: a test, or how its process ended; "" where nothing did."""
+    """A fault, and what noticed it: a test, or how its process ended; "" where nothing did. `how` it was noticed."""
 
     fault: Fault
     noticed: str = ""
+    how: str = ""
     seconds: float = 0.0
     doubted: set[str] = field(default_factory=set)
 
@@ -234,21 +237,40 @@ class Mutation:
     def _run(self, trial: Trial, names: Iterable[str], then: Run | None) -> Run:
         from mutation.running import Chooser
 
-        def done(how: str, failed: list[str] | None, took: float) -> Run | None:
+        def done(how: str, failed: dict[str, bool] | None, took: float) -> Run | None:
             trial.seconds += took
-            trial.noticed = failed[0] if failed else "" if how in ("exit 0", "exit 5") else how
-            if not trial.noticed and then is not None:
-                return then
-            fault, verdict = trial.fault, f"noticed by {trial.noticed}" if trial.noticed else "SURVIVED"
-            print(
-                f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}  {verdict}  {trial.seconds:.0f} s", flush=True
-            )
-            return None
+            first = next(iter(failed or ()), "")
+            if first in self.record:
+                return self._alone(trial, first)
+            if first or how not in ("exit 0", "exit 5"):
+                return self._verdict(trial, first or how, "noticed by" if first else "ended by")
+            return self._verdict(trial, "", "SURVIVED") if then is None else then
 
         limits = {name: self._limit(name) for name in ordered(self.record, names)}
         files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
         seconds = 3 * self.patience + sum(limits.values()) / 4
         return Run(files, lambda _, path: Chooser(limits, path), done, seconds, trial.fault)
+
+    def _alone(self, trial: Trial, name: str) -> Run:
+        """The test that failed, again. Where it passes, the others are asked."""
+        from mutation.running import Chooser
+
+        def done(how: str, failed: dict[str, bool] | None, took: float) -> Run | None:
+            trial.seconds += took
+            if failed is None or name in failed:
+                is_late = failed is None or failed[name]
+                return self._verdict(trial, name, "late in" if is_late else "noticed by")
+            print(f"{trial.fault.key}  again: {name} passes alone", flush=True)
+            trial.doubted.add(name)
+            return self._first(trial)
+
+        limits, file = {name: 3 * self._limit(name)}, name.partition("::")[0]
+        return Run([file], lambda _, path: Chooser(limits, path), done, 2 * limits[name], trial.fault)
+
+    def _verdict(self, trial: Trial, noticed: str, how: str) -> None:
+        trial.noticed, trial.how, fault = noticed, how, trial.fault
+        verdict = f"{how} {noticed}".strip()
+        print(f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}  {verdict}  {trial.seconds:.0f} s", flush=True)
 
     def _limit(self, name: str) -> float:
         return self.patience + 10 * float(self.record[name]["seconds"])
@@ -261,7 +283,7 @@ class Mutation:
         limits = {name: 3 * self._limit(name) for name in ordered(self.record, names)}
         files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
 
-        def done(how: str, failed: list[str] | None, _: float) -> None:
+        def done(how: str, failed: dict[str, bool] | None, _: float) -> None:
             found.update(failed if failed is not None else limits)
 
         if limits:
@@ -332,9 +354,10 @@ def main(arguments: list[str] | None = None) -> int:
     for fault in survived:
         print(f"\n{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
     minutes = (time.monotonic() - start) / 60
-    of, counts = f"of {len(every)} in {len(found)} modules", (len(trials) - len(survived), len(survived))
-    rate = counts[0] / len(trials)
-    print(f"\n{len(trials)} faults {of}: {counts[0]} noticed, {counts[1]} survived, {rate:.0%}; {minutes:.1f} min")
+    noticed = sum(trial.how == "noticed by" for trial in trials)
+    late = len(trials) - noticed - len(survived)
+    counts = f"{noticed} noticed, {late} late or ended, {len(survived)} survived, {noticed / len(trials):.0%}"
+    print(f"\n{len(trials)} faults of {len(every)} in {len(found)} modules: {counts}; {minutes:.1f} min")
     return 1 if survived else 0
 
 

@@ -202,6 +202,18 @@ def test_last():
         assert repr(pool.submit(least, [1.0, 1]).result()) == "1.0"
 """  # in a process that is started as ranks are
 
+NOISY = """
+
+def test_fails_once():
+    import toy
+    from pathlib import Path
+
+    seen = Path(toy.__file__).with_suffix(".seen")
+    if helper(2) != 7 and not seen.exists():
+        seen.touch()
+        assert False
+"""  # and passes when it is asked again, as on a machine that is less busy
+
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program on the toy, as a user runs it."""
@@ -229,10 +241,11 @@ def test_what_survived_is_listed_with_its_diff_and_nothing_is_written(toy: Path)
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     noticed = {line.split("  ")[0]: line for line in lines if "  noticed by " in line}
+    late = {line.split("  ")[0]: line for line in lines if "  late in " in line}
     survived = {line.split("  ")[0]: line for line in lines if "  SURVIVED  " in line}
     text = (toy / "toy.py").read_text(encoding="utf-8")
     faults = {fault.key: fault for fault in faults_in(text, "toy.py") if is_fault(fault, text)}
-    assert set(faults) == {*noticed, *survived}
+    assert set(faults) == {*noticed, *late, *survived}
     told = {key: (faults[key].kind, faults[key].line, faults[key].new) for key in faults}
     assert {told[key] for key in survived} == {
         ("comparison", 7, "<="),
@@ -242,11 +255,10 @@ def test_what_survived_is_listed_with_its_diff_and_nothing_is_written(toy: Path)
         ("arithmetic", 19, "-"),
     }
     assert all("tests/test_toy.py::test_" in line for line in noticed.values())
-    endless = next(key for key in noticed if told[key] == ("assignment dropped", 14, "pass"))
-    assert "test_down" in noticed[endless]
+    assert "test_down" in late[next(key for key in told if told[key] == ("assignment dropped", 14, "pass"))]
     assert "-    return n + 5\n+    return n + 6\n" in done.stdout
     assert lines[-1].startswith(f"{len(faults)} faults of ")
-    assert f"{len(noticed)} noticed, {len(survived)} survived" in lines[-1]
+    assert f"{len(noticed)} noticed, {len(late)} late or ended, {len(survived)} survived" in lines[-1]
     assert {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()} == before
 
 
@@ -269,3 +281,16 @@ def test_one_fault_again_and_exit_codes(toy: Path) -> None:
     done = run(toy, "toy.py")
     assert done.returncode == 2
     assert "no test passes without a fault" in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_failure_that_does_not_repeat_has_noticed_nothing(toy: Path) -> None:
+    with (toy / "tests" / "test_toy.py").open("a", encoding="utf-8") as file:
+        file.write(NOISY)
+    listed = run(toy, "toy.py", "--count", "100", "--list").stdout.splitlines()
+    key = next(line for line in listed if "toy.py:19  arithmetic" in line).split("  ")[0]
+    done = run(toy, "toy.py", "--only", key)
+    assert f"{key}  again: tests/test_toy.py::test_fails_once passes alone" in done.stdout, done.stdout + done.stderr
+    assert "1 faults of" in done.stdout
+    assert "0 noticed, 0 late or ended, 1 survived, 0%" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -106,16 +107,23 @@ class Late(Exception):
     """A test takes much longer than it did."""
 
 
-def _late(*_: object) -> None:
-    raise Late
+NO_ANSWER = re.compile(r"(rank \d+: no answer\s*)+")  # of ranks that all wait, or start slowly; none has failed
 
 
 class Chooser:
-    """Runs the named tests in their order, each up to so many seconds, and writes the names of those that failed."""
+    """Runs the named tests in their order, each up to so many seconds.
+
+    Writes {test: whether it failed by time alone} of those that failed.
+    """
 
     def __init__(self, limits: dict[str, float], file: Path) -> None:
-        self.limits, self.file, self.failed = limits, file, list[str]()
+        self.limits, self.file, self.failed = limits, file, dict[str, bool]()
         self.order = {name: number for number, name in enumerate(limits)}
+        self._is_late = False
+
+    def _late(self, *_: object) -> None:
+        self._is_late = True
+        raise Late
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -125,7 +133,8 @@ class Chooser:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Ends a test that takes too long."""
-        signal.signal(signal.SIGALRM, _late)
+        self._is_late = False
+        signal.signal(signal.SIGALRM, self._late)
         signal.setitimer(signal.ITIMER_REAL, self.limits[item.nodeid])
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -133,12 +142,17 @@ class Chooser:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that can't be imported."""
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.failed[report.nodeid] = False
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        """Ranks that do not answer are late, too."""
+        if call.excinfo is not None and NO_ANSWER.fullmatch(str(call.excinfo.value)):
+            self._is_late = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test that failed."""
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.failed.setdefault(report.nodeid, self._is_late)
 
     def pytest_sessionfinish(self) -> None:
         """Writes."""
