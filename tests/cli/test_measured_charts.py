@@ -36,6 +36,7 @@ BENCH: dict[str, Any] = {
     "peers": [
         row("mxfp8", "quantize 1x32, torchao to_mx compiled", share=0.5, differs=0.0),
         row("", "quantize 1x128, torchao", share=0.6, differs=0.01),
+        row("fp8_block", "quantize, of a recipe without kernels", differs=0.01),
         row("nvfp4", "quantize rowwise, torch.compile", (16, 16), differs=0.0),
     ],
 }
@@ -66,6 +67,7 @@ def saved(folder: Path, data: object) -> Path:
             [
                 *("amax", "quantize 1x128, torchao", "mxfp8 quantize rowwise"),
                 *("mxfp8 quantize 1x32, torchao to_mx compiled", "nvfp4 quantize rowwise"),
+                "fp8_block quantize, of a recipe without kernels",
             ],
         ),
         ("demo", DEMO, ["bf16", "mxfp8"]),
@@ -83,6 +85,8 @@ def test_results_are_drawn_again(tmp_path: Path, command: str, data: dict[str, A
         assert first.startswith(begin)
         assert run(command, path, "--chart", drawn).exit_code == 0
         assert drawn.read_bytes() == first, "equal charts are equal files"
+    svg = (tmp_path / f"{command}.svg").read_text(encoding="utf-8")
+    assert ('id="legend_1"' in svg) == (command == "demo"), "curves are named; marks are named by their axis"
 
 
 @needs_matplotlib

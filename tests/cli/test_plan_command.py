@@ -241,7 +241,7 @@ def test_a_line_of_a_chart_is_a_recipe_over_worlds(tmp_path: Path, monkeypatch: 
 @needs_matplotlib
 def test_charts_say_how_weights_and_gradients_travel(tmp_path: Path) -> None:
     said = {"--exchange": "gradients exchanged", "--on-gather": "weights dequantized on gather"}
-    for more in ((), ("--exchange",), ("--on-gather", "--exchange")):
+    for more in (("--by-layers",), ("--by-layers", "--exchange"), ("--on-gather", "--exchange")):
         args = (LLAMA, "--recipe", "nvfp4", "--world", "8,16", *more)
         assert run(*args, "--chart", tmp_path / "run.svg", "-q").exit_code == 0
         text = (tmp_path / "run.svg").read_text(encoding="utf-8")
