@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +15,10 @@ from harness import Ranks, mesh_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import layoutc
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import launch
 
 
@@ -197,6 +199,22 @@ def resume(folder: str, form: dict[str, Any], recipe: str = "mxfp8", copies: int
     assert len(set(expected)) == 10
     assert_same(values_of(model, optimizer), values_of(other, its_own))
     return expected
+
+
+def refuses_cuts_through_random_bits() -> None:
+    mesh = mesh_of(dist.get_world_size())
+    for shape, dim, every in (((4096, 24), 1, 12), ((2, 64, 128), 1, 32), ((4096, 32), 1, 0), ((3, 64, 128), 0, 0)):
+        weight = nn.Parameter(distribute_tensor(torch.ones(shape, dtype=torch.bfloat16), mesh, [Shard(dim)]))
+        layoutc.AdamW([weight])
+        layoutc.AdamW([weight], masters="f24")  # rounds to nearest
+        refused = pytest.raises(LayoutError, match=f"is cut on dim {dim} every {every}. masters=bf16 rounds")
+        with refused if every else nullcontext():
+            layoutc.AdamW([weight], masters="bf16")
+
+
+def test_cuts_through_columns_that_share_random_bits_are_refused(two: Ranks) -> None:
+    """Other ranks would round such a master otherwise than one process does."""
+    two.run(refuses_cuts_through_random_bits)
 
 
 @pytest.mark.thorough  # test_state_checkpoints.py has states in the first tier

@@ -239,12 +239,25 @@ def test_a_history_advances_once_for_each_change_of_the_values() -> None:
         module.quantize(weight.data.plain, out=expected)
         layoutc.precompute_amaxes(model)
         other = copy.deepcopy(model)
-        for one in (weight, weight, other.weight, pickle.loads(pickle.dumps(model)).weight):
+        for one in (weight, weight, weight.clone(), other.weight, pickle.loads(pickle.dumps(model)).weight):
             found = one.data.quantize()
             assert torch.equal(found.store.planes["amax"], expected.store.planes["amax"])
             assert torch.equal(found.dequantize(), expected.dequantize())
     model.load_state_dict(model.state_dict())
     assert torch.equal(weight.data.quantize().dequantize(), module.quantize(weight.data.plain).dequantize())
+
+
+def test_some_of_the_values_and_another_dtype_start_a_history_anew() -> None:
+    module = module_of("fp8_delayed")
+    model = nn.Linear(128, 256, bias=False)
+    layoutc.cast_on_gather_(model, module)
+    layoutc.precompute_amaxes(model)
+    weight: Any = model.weight
+    with torch.no_grad():
+        weight.mul_(4)
+        for made in (weight[:128].detach().clone(), weight.detach().bfloat16()):
+            found, expected = made.quantize().planes(), module.quantize(made.plain).planes()
+            assert all(torch.equal(raw(plane), raw(expected[name])) for name, plane in found.items())
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "fp8_delayed"])

@@ -85,8 +85,8 @@ class ByRule(MasterWeights):
             if param.requires_grad:
                 name = getattr(local_of(param), "weight_name", None) or "a parameter"
                 self._forms.check(param, name)
-                if self._master_dtype(param) != torch.float32:
-                    states.refuse_masters(param, name, self._masters_in)
+                if self._master_dtype(param) == torch.bfloat16:
+                    states.refuse_bf16_masters(param, name)
         super()._adopt(params)
 
     def _forget_entries(self) -> None:

@@ -141,7 +141,7 @@ def converted(value: Tensor, cls: type[QuantizedTensor] | None) -> Tensor:
     return made
 
 
-def refuse_masters(param: Tensor, name: str, masters: str) -> None:
+def refuse_bf16_masters(param: Tensor, name: str) -> None:
     """Raises LayoutError for shards that are neither rows of the whole weight nor columns cut at multiples of 8."""
     for mesh_dim, dim in meshes.cuts(param):
         assert isinstance(param, DTensor)
@@ -150,7 +150,7 @@ def refuse_masters(param: Tensor, name: str, masters: str) -> None:
         if dim == 0 or each >= param.shape[dim] or (is_last and each % 8 == 0):
             continue
         raise LayoutError(
-            f"{name} of shape {tuple(param.shape)} is cut on dim {dim} every {each}. masters={masters} rounds by "
+            f"{name} of shape {tuple(param.shape)} is cut on dim {dim} every {each}. masters=bf16 rounds by "
             "random bits that eight columns of a row share: shard dim 0, cut the last dim at multiples of 8, or pass "
             'masters="fp32"'
         )
