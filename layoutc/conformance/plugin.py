@@ -5,7 +5,6 @@ Every pytest run in an environment with layoutc loads it, so it imports nothing 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,31 +103,27 @@ class CheckItem(pytest.Item):
 
     def runtest(self) -> None:
         """Runs the check. Skips one that does not apply, with its reason."""
-        from layoutc.conformance.registry import Skipped
+        from layoutc.conformance.registry import Failure
+        from layoutc.conformance.runner import run_check
 
         suite = self.parent
         assert isinstance(suite, Suite)
-        subject = suite.compiled()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.check.run(subject)
-        except Skipped as skipped:
-            pytest.skip(str(skipped))
+        self.outcome = run_check(suite.compiled(), self.check)
+        if self.outcome.status == "skip":
+            pytest.skip(self.outcome.message)
+        if self.outcome.status == "fail":
+            raise Failure(self.outcome.message)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The finding and its location, instead of a traceback through the suite."""
         from layoutc.conformance.registry import Failure
         from layoutc.conformance.report import explanation
-        from layoutc.conformance.runner import Outcome
         from layoutc.conformance.subject import BadSpec, Unusable
 
         if isinstance(excinfo.value, BadSpec | Unusable):
             return str(excinfo.value)
         if isinstance(excinfo.value, Failure):
-            failure = excinfo.value
-            outcome = Outcome(self.check.name, self.check.meaning, "fail", 0.0, failure.message, failure.details)
-            return f"failed: {self.check.meaning}\n{explanation(outcome)}"
+            return f"failed: {self.check.meaning}\n{explanation(self.outcome)}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:

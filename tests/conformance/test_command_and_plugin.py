@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,8 +17,8 @@ from injected_faults import MUTANTS, edit
 from places import ROOT
 
 from layoutc.cli.app import main
-from layoutc.conformance.plugin import Suite
-from layoutc.conformance.registry import all_checks
+from layoutc.conformance.plugin import CheckItem, Suite
+from layoutc.conformance.registry import TALLY, Check, Failure, all_checks
 from layoutc.conformance.subject import BadSpec, Subject, compile_subject
 
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -119,6 +120,29 @@ def test_the_plugin_reports_what_was_found_and_not_its_own_frames(tmp_path: Path
     assert "Traceback" not in done.stdout
     assert done.stdout.count("::decode PASSED") == 1, done.stdout + done.stderr
     assert pytest_run(tmp_path, "--layoutc-spec", "none.yaml").returncode == 4
+
+
+def test_the_plugin_asks_a_check_as_the_command_does() -> None:
+    """What only weights do is asked of weights alone; a check has to compare something; warnings fail nobody's run."""
+    item, suite = object.__new__(CheckItem), object.__new__(Suite)
+    item.parent, suite.subject = suite, Mock(seed=0)
+
+    def warns(_: Subject) -> None:
+        warnings.warn("of torch's", stacklevel=1)
+        TALLY.bytes += 1
+
+    item.check = Check("name", "meaning", warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        item.runtest()
+    item.check = Check("name", "meaning", lambda _: None)
+    with pytest.raises(Failure, match="it compared no bytes") as found:
+        item.runtest()
+    assert item.repr_failure(found).startswith("failed: meaning\n")
+    suite.subject.plan.not_weights = "for gradients"
+    item.check = Check("name", "meaning", warns, of_weights=True)
+    with pytest.raises(pytest.skip.Exception, match="the recipe is for gradients"):
+        item.runtest()
 
 
 def test_the_plugin_ends_what_it_started() -> None:
