@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -122,6 +124,20 @@ def plane_of(plane: Plane, values: list[list[int]], low_first: bool) -> torch.Te
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     as_bytes = [one.contiguous().reshape(-1).view(torch.uint8) for one in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+@given(cases())
+@settings(max_examples=120, deadline=None)
+def test_the_shape_of_a_weight_follows_from_that_of_its_codes(case) -> None:  # type: ignore[no-untyped-def]
+    """Unless two unknown sizes are joined in one dim of the file's tensor."""
+    plane, tensor, low_first, matrices, rows, columns = case
+    stored = plane_of(plane, [[0] * columns] * rows, low_first)
+    by = as_generated(bound(Stored(plane.name, plane.bits, plane.code_bits), tensor, low_first))
+    at = places.place(by, Facts(tuple(stored.shape), stored.dtype), matrices)
+    dims = re.findall(r"\(([^)]*)\)|(\w+)", tensor.layout.partition("->")[2])
+    is_known = all(len({*"mgkc"} & {*" ".join(names).split()}) < 2 for names in dims)
+    expected = (matrices, rows // matrices, columns) if matrices else (rows, columns)
+    assert places.weight_shape(by, at.shape, max(1, 8 // plane.bits)) == (expected if is_known else None)
 
 
 @given(cases(), st.data())
