@@ -454,6 +454,20 @@ def test_parameters_of_kernels_are_none_of_their_launcher() -> None:
     assert kernels > 200
 
 
+def test_the_runtime_makes_no_tensor_on_the_default_device() -> None:
+    """Which is a card after torch.set_default_device("cuda"), where tensors of the host can't be pinned or read."""
+    makers = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+    makers |= {"scalar_tensor", "tensor", "zeros"}
+    rooms = tuple(f"layoutc.{room}" for room in ("runtime", "checkpoint", "integrations"))
+    paths = [*GENERATED, *(path for name, path in NAMES.items() if name.startswith(rooms))]
+    calls = [(path, node) for path in paths for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    made = [(path, call) for path, call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in makers}]
+    assert len(made) > 50
+    assert [
+        (path.name, call.lineno) for path, call in made if not {"device", None} & {word.arg for word in call.keywords}
+    ] == []
+
+
 def _without_prose(text: str) -> str:
     """Code without docstrings, comments, and messages that give an example in backquotes."""
     text = re.sub(r'"""[\s\S]*?"""|#.*', "", text)

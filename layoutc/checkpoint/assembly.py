@@ -89,7 +89,7 @@ class Destination:
         """Host memory for the new value: the shard's class if the layouts match, else a plain tensor."""
         live = self.live
         if same and isinstance(live, QuantizedTensor):
-            planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live.store.planes.items()}
+            planes = {n: torch.zeros(p.shape, dtype=p.dtype, device="cpu") for n, p in live.store.planes.items()}
             value = live.with_planes(planes)
             value.padding = NOT_PADDED
             return value
@@ -97,7 +97,7 @@ class Destination:
             dtype = torch.float32 if isinstance(live, QuantizedTensor) else live.dtype
         else:
             dtype = source.dtype
-        return torch.empty(live.shape, dtype=dtype)
+        return torch.empty(live.shape, dtype=dtype, device="cpu")
 
     def _check_kind(self, source: Tensor) -> None:
         live, theirs, ours = self.live, _layout(source), _layout(self.live)
@@ -136,7 +136,7 @@ class Destination:
 def requantize(live: QuantizedTensor, destinations: Sequence[Destination]) -> None:
     """Quantizes a shard's new values. Collective over the weight's shards; a rank without rows has no values."""
     values = [one.value for one in destinations if one.value is not None and one.value.shape == live.shape]
-    plain = values[0] if values else torch.zeros(live.shape)
+    plain = values[0] if values else torch.zeros(live.shape, device="cpu")
     live.copy_(plain.dequantize(torch.float32) if isinstance(plain, QuantizedTensor) else plain)
 
 
@@ -162,7 +162,7 @@ def _casts(source: torch.dtype, to: torch.dtype) -> bool:
     has_fractions = to.is_floating_point or to.is_complex
     lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not has_fractions)
     try:
-        return source == to or (not lossy and torch.empty(1, dtype=source).to(to).dtype == to)
+        return source == to or (not lossy and torch.empty(1, dtype=source, device="cpu").to(to).dtype == to)
     except (RuntimeError, TypeError):  # torch can't convert 4-bit codes
         return False
 

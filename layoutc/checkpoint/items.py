@@ -54,7 +54,7 @@ def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
     try:
         with open_file(path) as file:
             there = max(os.fstat(file.fileno()).st_size - info.offset, 0)
-            data = torch.empty(min(info.length, there), dtype=torch.uint8)
+            data = torch.empty(min(info.length, there), dtype=torch.uint8, device="cpu")
             view, so_far = memoryview(data.numpy()), 0  # type: ignore[arg-type]
             file.seek(info.offset)
             while so_far < len(view) and (more := file.readinto(view[so_far:])):  # type: ignore[attr-defined]

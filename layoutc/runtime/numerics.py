@@ -59,7 +59,7 @@ def codebook_steps(values: Sequence[float]) -> tuple[float, ...]:
 
     A midpoint, rounded to fp32, is a tie.
     """
-    numbers = torch.tensor(sorted(value for value in values if value == value), dtype=torch.float64)
+    numbers = torch.tensor(sorted(value for value in values if value == value), dtype=torch.float64, device="cpu")
     middles = ((numbers[:-1] + numbers[1:]) / 2).float()
     return tuple(torch.nextafter(middles, torch.full_like(middles, torch.inf)).tolist())
 

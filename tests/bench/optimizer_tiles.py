@@ -27,18 +27,14 @@ BLOCKS = {  # of recipes with blocks of 128 x 128: they are quantized after all 
         *(128, 256, rows, 128, 128, stages, keep, warps, registers),
     )
     for rows, warps, stages, registers, keep in [
-        (8, 8, 1, 80, True),
         (8, 8, 2, 80, True),
-        (8, 8, 3, 80, True),
-        (8, 8, 3, None, True),
-        (8, 8, 3, 96, True),
-        (8, 8, 2, 96, True),
-        (4, 4, 3, 96, True),
-        (4, 4, 3, None, True),
-        (8, 16, 2, 64, True),
+        *[(8, 8, 3, registers, True) for registers in (72, 80, 88, 96, 112, 128)],
+        (8, 8, 3, 80, False),
+        (8, 8, 4, 80, True),
+        (8, 8, 4, 96, True),
+        (8, 8, 5, 128, True),
         (16, 16, 1, 64, True),
         (16, 16, 2, 64, True),
-        (16, 8, 2, None, True),
     ]
 }
 NARROW = {  # where no state has blocks of 256

@@ -291,7 +291,12 @@ def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
 
 def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
     """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes."""
-    forms = [("fp32", "fp32", "fp8_block"), ("8bit", "fp32", "fp8_block"), ("4bit", "fp32", "fp8_block")]
+    forms = [
+        ("fp32", "fp32", "mxfp4"),
+        ("fp32", "fp32", "fp8_block"),
+        ("8bit", "fp32", "fp8_block"),
+        ("4bit", "fp32", "fp8_block"),
+    ]
     forms += [
         ("fp8", "bf16", "fp8_block"),
         ("8bit", "bf16", None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -199,6 +200,23 @@ def test_kernels_write_the_bytes_of_the_reference(
     assert_same(trained(model, optimizer), expected)
     assert all(updates._launches for updates in optimizer._updates.values())
     assert len(optimizer._updates) == 1
+
+
+def test_steps_under_another_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After torch.set_default_device("cuda"), what names no device would be on a card; here it would be on none."""
+    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    use_kernels(monkeypatch)
+    found = []
+    for default in (nullcontext(), torch.device("meta")):
+        model = build(None)
+        give_gradients(model, 0)
+        with default:
+            optimizer = layoutc.AdamW(groups_of(model), lr=0.01, masters="f24")
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        found.append(bytes_of(model, optimizer))
+    assert_same(*found)
 
 
 @pytest.mark.sample(1)

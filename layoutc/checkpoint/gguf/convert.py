@@ -73,7 +73,7 @@ def convert_gguf(
         if place.tensors[0] in mapped.sources:
             continue
         mapped.sources[place.tensors[0]] = source = source_of(place, names, header)
-        entry(name, torch.empty(0), source, mapped, kinds, False)  # raises if the type can't be read
+        entry(name, torch.empty(0, device="cpu"), source, mapped, kinds, False)  # raises if the type can't be read
         facts = Facts(source.shape, OF_OTHERS[source.plain] if source.plain else to)
         jobs[name] = place.tensors[0], facts
     config, why = dict[str, object](), ""
@@ -138,7 +138,7 @@ def _made(planned: Planned, tensor: str, mapped: Mapped, kinds: list[Kind]) -> t
 
 def _like(facts: Facts) -> Tensor:
     """A tensor of this shape and dtype that needs no memory."""
-    return torch.empty((), dtype=facts.dtype).expand(facts.shape)
+    return torch.empty((), dtype=facts.dtype, device="cpu").expand(facts.shape)
 
 
 def _values(facts: Facts, source: Stored | Entry, mapped: Mapped) -> Tensor:

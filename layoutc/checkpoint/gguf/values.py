@@ -38,7 +38,7 @@ def library() -> ModuleType:
 
 def check_known(held: Held) -> None:
     """Raises LayoutError if the package gguf can't dequantize a tensor's type, ImportError without the package."""
-    quants, one = library(), torch.zeros(1, TYPES[held.number].nbytes, dtype=torch.uint8)
+    quants, one = library(), torch.zeros(1, TYPES[held.number].nbytes, dtype=torch.uint8, device="cpu")
     import gguf
 
     try:
@@ -163,9 +163,9 @@ class Mapped:
     def _joined(self, source: Source, stored: Stored, index: tuple[slice, ...]) -> Tensor:
         """A slice of concatenated tensors, read in runs of rows from one matrix of one tensor each."""
         lead, columns = stored.shape[:-1], index[-1] if index else slice(None)
-        rows, each = torch.arange(prod(lead)).view(lead)[index[:-1]], source.held.shape[-2]
+        rows, each = torch.arange(prod(lead), device="cpu").view(lead)[index[:-1]], source.held.shape[-2]
         blocks, counts = torch.unique_consecutive(rows.flatten() // each, return_counts=True)
-        pieces, at = [torch.empty(0, stored.shape[-1], dtype=OF_OTHERS[stored.dtype])[:, columns]], 0
+        pieces, at = [torch.empty(0, stored.shape[-1], dtype=OF_OTHERS[stored.dtype], device="cpu")[:, columns]], 0
         for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
             matrix, number = divmod(block, len(source.parts))
             part, first = source.parts[number], matrix * each + int(rows.flatten()[at]) % each
@@ -187,7 +187,7 @@ class Mapped:
             part = rows[first : first + each].clone(memory_format=torch.contiguous_format)
             values = torch.from_numpy(quants.dequantize(part.view(len(part) * inner, -1).numpy(), kind))
             pieces.append(values.view(len(part), *shape[1:])[(slice(None), *rest)].clone())
-        return torch.cat(pieces) if pieces else torch.empty((0, *shape[1:]))[(slice(None), *rest)]
+        return torch.cat(pieces) if pieces else torch.empty((0, *shape[1:]), device="cpu")[(slice(None), *rest)]
 
     def planes(
         self, cls: type[QuantizedTensor], binding: RecordBinding, part: tuple[Stored, range, range]
@@ -200,7 +200,8 @@ class Mapped:
         k, orientation = len(records) * binding.elements, orientation_of(binding)
         facts = cls.LAYOUT.planes(len(rows), k)
         planes = {
-            name: torch.empty(facts[name].shape, dtype=facts[name].dtype) for name in cls.LAYOUT.sources[orientation]
+            name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device="cpu")
+            for name in cls.LAYOUT.sources[orientation]
         }
         each = max(1, CHUNK // max(1, len(records) * binding.nbytes))
         for first in range(0, len(rows), each):
@@ -224,9 +225,11 @@ def orientation_of(binding: RecordBinding) -> str:
 def _rows(source: Source, values: Tensor, index: tuple[slice, ...]) -> Tensor:
     """The entries at `index` of a tensor whose first dim is rows, put in the model's order."""
     if source.rotated is None or not index:
-        whole = values if source.rotated is None else values[source.rotated.in_file(torch.arange(len(values)))]
+        whole, rows = values, torch.arange(len(values), device="cpu")
+        if source.rotated is not None:
+            whole = values[source.rotated.in_file(rows)]
         return whole[index]
-    rows = source.rotated.in_file(torch.arange(len(values))[index[0]])
+    rows = source.rotated.in_file(torch.arange(len(values), device="cpu")[index[0]])
     return values[:, *index[1:]][rows] if index[1:] else values[rows]
 
 

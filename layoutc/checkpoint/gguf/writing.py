@@ -138,7 +138,9 @@ def values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None)
 
 def _in_model(rows: range, order: Rotated | Share | None) -> slice | Tensor:
     """The rows of a model that these rows of a file hold."""
-    return slice(rows.start, rows.stop) if order is None else order.in_model(torch.arange(rows.start, rows.stop))
+    if order is None:
+        return slice(rows.start, rows.stop)
+    return order.in_model(torch.arange(rows.start, rows.stop, device="cpu"))
 
 
 def copied(raw: Tensor) -> Iterator[Tensor]:

@@ -28,9 +28,10 @@ class Meaning(NamedTuple):
 
     def of(self, codes: Tensor, rows: range, columns: range, width: int, fetch: Read) -> Tensor:
         """The fp32 values of codes at these rows and columns, in rows of `width`. Raises like `added`."""
-        numbers = torch.arange(rows.start, rows.stop)[:, None] * width + torch.arange(columns.start, columns.stop)
+        first = torch.arange(rows.start, rows.stop, device="cpu")[:, None] * width
+        numbers = first + torch.arange(columns.start, columns.stop, device="cpu")
         values = fetch(self.codebook, ())[codes.long()] * fetch(self.scale, ())[numbers // self.block]
-        return values + torch.tensor(self.added(fetch), dtype=torch.float32)
+        return values + torch.tensor(self.added(fetch), dtype=torch.float32, device="cpu")
 
     def added(self, fetch: Read) -> float:
         """The offset. Raises DamagedError if it is not a finite fp32 number."""
@@ -76,7 +77,7 @@ def encode(values: Tensor, codebook: tuple[float, ...], block: int) -> Encoded:
     # A scale near the fp32 minimum has an infinite reciprocal. bitsandbytes' index for NaN is 0.
     numbers = ((normal + 1) * 0.5 * STEPS + 0.5).nan_to_num(0).long()
     codes = _nearest(codebook)[numbers].masked_fill((scale == 0)[:, None], 0).view(-1)[: len(flat)]
-    table = torch.tensor(codebook, dtype=torch.float32)
+    table = torch.tensor(codebook, dtype=torch.float32, device="cpu")
     stands = table[codes.long()] * scale.repeat_interleave(block)[: len(flat)] + offset
     largest = float(flat.abs().amax()) if len(flat) else 0.0
     error = float((stands - flat).abs().amax()) / largest if largest else 0.0
@@ -86,7 +87,7 @@ def encode(values: Tensor, codebook: tuple[float, ...], block: int) -> Encoded:
 @cache
 def _nearest(codebook: tuple[float, ...]) -> Tensor:
     """The code of each of 65,536 values from -1 to 1: how many midpoints between codes are less than the value."""
-    values = torch.tensor(codebook, dtype=torch.float32)
+    values = torch.tensor(codebook, dtype=torch.float32, device="cpu")
     midpoints = 0.5 * (values[:-1] + values[1:])
-    grid = -1 + 2 * torch.arange(STEPS + 1, dtype=torch.float32) / STEPS
+    grid = -1 + 2 * torch.arange(STEPS + 1, dtype=torch.float32, device="cpu") / STEPS
     return torch.searchsorted(midpoints, grid).to(torch.uint8)

@@ -119,7 +119,7 @@ def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, .
     each = _rows_at_a_time(at, columns)
     if rows[1] - rows[0] <= each:
         return _read(at, rows, columns, fetch)
-    out = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=at.plane.dtype)
+    out = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=at.plane.dtype, device="cpu")
     for first in range(rows[0] // each * each, rows[1], each):
         part = max(first, rows[0]), min(first + each, rows[1])
         out[part[0] - rows[0] : part[1] - rows[0]] = _read(at, part, columns, fetch)
@@ -146,7 +146,9 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     if len(plane.shape) == 1 or bound.scalar:
         return _undone(bound, _as(fetch(()).reshape(1), plane.dtype)).reshape(plane.shape)
     if rows[0] >= rows[1] or columns[0] >= columns[1]:
-        return torch.empty((max(0, rows[1] - rows[0]), max(0, columns[1] - columns[0])), dtype=plane.dtype)
+        return torch.empty(
+            (max(0, rows[1] - rows[0]), max(0, columns[1] - columns[0])), dtype=plane.dtype, device="cpu"
+        )
     codes = prod(at.columns) // plane.shape[1] if plane.shape[1] else 1
     wanted = (columns[0] * codes, columns[1] * codes)
     split, sizes = len(at.rows), (*at.rows, *at.columns)

@@ -65,7 +65,7 @@ class BoundSource(NamedTuple):
                 break
             pieces.append(self._part(i, range(a - i * each, b - i * each), columns, fetch))
         if not pieces:
-            return torch.empty((0, len(columns)), dtype=self.facts.dtype)
+            return torch.empty((0, len(columns)), dtype=self.facts.dtype, device="cpu")
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def is_one(self, fetch: Read) -> bool:

@@ -38,7 +38,7 @@ class Stated(NamedTuple):
         """The tensor. offsets: new values for these keys of the text; None: no change. there: the text in the files
         that the weight was read from, to keep its other keys."""
         if self.values:
-            return torch.tensor(self.values, dtype=self.facts.dtype)
+            return torch.tensor(self.values, dtype=self.facts.dtype, device="cpu")
         if self.text is not None:
             text = there
             if text is None or offsets is not None:
@@ -46,8 +46,8 @@ class Stated(NamedTuple):
                 text = json.dumps({**said, **(offsets or {})}).encode()
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if self.facts.shape == (2,):
-            return torch.tensor(self.sizes, dtype=self.facts.dtype)
-        return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
+            return torch.tensor(self.sizes, dtype=self.facts.dtype, device="cpu")
+        return (torch.arange(self.sizes[0], device="cpu") // self.sizes[1]).to(self.facts.dtype)
 
     def most(self, there: bytes | None) -> int:
         """The maximum bytes of the text that `made` returns, with or without offsets."""

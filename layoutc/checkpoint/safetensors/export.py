@@ -296,7 +296,9 @@ def _with_source(
         stored = source.tensors[name]
         copy = writing.copy_of(name, stored)
         read = partial(source.slices.read, stored, ()) if copy.declared is None else partial(bytes_of, stored)
-        found.append(Item(name, name, torch.empty(0), {name: copy.facts}, copied=read, declared=copy.declared))
+        found.append(
+            Item(name, name, torch.empty(0, device="cpu"), {name: copy.facts}, copied=read, declared=copy.declared)
+        )
     return config, found, others
 
 

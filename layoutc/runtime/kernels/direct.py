@@ -114,7 +114,7 @@ def tells_apart(target: Any) -> bool:
     """
     from triton.compiler.compiler import make_backend
 
-    space = torch.empty(2048, dtype=torch.uint8)
+    space = torch.empty(2048, dtype=torch.uint8, device="cpu")
     space = space[-space.data_ptr() % 1024 :]
     try:
         backend = make_backend(target)

@@ -108,7 +108,7 @@ class ByRule(MasterWeights):
             if name in state:
                 state[name] = states.converted(local_of(state[name]), self._forms.recipe(param, name))
         if state:  # torch's SGD does not count steps
-            step = torch.as_tensor(state.get("step", 1), dtype=torch.float32)
+            step = torch.as_tensor(state.get("step", 1), dtype=torch.float32, device="cpu")
             state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
 
     def explain(self) -> list[Held]:

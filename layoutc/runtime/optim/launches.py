@@ -116,12 +116,12 @@ class Updates:
         self._places = _places(self.members)
         self._forms = [_form(member, grad) for member, grad in zip(members, grads, strict=True)]
         self._stream = stream_of(device)
-        self._groups = torch.tensor([member.group for member in members], dtype=torch.int32).to(device)
+        self._groups = torch.tensor([member.group for member in members], dtype=torch.int32, device="cpu").to(device)
         self.options = torch.zeros(groups, 8, dtype=torch.float64, device=device)
         self._given: list[Any] = [None] * groups
         self._scalars = torch.zeros(len(members), 8, dtype=torch.float32, device=device)
         places = [[member.number, *member.place, 0] for member in members]
-        self._numbers = torch.tensor(places, dtype=torch.int32).to(device)
+        self._numbers = torch.tensor(places, dtype=torch.int32, device="cpu").to(device)
         self._grads = torch.zeros(len(members), dtype=torch.int64, device=device)
         self._addresses: tuple[int, ...] = ()
         self._every = Plans()  # all launches of a step, by which of the scaler's tensors there are
@@ -158,7 +158,7 @@ class Updates:
                         "an option has changed since the last step, and the CUDA graph that is being captured would "
                         "fix its value; make it a tensor on the card, as in lr=torch.tensor(3e-4, device='cuda')"
                     )
-                row = torch.tensor(numbers, dtype=torch.float64)
+                row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 self.options[at, : len(given)].copy_(row)
                 self._given[at] = numbers
             for position, one in enumerate(given):
@@ -185,7 +185,7 @@ class Updates:
         addresses = tuple(map(Tensor.data_ptr, grads))
         if addresses == self._addresses:
             return
-        row = torch.tensor(addresses, dtype=torch.int64)
+        row = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         if self._device.type == "cuda":
             row = row.pin_memory()
         self._grads.copy_(row, non_blocking=True)
@@ -241,7 +241,7 @@ class Tiling(NamedTuple):
 
 
 def _tiles(form: Form) -> Tiling:
-    """Sizes that were fastest on an H100 (tests/bench/optimizer_tiles.py), or have the fewest instructions."""
+    """Sizes that were fastest on an H200 (tests/bench/optimizer_tiles.py), or have the fewest instructions."""
     coded = [cls.LAYOUT.column_multiple for cls in form.moments if cls is not None]
     rows, block_k = 1, 1
     if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
@@ -256,7 +256,7 @@ def _tiles(form: Form) -> Tiling:
     if not coded:  # narrower, so that more is still in L2 when it is quantized
         columns = max(128, block_k)
         return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 2, True, 16, 64)
-    return Tiling(rows, columns, max(4 * STRIP // columns, 1), rows, tile_k, 2, True, 8, 128)
+    return Tiling(rows, columns, max(2 * STRIP // columns, 1), rows, tile_k, 3, True, 8, 80)
 
 
 @functools.cache
@@ -267,9 +267,9 @@ def books_of(kernels: Any) -> Tensor | None:
 
     if kernels is None or not kernels.codebooks:
         return None
-    books, count = torch.tensor(kernels.codebooks), len(kernels.codebooks) // 2
+    books, count = torch.tensor(kernels.codebooks, device="cpu"), len(kernels.codebooks) // 2
     if isnan(kernels.codebooks[-1]) and (words := words_of(kernels.codebooks[count:-1])):
-        books = torch.cat([books[:count], torch.tensor(words, dtype=torch.int32).view(torch.float32)])
+        books = torch.cat([books[:count], torch.tensor(words, dtype=torch.int32, device="cpu").view(torch.float32)])
     return books
 
 

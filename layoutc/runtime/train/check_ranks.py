@@ -186,7 +186,9 @@ def _ranks(param: DTensor) -> str:
 def _compare(claims: dict[int, Claim]) -> None:
     """Raises LayoutError if claims differ, or if fewer ranks than required make one."""
     values = {number: _number(claim.subject, json.dumps(dict(claim.facts))) for number, claim in claims.items()}
-    mine = torch.tensor([[number, values[number], claim.ranks] for number, claim in claims.items()], dtype=torch.int64)
+    mine = torch.tensor(
+        [[number, values[number], claim.ranks] for number, claim in claims.items()], dtype=torch.int64, device="cpu"
+    )
     everywhere = torch.cat(_of_all_ranks(mine.view(-1, 3)))
     numbers, order = everywhere[:, 0].sort()
     found, wanted = everywhere[order, 1], everywhere[order, 2]

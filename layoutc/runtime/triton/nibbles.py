@@ -91,10 +91,10 @@ def _put_nibbles_of_blocks(into, source, tile, scales, at, EVEN: tl.constexpr, B
     MAX, LOW_FIRST). bf16 has a fast path, which is wrong for blocks with NaN, infinities or extreme multipliers. If a
     tile has such a block, its program reads the tile again and overwrites the codes.
     """
-    x, stride_m, stride_k = source
     amax, multiplier = scales
     BIAS: tl.constexpr = FORM[1]
     if tl.bfloat16 == tile.dtype:
+        x, stride_m, stride_k = source  # None where the optimizer quantizes what it computed, in fp32
         factor = multiplier * (2.0 ** (BIAS - 7))
         words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK, FORM)
         put_words(words, into[0], into[1], at, 4, EVEN, True)
