@@ -368,6 +368,14 @@ def test_reasons() -> None:
     assert reason("int8_block", "forward") == "the recipe names none for activations"
 
 
+@pytest.mark.parametrize(("name", "n", "k"), [("forward", 192, 128), ("grad_input", 128, 192)])
+def test_weights_of_part_of_a_block_are_dequantized(name: Any, n: int, k: int) -> None:
+    """The weight is the second operand of both; activations, the first, would fit."""
+    cls, sizes = module("fp8_block").Tensor, choice.Sizes(0, n, k, TOKENS)
+    said = "BlockWise128x128 takes a dim in multiples of 128, not 192"
+    assert choice.choose(cls, name, sizes, torch.device("meta"), "low_precision") == ("dequantize", said)
+
+
 @pytest.mark.parametrize(
     ("capability", "served"),
     [
