@@ -6,7 +6,9 @@ What fits is stated here by hand, for each place of a state; all else is refused
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -160,3 +162,32 @@ def test_a_damaged_state_is_refused_before_its_planes_are_read() -> None:
     said = "the state of a quantized tensor is damaged: halo is not what layoutc writes"
     with pytest.raises(DamagedError, match=f"^{said}$"):
         stored_form.restored(state() | {"halo": (0, 0, 0)}, pytest.fail)
+
+
+STACKED = ["nvfp4_modelopt_experts", "nvfp4_compressed_tensors_experts"]  # an amax for each matrix
+
+
+@pytest.mark.parametrize("recipe", STACKED)
+def test_views_of_stacks_are_written_by_the_amaxes_of_their_matrices(recipe: str) -> None:
+    """Also after they were saved and loaded, when the stack is gone."""
+    torch.manual_seed(0)
+    stack = import_module(f"layoutc.recipes.{recipe}").quantize(torch.randn(3, 64, 64))
+    values = torch.randn(3, 64, 64) * torch.tensor([1.0, 50.0, 1000.0]).view(3, 1, 1)
+
+    def views(of: Any) -> list[Any]:
+        return [of, of.flatten(), of.view(192, 64), of.view(192, 64)[64:], of[1][16:32]]
+
+    for view, written in zip(views(stack), views(values), strict=True):
+        both = [view.clone(), pickle.loads(pickle.dumps(view))]
+        with torch.no_grad():
+            for one in both:
+                one.copy_(written)
+        before, again = (one.planes() for one in both)
+        assert all(torch.equal(plane, again[name]) for name, plane in before.items())
+
+
+@pytest.mark.parametrize("stack", [(0, 0), (64,), (64, -1), [64, 0], None, "64"])
+def test_a_damaged_stack_is_refused(stack: Any) -> None:
+    state = stored_form.state_of(import_module(f"layoutc.recipes.{STACKED[0]}").quantize(torch.randn(3, 64, 64)))
+    with pytest.raises(DamagedError, match="stack is not what layoutc writes"):
+        stored_form.restore_tensor({**state, "stack": stack})

@@ -22,6 +22,7 @@ from layoutc.runtime import installed
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.storage.planes import own
+from layoutc.runtime.storage.store import Stack
 from layoutc.runtime.torch_private import FakeTensor
 from layoutc.runtime.weight.checksums import crc32
 from layoutc.runtime.weight.plane_tensor import PlaneTensor
@@ -51,6 +52,7 @@ def state_of(tensor: PlaneTensor) -> dict[str, Any]:
         "parameter": isinstance(tensor, nn.Parameter),
         "crc32": {name: crc32(plane) for name, plane in planes.items() if not plane.is_meta},
         "planes": planes,
+        **({} if store.stack is None else {"stack": tuple(store.stack)}),
     }
 
 
@@ -134,6 +136,8 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Any:
         transposed=state["transposed"],
         halo=halo,
     )
+    if cls.LAYOUT.amax_of_matrices and "stack" in state:  # 0.2 did not write it: the shape is that of a stack
+        tensor.store.stack = Stack(*state["stack"])
     if state["parameter"]:
         return nn.Parameter(tensor, state["requires_grad"])
     return tensor.requires_grad_(state["requires_grad"])
@@ -221,6 +225,9 @@ def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str |
     for name, fits in _STATE.items():
         if name not in state or not fits(state[name]):
             return f"{name} is not what layoutc writes"
+    each = state.get("stack", (1, 0))
+    if not is_shape(each) or len(each) != 2 or each[0] == 0:
+        return "stack is not what layoutc writes"
     planes = state.get("planes")
     if not isinstance(planes, dict) or not all(_is_text(name) and is_plane(one) for name, one in planes.items()):
         return "planes is not what layoutc writes"
