@@ -109,6 +109,14 @@ def test_what_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     demo.report(runs, SMALL, 2, 3.4, as_json=False)
     said = capsys.readouterr().out
     assert "6 steps on 2 ranks, CPU" in said
+    titles = next(line for line in said.splitlines() if "weights" in line).strip("│┃ ").split("┃")
+    assert [*map(str.strip, titles)] == [
+        "weights",
+        "loss at the end",
+        "gathered in a step",
+        "parameters of a rank",
+        "step",
+    ]
     cells = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in said.splitlines() if "MiB" in line]
     assert cells == [
         ["bf16", "2.5000", "3.00 MiB (1.00x)", "1.00 MiB (1.00x)", "12.3 ms"],
