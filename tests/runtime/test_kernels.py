@@ -117,6 +117,11 @@ def test_quantize_and_dequantize_equal_the_reference(name: str, dtype: torch.dty
         compare(name, weight(*shapes(name)[0], 7), (orientation,))
 
 
+def test_nibbles_that_lie_in_two_buffers_are_stored_in_both() -> None:
+    """In rows, and transposed, by one launch."""
+    compare("nvfp4", weight(*shapes("nvfp4")[0], 7).bfloat16(), recipe("nvfp4").LAYOUT.orientations)
+
+
 def used(expression: ast.expr) -> set[str]:
     """Names in an expression; that of no name for a number."""
     return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} or {""}
