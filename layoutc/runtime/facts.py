@@ -71,8 +71,7 @@ def _count(size: int, per: float | None, multiple: int) -> int:
 
 
 class Cards(NamedTuple):
-    """Where a product has a kernel: compute capabilities from `least` up to, not including, `below`; and whether CPUs
-    have it."""
+    """Where a product has a kernel: compute capabilities from `least` to below `below`; and whether CPUs have it."""
 
     least: tuple[int, int]
     below: tuple[int, int] | None = None
@@ -101,8 +100,7 @@ class Grouped(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The low-precision products of a recipe's weights: where each has a kernel, or why it has none; None: the spec
-    wants it in high precision.
+    """The low-precision products of a recipe's weights: where each has a kernel, or why not; None: in high precision.
 
     activation, gradient: the recipes of the other operands, as (name, layout id). grouped: for expert weights, per
     product with a kernel above, the kernel that multiplies groups of tokens, or why there is none. by_columns: the same
@@ -266,13 +264,11 @@ class Layout:
 
     @cached_property
     def shared_by_columns(self) -> frozenset[str]:
-        """Planes whose values cover all rows of some columns: equal in shards of rows, different in shards of
-        columns."""
+        """Planes whose values cover all rows of some columns: equal in shards of rows, not of columns."""
         return self.shared - self.shared_along_rows
 
     def written(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
-        """The planes that quantizing to orientations writes, in order: name -> shape and dtype. The amax is not among
-        them: it is an input."""
+        """The planes that quantizing to orientations writes, by name; not the amax, an input."""
         names = {name for orientation in orientations for name in self.sources[orientation]}
         return {name: facts for name, facts in self.planes(m, k).items() if name in names and name != "amax"}
 
@@ -311,8 +307,7 @@ class Layout:
         return amax if self.level is None else self.level(amax)
 
     def laid_out(self, m: int, k: int, orientations: Collection[str], swizzled: bool = False) -> dict[str, Facts]:
-        """The buffers of orientations that no plane equals, in order: name -> shape and dtype. Swizzled ones are
-        flat."""
+        """The buffers of orientations that no plane equals, by name, in order. Swizzled ones are flat."""
         made = {}
         for name, facts in self.buffers(m, k).items():
             flat = swizzled and name in self.swizzled

@@ -24,8 +24,7 @@ def of_weights(schema: str) -> Any:
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
-    """Defines an operator of torch.ops.layoutc, and returns it: `run` computes on every device, `fake` returns shapes
-    and dtypes.
+    """Defines and returns an operator of torch.ops.layoutc: `run` computes, `fake` returns shapes and dtypes.
 
     Inductor's code calls `run` directly, as `torch.ops.layoutc.run_` plus the operator's name.
     """

@@ -23,8 +23,7 @@ F32_MAX = torch.finfo(torch.float32).max
 def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_code: int) -> Tensor:
     """fp32 values -> uint8 codes, one per byte: the number of thresholds that are <= |x|; NaN gives `nan_code`.
 
-    sign_bit: the sign's position in the code; None for formats without one. Saturates, since no threshold is above the
-    largest finite code.
+    sign_bit: the sign's position in the code; None for formats without one. Saturates.
     """
     code = torch.bucketize(x.abs().contiguous(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
     return _signed(code, x, sign_bit, nan_code)
@@ -164,8 +163,7 @@ def _lane(bits: int) -> torch.dtype:
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
     """Packs codes of less than 8 bits along the last dim: (..., n) uint8 -> (..., n * bits / 8) uint8.
 
-    Code c starts at bit c * bits of its row. low_first: bits count from the low end of each byte, else from the high
-    end.
+    Code c starts at bit c * bits of its row. low_first: bits count from each byte's low end, else its high end.
     """
     group = 8 // gcd(bits, 8)
     lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).to(_lane(group * bits))
@@ -201,8 +199,7 @@ def swizzle(
     """Reorders values: splits dims into parts, permutes the parts, and joins them into dims again.
 
     parts: the sizes of each dim's parts; 0 for the one that takes the rest. order: where in x each part of the result
-    comes from. joined: how many parts make up each dim of the result. picks: (part of x, its entries in their new
-    order).
+    comes from. joined: how many parts make each dim of the result. picks: (part of x, its entries in order).
     """
     sizes: list[int] = []
     for extent, of in zip(x.shape, parts, strict=True):
@@ -296,8 +293,7 @@ def _added(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
-    """(m, k) -> (m blocks, block_m, k blocks, block_k), with partial blocks padded by zeros. None: a block covers the
-    axis."""
+    """(m, k) -> (m blocks, block_m, k blocks, block_k), zeros after partial blocks. None: one block."""
     m, k = x.shape
     block_m, block_k = block_m or max(m, 1), block_k or k
     rows, columns = cdiv(m, block_m), cdiv(k, block_k)
@@ -340,8 +336,7 @@ def block_sum(blocks: Tensor, first: str) -> Tensor:
 
 
 def block_mean(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
-    """The mean of each block of non-negative values, (m blocks, k blocks): block_sum divided by the number of
-    values."""
+    """The mean of each block of non-negative values, (m blocks, k blocks): block_sum by the number of values."""
     blocks = to_blocks(x, block_m, block_k)
     counts = to_blocks(torch.ones_like(x), block_m, block_k).sum(dim=(1, 3))
     return divide(block_sum(blocks, "k"), counts)

@@ -51,8 +51,7 @@ def seed_of(*numbers: int) -> int:
 def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:
     """32 random bits for each element of an (m, k) matrix: int64, from 0 to 2^32 - 1.
 
-    The counter (column // 4, row, stream, 0) gives four words, and the element uses word column % 4. The key is the
-    seed, (low, high).
+    The counter (column // 4, row, stream, 0) gives four words; the element uses word column % 4. The key: the seed.
     """
     device = seed.device
     groups = -(-k // WORDS)

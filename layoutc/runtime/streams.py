@@ -1,7 +1,6 @@
 """Gets and sets a device's current stream with less host overhead than torch's own functions.
 
-`torch.cuda.stream` and `torch.cuda.current_stream` query devices and make a Stream on each call: 17 and 7 us on a host
-where a launch takes 5 us.
+`torch.cuda.stream` and `current_stream` make a Stream on each call: 17 and 7 us where a launch takes 5 us.
 """
 
 from __future__ import annotations

@@ -148,8 +148,7 @@ def _is_in_a_model(tensor: CastOnGather) -> bool:
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear, grouped_mm: with values quantized along the contracted
-    axis."""
+    """Matrix products (mm to grouped_mm): with values quantized along the contracted axis."""
     first = 1 if func in dispatch.WITH_BIAS else 0
     operands = []
     for position, operand in enumerate(args):
@@ -165,8 +164,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _in_low_precision(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Low-precision products of a linear layer or of experts, with the weight quantized in the orientation they
-    read."""
+    """Low-precision products of a linear layer or of experts: they get the weight quantized."""
     return _LOW_PRECISION[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
 
 

@@ -58,8 +58,7 @@ class Source:
         )
 
     def kept(self) -> dict[str, Facts]:
-        """What needs memory at a fixed address: planes that do not travel, and, under "", the amax that decides a
-        scale."""
+        """What stays at a fixed address: planes that do not travel, and, under "", the amax that decides a scale."""
         layout, travels = self.weight.recipe.LAYOUT, {slot.name for slot in self.weight.slots}
         (m, k), which = self.matrix.shape, self.weight.gathering.route.which
         found = {name: facts for name, facts in self.facts.items() if name not in travels}

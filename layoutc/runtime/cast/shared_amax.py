@@ -26,8 +26,7 @@ Cast = Any  # a `CastOnGather`, whose module imports this one
 
 @dataclass
 class Agreed:
-    """The amax that a weight's shards have agreed on: equal on all ranks, whatever FSDP2 does to a short shard's
-    tensors.
+    """The amax that a weight's shards have agreed on: equal on all ranks, whatever FSDP2 does to short shards.
 
     A weight, its views, and the tensors that FSDP2 makes for its shards share one object.
     """
@@ -42,8 +41,7 @@ class Agreed:
     fused: Group | None = None  # the weights that share its amax
 
     def decide(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
-        it.
+        """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if it is stored.
 
         matrix: the shard's values, (rows, k). shape: of these; that of all values where `tensor` is a view of them.
         Collective over the shards that FSDP2 holds, unless `precompute_amaxes` was called after the last write. Raises

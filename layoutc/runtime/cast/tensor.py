@@ -147,8 +147,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
         orientations: those to quantize; default: all. For a shard that FSDP2 holds, the result is its rows of the whole
         quantized weight; that is collective if shards share an amax that was not precomputed.
-        Raises ValueError for shapes that the recipe does not take, UnsupportedOperator for a view that would cut a
-        block.
+        Raises ValueError for shapes that the recipe refuses, UnsupportedOperator for a view that cuts a block.
         """
         chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
         with torch.no_grad():
@@ -364,8 +363,7 @@ rebuild_cast.__module__ = "layoutc.pickled"
 
 
 def find_cast(param: Tensor) -> CastOnGather | None:
-    """The CastOnGather that a parameter is, that it holds as a DTensor's shard, or that it was gathered from; else
-    None."""
+    """The CastOnGather that a parameter is, holds as a DTensor's shard, or was gathered from; else None."""
     local = getattr(param, "_local_tensor", param)
     if isinstance(local, QuantizedTensor) and local.store.home is not None:
         local = local.store.home()

@@ -35,8 +35,7 @@ _sent: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary() 
 
 # ------------------------------------------------------------------------------------------------------------- the send
 def among_quantized() -> bool:
-    """Whether all ranks have quantized tensors in a broadcast: DTensor's, and those of stepped weights by
-    ZeroRedundancyOptimizer."""
+    """Whether all ranks broadcast quantized tensors, as DTensor and ZeroRedundancyOptimizer do."""
     asks = callers.of_collective()
     return asks is None or asks.startswith(("torch.distributed.tensor", "torch.distributed.optim"))
 

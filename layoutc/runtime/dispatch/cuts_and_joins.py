@@ -109,8 +109,7 @@ def _some(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: An
 
 
 def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """select: one entry of a dim that is whole blocks (one expert of many), without that dim; as a view if it is
-    adjacent rows."""
+    """select: an entry of a dim that is whole blocks (an expert), without that dim; a view if rows are adjacent."""
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0

@@ -286,8 +286,7 @@ def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs
 def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
     """Raises LayoutError for a target shard that cuts blocks and a source with other cuts, before any rank waits.
 
-    The source's bytes don't fit. Requantizing would be collective, and ranks whose shards end with blocks would not
-    join.
+    The source's bytes don't fit. Requantizing is collective, and ranks whose shards end with blocks would not join.
     """
     row_sharding = shards.row_sharding(target)
     if row_sharding is not None and row_sharding.splits_blocks(target.LAYOUT):
@@ -335,8 +334,7 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
     """Gives a new tensor and its first rows copies of the planes of a source that begins or ends inside a block.
 
     FSDP2 copies a shard into a new tensor of the padded size, and cuts the shard's rows out of that again (see
-    Padding). The new tensor can't know where in a block its rows will begin, nor that the weight ends inside its last
-    block.
+    Padding). The new tensor can't know where in a block its rows begin, nor that the weight ends inside one.
     """
     pin = not new.is_meta and all(plane.is_pinned() for plane in new.store.planes.values())
     planes = source.map_planes(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))

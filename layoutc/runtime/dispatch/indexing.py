@@ -17,8 +17,7 @@ PLAIN = "for a plain copy, call .dequantize() first"
 
 
 class Selection(NamedTuple):
-    """A piece of a tensor: a rectangle of its matrix, in whole blocks of rows; the piece's outer shape; and its
-    halo."""
+    """A piece of a tensor: a rectangle of its matrix, in whole blocks of rows; its outer shape and halo."""
 
     rect: Rect
     shape: tuple[int, ...]

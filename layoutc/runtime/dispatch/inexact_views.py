@@ -1,7 +1,6 @@
 """Views that codes can't follow, such as permuted dims: refused, except when a model uses them in training.
 
-Writes to a copy instead of a view would be lost. While autograd records, torch itself refuses writes to views of a
-weight that trains.
+Writes to a copy would be lost. While autograd records, torch refuses writes to views of a weight that trains.
 """
 
 from __future__ import annotations

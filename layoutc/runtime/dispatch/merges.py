@@ -24,8 +24,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 
 class Base(NamedTuple):
-    """A weight before merges. weight: a copy of it; None once it was restored. owner: the layer that merges; None for
-    `merge_`."""
+    """A weight before merges. weight: a copy; None once restored. owner: the layer that merges; None for `merge_`."""
 
     weight: QuantizedTensor | None
     owner: weakref.ref[Any] | None = None

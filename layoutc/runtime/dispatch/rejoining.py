@@ -36,8 +36,7 @@ class StackedPlanes(MadePlanes):
     """
 
     def __init__(self, stacks: dict[str, Tensor], common: dict[str, Tensor], world: int, message: str) -> None:
-        """stacks: planes of all tensors, stacked; common: planes that are equal in all of them; message: of the
-        error."""
+        """stacks: planes of all tensors, stacked; common: planes equal in all of them; message: the error's."""
         self.stacks, self.common, self.world, self.message = stacks, common, world, message
         self.names = stacks | common
 

@@ -1,8 +1,7 @@
 """What the generated all-gather hooks call: sends the planes of a pass, and builds a weight from the gathered ones.
 
 Every gather that FSDP2 makes through hooks takes these two steps; `gather_plan` sends the same bytes for a group.
-`LAYOUT.travels` says which planes a pass sends. If a user has edited or replaced a group's hooks, FSDP2 calls them in
-each gather.
+`LAYOUT.travels` says which planes a pass sends. FSDP2 calls hooks that a user has edited in each gather.
 """
 
 from __future__ import annotations

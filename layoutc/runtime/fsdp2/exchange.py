@@ -213,8 +213,7 @@ def exchange_gradients(
 
     replicas: the recipe with which replicas of a shard (HSDP) send each other these sums, in place of FSDP2's
     all-reduce in reduce_dtype. Each replica sums the codes of all in fp32, in rank order, so all have the same bytes.
-    If that sends fewer bytes, each sums a part and sends the others the result in reduce_dtype. None: FSDP2's
-    all-reduce.
+    If that sends fewer bytes, each sums a part and sends the result in reduce_dtype. None: FSDP2's all-reduce.
 
     seed: seeds stochastic rounding, together with the rank, the group, the number of earlier reductions and the
     gradient's position; codes among replicas use different random bits. error_feedback: adds the quantization error to

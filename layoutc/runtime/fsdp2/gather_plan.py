@@ -1,8 +1,7 @@
 """What a group's gather sends and leaves in a pass: computed from layouts, shardings and modes.
 
 Each rank sends a row: the tensors that hooks would return, in FSDP2's order, so ranks may mix plans and hooks. Planes
-are copied into the row, or values are quantized into it. Gathered weights are views of the received rows, or values
-dequantized from them.
+are copied into the row, or values are quantized into it. Gathered weights are views of received rows, or their values.
 
 FSDP2 allocates its outputs once, in the first gather, so a plan is made after that. A plan is valid while shards keep
 their memory. Padding of slots and of short shards is not initialized; nothing reads it. Scales of split blocks arrive
@@ -167,8 +166,7 @@ class GatherPlan:
 
     @torch.inference_mode(False)  # whose views have no versions
     def _views(self) -> list[Run]:
-        """What is copied out unchanged, once FSDP2's outputs are allocated. Releases what hooks kept of their
-        gather."""
+        """What is copied out unchanged, once outputs are allocated. Releases what hooks kept of their gather."""
         for one in self.of_values:
             one.state.read = None
         self.planes = [one.planes() for one in self.of_codes]

@@ -181,13 +181,11 @@ def pass_of(sharding: Sharding) -> PassName:
 def finish(
     shard: Gatherable, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Returns what the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was
-    given.
+    """What the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was given.
 
     out: an earlier gather's tensor, whose planes are all replaced. Its aliases share its dict of planes, so those that
     autograd saved in forward see what backward gathers. Inner tensors are planes that were copied together; FSDP2
-    frees the others, its outputs, anyway. A weight that is dequantized on gather has plain values, which are among the
-    inner tensors.
+    frees its outputs anyway. Values of a weight that is dequantized on gather are among the inner tensors.
     """
     sharding = find(shard)
     if sharding is not None and on_gather.is_awaited(sharding.param()):

@@ -1,5 +1,4 @@
-"""Runs: tensors of one dtype that a group sends unchanged, copied into a rank's row and out of the rows of all
-ranks."""
+"""Runs: tensors of one dtype that a group sends unchanged, copied into a rank's row and out of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class Run:
         foreach_copy_([row.narrow(0, place.start, place.numel) for place in self.places], sources)
 
     def arrive(self, received: Tensor) -> None:
-        """Writes the outputs from the rows of all ranks, (ranks * nbytes,) uint8. Allocates those of plain
-        parameters."""
+        """Writes outputs from all ranks' rows, (ranks * nbytes,) uint8. Allocates those of plain parameters."""
         outputs = [place.piece.output for place in self.places]
         for at in self._plain:
             allocate(outputs[at])

@@ -122,8 +122,7 @@ def carry(sharding: Sharding) -> None:
     """Makes an FSDPParamGroup gather by plans, from its second gather on, and copy gradients in one launch.
 
     sharding: of one of its weights, after it was decided what gathers leave. Groups of one rank, or of `replicate`, are
-    left unchanged. So are, with a message, groups of a user's class, of a torch that gathers in other steps, or with a
-    user's hooks.
+    left unchanged. So are, with a warning, groups of a user's class or hooks, and of a torch that gathers otherwise.
     """
     if sharding.process_group is None:
         return

@@ -51,8 +51,7 @@ def exchange_tokens(
 
     Raises ValueError for an unknown recipe, a shape that its blocks do not take, and splits that do not match x;
     LayoutError for a recipe whose scales or codes depend on more than one row. Splits that are wrong on one rank raise
-    on that rank alone, and the others wait in the all-to-all, as torch's do: agreeing would cost a collective in each
-    call.
+    on that rank alone, and the others wait in the all-to-all, as torch's do: agreeing would cost a collective a call.
 
     Example:
 

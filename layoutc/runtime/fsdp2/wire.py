@@ -79,8 +79,7 @@ def route_for(
 
 @dataclass
 class Gathering:
-    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks except for
-    `alone` and `joined`."""
+    """What the pre-all-gather hook hands to the other; equal on all ranks except for `alone` and `joined`."""
 
     route: Route
     shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have

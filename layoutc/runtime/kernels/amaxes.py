@@ -52,8 +52,7 @@ def _shape(x: Tensor, block_k: int | None) -> tuple[int, ...]:
 
 
 def measuring(x: Tensor, block_k: int | None) -> LaunchPlan:
-    """The plan that computes amaxes of matrices like x, starting from zeros: products see the same sizes in each
-    step."""
+    """The plan that computes amaxes of matrices like x from zeros: products see the same sizes in each step."""
     key = "amax", x.shape, x.stride(), x.dtype, x.device, block_k
     return plans.cache.of(key, lambda: _plan(x, block_k))
 

@@ -36,8 +36,7 @@ def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dty
 def copies_out(
     targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor, moving: Sequence[int] = ()
 ) -> LaunchPlan | None:
-    """The plan that writes tensors of one dtype from the rows of all ranks, like `rows`: each tensor joins all ranks'
-    parts.
+    """The plan that writes tensors of one dtype from all ranks' rows, like `rows`: each joins all ranks' parts.
 
     starts: the start of a tensor in each rank's row, in its elements. moving: the positions of tensors, at most MOVING,
     that each call gives, at multiples of 16 bytes. None as of `copies_in`.

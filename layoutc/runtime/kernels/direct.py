@@ -39,8 +39,7 @@ class Compiled(NamedTuple):
         return cls(launcher, kernel.function, (metadata, None, None, None), False)
 
     def __call__(self, card: int, grid: int, values: Sequence[Any]) -> None:
-        """Launches on the current stream of `card`, the current device. values: of all arguments, with addresses of
-        tensors."""
+        """Launches on the current stream of `card`, the current device. values: of arguments; addresses of tensors."""
         stream = driver.active.get_current_stream(card)
         if self.packs:
             self.launch(grid, 1, 1, stream, self.function, *self.between, tuple(values))

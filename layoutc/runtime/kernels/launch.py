@@ -50,8 +50,7 @@ def hardware(device: torch.device) -> int:
     """The level of conversions that kernels leave to a device: level_of for a card, 0 for any other device.
 
     Level 100 is verified: once per process, the first call for a device compares its conversions with integer
-    arithmetic. If any differs, the call warns with RuntimeWarning, and the level is 90. Bytes are the same at each
-    level.
+    arithmetic. If any differs, the call warns with RuntimeWarning, and the level is 90. All levels give the same bytes.
     """
     level = _levels.get(device)
     return _find_level(device) if level is None else level
@@ -86,8 +85,7 @@ def in_runs(x: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """A matrix whose rows are runs of values, each from a multiple of 16 on, as kernels that also transpose codes read
-    it. Others are copied first.
+    """A matrix with rows of adjacent values from multiples of 16 on, as kernels that transpose codes read; else a copy.
 
     If columns are runs, two launches of such a kernel (fp8_current) gave different bytes (H200, Triton 3.6). If threads
     read 2 or 4 bytes of a row at a time, codes or scales were wrong (fp8_block, fp8_current, nvfp4_gradient): ptxas of

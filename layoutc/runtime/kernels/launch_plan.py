@@ -166,9 +166,7 @@ class LaunchPlan:
         return LaunchPlan(self._launches, self.new, self.results, tuple(names))
 
     def read_of(self, planes: Mapping[str, Tensor]) -> list[Tensor] | None:
-        """The planes for a call. None if one is missing, freed, strided, misaligned or on another device; the caller
-        then takes the ordinary path.
-        """
+        """The planes for a call; None, for the ordinary path, if one is missing, freed, strided, misaligned or away."""
         found = []
         for name in self.reads:
             plane = planes.get(name)

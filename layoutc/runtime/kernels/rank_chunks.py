@@ -1,7 +1,6 @@
 """Copies gradients into the rows that ranks send: each rank's chunks, in the order of FSDP2's chunk_cat.
 
-A table on the card says where chunks go. It has no addresses of gradients, which change from step to step: these are
-arguments of the launch.
+A table on the card says where chunks go. Addresses of gradients change, so they are arguments.
 """
 
 from __future__ import annotations

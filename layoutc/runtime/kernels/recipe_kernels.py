@@ -199,8 +199,7 @@ class Kernels(Reading):
         cover: tuple[int, int],
         swizzled: bool = False,
     ) -> LaunchPlan:
-        """The plan that quantizes matrices like x, from `in_runs`, into planes and buffers; missing ones are not
-        written.
+        """The plan that quantizes matrices like x, from `in_runs`, into those planes and buffers that are given.
 
         cover: the rows and columns that tiles cover.
         """
@@ -344,8 +343,7 @@ class Kernels(Reading):
     def _laying_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
     ) -> LaunchPlan:
-        """The plan that fills the buffers in `made` from the planes of a weight; with a table, those of all its
-        weights.
+        """The plan that fills the buffers in `made` from a weight's planes; with a table, those of all weights.
 
         The weight is then one of the table's, which determines planes, buffers and dtypes.
         """

@@ -22,11 +22,9 @@ _ROWS = 1024  # up to this many row amaxes, each program reduces them itself; ab
 
 
 def amax_of(recipe: type[QuantizedTensor], x: Tensor) -> Tensor | None:
-    """The amax of an operand (m, k), in its dtype, (1,); or one per row, (m,), if the kernel that quantizes it reduces
-    them. NaN propagates.
+    """That of an operand (m, k), in its dtype, (1,); or one per row, (m,), if its kernel reduces these. NaN propagates.
 
-    None outside traces, for fp32, and for recipes that do not share the amax of a whole matrix: the code that quantizes
-    x then computes what it needs.
+    None outside traces, for fp32, and for recipes without an amax of the whole matrix: what quantizes x finds its own.
     """
     layout, rows = recipe.LAYOUT, x.shape[0]
     if not layout.shares_amax or layout.amax_columns is not None:

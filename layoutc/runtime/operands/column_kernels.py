@@ -15,8 +15,7 @@ from layoutc.runtime.triton.tiles import QuantizeOptions
 
 @triton.jit
 def place_of(ends, apart, columns, experts, GROUPS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(group, its rows of x, where they end, first column, first position among codes) of a program's tile. Past all
-    groups, group is `experts`."""
+    """(group, its rows, their end, first column, first code) of a program's tile. Past all groups: `experts`."""
     tiles = tl.cdiv(columns, COLUMNS)
     first = (tl.program_id(0) // tiles) * TILE
     of_groups = tl.arange(0, GROUPS)

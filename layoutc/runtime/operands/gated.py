@@ -1,7 +1,6 @@
 """silu(gate) * up as one launch, in forward and in backward, which saves only its input.
 
-Torch's separate functions write, read and save the intermediate result. In traced graphs the compiler fuses them, so
-they are left to it.
+Torch's separate functions write, read and save what lies between. In traced graphs, the compiler fuses them.
 """
 
 from __future__ import annotations

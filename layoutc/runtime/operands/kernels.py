@@ -1,7 +1,6 @@
 """Kernels for token rows in expert order: sums over experts, their gradients, and gated products.
 
-Kernels that make rows also quantize them when given planes of a recipe whose blocks are rows. Each program then
-processes a whole row.
+Kernels that make rows also quantize them, given planes of a recipe whose blocks are rows: a program does one row.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ def gated_backward_kernel(
     grad, both, of_both, out, data, scale, none, input_max, m, columns,
     QUANTIZE: tl.constexpr, TILE: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up, each rounded once and, with planes, quantized; also `out` as gated_kernel made
-    it."""
+    """The gradients of gate and up, each rounded once and, with planes, quantized; also gated_kernel's `out`."""
     DTYPE: tl.constexpr = of_both.dtype.element_ty
     tiles = tl.cdiv(columns, TILE)
     row = (tl.program_id(0) // tiles).to(tl.int64)

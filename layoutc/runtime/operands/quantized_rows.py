@@ -1,7 +1,6 @@
 """Operators that make rows in expert order and quantize them in the same launch.
 
-They support recipes whose blocks are rows: a row's codes and scale depend only on the row, so moving rows does not
-change them.
+They support recipes whose blocks are rows: a row's codes and scale follow from the row, wherever it lies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Routes token rows into expert order and back, each in one pass over the rows.
 
 Models usually write this as separate passes that gather each row, multiply it by its weight, scatter it and add it up;
-gradients of indices use atomics or sort. Here one pass does it. The numbers of tokens stay on the device, so nothing
-synchronizes.
+gradients of indices use atomics or sort. Numbers of tokens stay on the device, so nothing synchronizes.
 """
 
 from __future__ import annotations

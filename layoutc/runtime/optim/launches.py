@@ -166,8 +166,7 @@ class Updates:
                     self.options[at, position].copy_(one)
 
     def __call__(self, grads: Sequence[Tensor], skipped: Tensor | None, scale: Tensor | None) -> None:
-        """Updates all members by their gradients. skipped, scale: one-element fp32 tensors, as torch.amp.GradScaler
-        sets them."""
+        """Updates all members by their gradients. skipped, scale: one-element fp32 tensors of torch.amp.GradScaler."""
         from layoutc.runtime.optim.kernels import scalars_kernel
 
         self._point_to(grads)
@@ -261,8 +260,7 @@ def _tiles(form: Form) -> Tiling:
 
 @functools.cache
 def books_of(kernels: Any) -> Tensor | None:
-    """fp32: a recipe's codebooks, then their steps, or the lookup words that count the steps a value reaches. None if
-    the recipe has no codebooks."""
+    """A recipe's codebooks, then their steps, or words that count the steps a value reaches; None without codebooks."""
     from layoutc.runtime.triton.codebooks import words_of
 
     if kernels is None or not kernels.codebooks:

@@ -103,8 +103,7 @@ _without_kernel: Counter[str] = Counter()
 def products_without_kernel() -> Counter[str]:
     """Counts low-precision products that found no kernel in this process, by recipe, product and reason.
 
-    Returns a copy of the counts. A compiled graph counts a product when it is traced. Products that a spec states as
-    dequantized do not count.
+    Returns a copy. Compiled graphs count when they are traced. Products that a spec has dequantized do not count.
 
     Raises nothing.
 

@@ -17,8 +17,7 @@ from layoutc.runtime.torch_private import dispatch_mode_stack
 
 
 def tell_counters() -> None:
-    """Registers formulas for the products of torch.ops.layoutc with all active counters; formulas in a counter's
-    custom_mapping take precedence."""
+    """Registers formulas for layoutc's products with all active counters; a counter's custom_mapping comes first."""
     module: Any = sys.modules.get("torch.utils.flop_counter")
     for mode in () if module is None else dispatch_mode_stack():
         counter: Any = getattr(mode, "counter", None)

@@ -38,8 +38,7 @@ _ODD = "the weight is transposed, or cuts blocks"
 
 
 def plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Plan:
-    """The plan of a weight with x (..., k), or with gradients (..., m). Transposed weights, and pieces that cut blocks,
-    are dequantized."""
+    """The plan of a weight with x (..., k), or with gradients (..., m). `_ODD` weights are dequantized."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = type(tokens) is int and type(m) is int and type(k) is int
     odd = _ODD if weight.store.halo.rows or weight.transposed else ""

@@ -1,5 +1,4 @@
-"""Per-weight overrides of the mode: some weights multiply in low precision, others are dequantized on gather or in the
-layer."""
+"""Per-weight overrides of the mode: low precision for some weights, for others values, on gather or in the layer."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def set_products_(
 ) -> list[str]:
     """Sets how the quantized weights of the chosen modules are multiplied, and where they are dequantized.
 
-    Returns the weights' names. Arguments that are left out follow the setting for all weights: `set_products_(model)`
-    takes an override back.
+    Returns their names. What is left out follows the setting for all weights: `set_products_(model)` takes all back.
 
     mode: as for `layoutc.products`, which no longer changes these weights. dequantize: as for `layoutc.dequantize`, but
     "gather" applies to weights of any group whose products are not in low precision: FSDP2 gathers codes, and each
@@ -97,8 +95,7 @@ def set_products_(
 
 
 def _changed(chosen: Mapping[int, Any], own: Settings | None) -> list[Sharding]:
-    """The weights, among all that FSDP2 gathers with the chosen ones, whose gathers switch from values to codes or from
-    codes to values. chosen: by id."""
+    """The weights, gathered with the chosen ones, whose gathers switch between values and codes. chosen: by id."""
     found: list[Sharding] = []
     groups = {id(one.group()): one for holder in chosen.values() if (one := registry.find(holder)) is not None}
     for sharding in groups.values():

@@ -172,8 +172,7 @@ def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
 
 
 class LowPrecisionRouted(torch.autograd.Function):
-    """Routes tokens to experts, multiplies twice with a gate in between, and combines. Differentiable once, in x, by
-    and both weights."""
+    """Routes tokens to experts, multiplies, gates, multiplies, combines. Differentiable once: x, by, both weights."""
 
     @staticmethod
     def forward(

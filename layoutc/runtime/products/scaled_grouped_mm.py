@@ -1,5 +1,4 @@
-"""Multiplies groups of tokens by expert weights with torch.nn.functional.scaled_grouped_mm, in the layouts that it
-reads."""
+"""Multiplies groups of tokens by expert weights with torch.nn.functional.scaled_grouped_mm."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Side(NamedTuple):
 
 
 def tokens(layout: Layout, buffers: Buffers, kernel: Grouped) -> Side:
-    """The left operand, rowwise. For block scales, each group starts at a tile of scales, so the groups' scales are
-    simply the matrix's."""
+    """The left operand, rowwise. For block scales each group starts at a tile, so groups' scales are the matrix's."""
     operand = _operand(layout, "rowwise")
     codes = buffers["rowwise_data"]
     codes = codes.t().contiguous() if operand.transposes else codes

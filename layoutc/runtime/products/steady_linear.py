@@ -56,8 +56,7 @@ class Forward(NamedTuple):
         return None if laid is None and not is_stored else cls(quantizing, left, saved, laid, out)
 
     def __call__(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> list[Tensor] | None:
-        """Returns the output (..., m) in x's dtype, and what backward needs from x unless that is x itself; None if
-        anything has changed."""
+        """Returns the output (..., m), and what backward needs unless that is x; None if anything has changed."""
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
@@ -170,8 +169,7 @@ def _found(kind: Any, weight: QuantizedTensor, x: Tensor, *how: Any) -> Any:
 
 
 def _is_unusual(x: Tensor, weight: Any) -> bool:
-    """Whether a call is traced, x is not a plain, contiguous tensor, or the weight is not quantized, is transposed or
-    cuts blocks."""
+    """Whether a call is traced, or x not plain and contiguous, or the weight plain, transposed or cut in blocks."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or dispatch_modes() > 0:
         return True
     if not x.is_contiguous() or x.dim() < 2:

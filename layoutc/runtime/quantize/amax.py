@@ -121,8 +121,7 @@ def for_rows(amaxes: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _checked(layout: Layout, amax: Tensor, matrix: Tensor, matrices: int = 1) -> Tensor:
-    """A caller's amax in fp32, of `Layout.amax_shape`, on the matrix's device: one for all, or one for each of
-    `matrices`. Raises ValueError."""
+    """A caller's amax in fp32 on the matrix's device: one for all, or one for each of `matrices`. Raises ValueError."""
     shape = layout.amax_shape(matrix.shape[1])
     shape = (matrices,) if layout.amax_of_matrices and amax.numel() != 1 else shape
     if amax.numel() != prod(shape) or not amax.is_floating_point():

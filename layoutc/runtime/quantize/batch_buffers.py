@@ -22,8 +22,7 @@ def buffers_of(
 
     On a card, one launch lays out all tensors of a recipe, and new buffers of the same name and shape share an
     allocation.
-    orientations: those to lay out; every tensor must hold them. Default: all that a tensor holds. swizzled: as for
-    `buffers`.
+    orientations: those to lay out, of every tensor; default: all that it holds. swizzled: as for `buffers`.
 
     Raises before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
     does not have, or for `swizzled` without a swizzle in the spec; MissingOrientation for an orientation that a tensor

@@ -75,8 +75,7 @@ def decide(sharding: Sharding) -> bool:
 def are_left(weights: Sequence[Any], own: Sequence[Settings | None] | None = None) -> list[bool]:
     """For each weight of a group: true if its first gather leaves values.
 
-    weights: FSDPParams, all those of the group that are quantized or cast on gather. own: their own settings; default:
-    those that they have.
+    weights: all FSDPParams of the group that are quantized or cast on gather. own: their settings; default: current.
     """
     chosen = [fsdp2.shard_of(one).own_products for one in weights] if own is None else own
     return leaves_values(list(map(gathers_values, chosen)), map(_costs_nothing, weights))

@@ -136,8 +136,7 @@ def check_shards(params: Iterable[Tensor], owner: str) -> None:
 
 
 def check_replaced(params: Iterable[Tensor], owner: str) -> None:
-    """Raises LayoutError for an optimizer whose parameters fully_shard has replaced, if only the new ones have
-    gradients."""
+    """Raises LayoutError for an optimizer of parameters that fully_shard replaced, if the new ones have gradients."""
     params = list(params)
     if any(param.grad is not None for param in params):
         return

@@ -32,8 +32,7 @@ class RowSharding:
 
 
 def amax_groups(shard: Shard) -> tuple[list[dist.ProcessGroup], str]:
-    """The process groups whose shards share an amax with this one, of FSDP2 and of tensor parallelism; and its
-    `tag`."""
+    """The groups of FSDP2 and of tensor parallelism whose shards share an amax with this one; and its `tag`."""
     return (process_groups(shard), tag(shard)) if shard.LAYOUT.shares_amax else ([], "")
 
 
@@ -90,8 +89,7 @@ def row_sharding_of(param: Tensor, shard: Shard) -> RowSharding | None:
 
 
 def check_cuts(shard: Shard) -> None:
-    """Raises LayoutError on all ranks for cuts inside blocks other than FSDP2's of dim 0: those of tensor parallelism,
-    or of FSDP2 on another dim."""
+    """Raises LayoutError on all ranks for cuts inside blocks by tensor parallelism, or by FSDP2 on a later dim."""
     sharding, layout = find(shard), shard.LAYOUT
     if sharding is None or sharding.is_gone:
         return
@@ -114,8 +112,7 @@ def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
 
 
 def check_parts(layout: Layout, shape: Sequence[int], dim: int, parts: int, name: str) -> None:
-    """Raises LayoutError if tensor parallelism would cut blocks on a dim: each rank would quantize its part of such a
-    block separately."""
+    """Raises LayoutError if tensor parallelism would cut blocks on a dim: ranks would quantize each part by itself."""
     if (each := cdiv(shape[dim], parts)) < shape[dim]:
         by, instead = "by tensor parallelism ", "leave the weight out of the recipe"
         _check_cut(layout, shape, dim, each, name, by, instead)

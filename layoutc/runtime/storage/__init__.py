@@ -1,2 +1,1 @@
-"""The storage of quantized tensors: planes, windows on them, pending writes, initial values. It knows no tensor
-class."""
+"""The storage of quantized tensors: planes, windows, pending writes, initial values; no tensor class."""

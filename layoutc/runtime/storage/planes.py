@@ -27,14 +27,12 @@ class Home:
         return self.shard()
 
     def fetch(self, orientation: str, device: torch.device) -> dict[str, Tensor]:
-        """Gathers the planes of an orientation that the weight does not hold in this pass. Collective over its
-        shards."""
+        """Gathers the planes of an orientation that this pass does not hold. Collective over the shards."""
         return self.gather(self.shard(), orientation, device)
 
 
 class GatheredPlanes(dict[str, Tensor]):
-    """The planes that a weight holds in this pass, if each pass gathers different ones: one dict that its aliases
-    share.
+    """The planes of a weight in this pass, if each pass gathers different ones: one dict that its aliases share.
 
     FSDP2 gathers backward's planes into the memory of forward's, so a plane that a compiled graph saves in forward
     holds other bytes in backward. In graphs a weight is represented by its `handle`: one meaningless byte, whose
@@ -115,8 +113,7 @@ class CutPlanes(MadePlanes):
         window: Rect,
         cut: Callable[..., dict[str, Tensor]],
     ) -> None:
-        """window: of the (m, k) `matrix` whose planes `base` holds. A piece of a piece is a window of the whole
-        weight."""
+        """window: of the (m, k) `matrix` whose planes `base` holds. Pieces of pieces too."""
         inner = base if isinstance(base, CutPlanes) else None
         self.base: MutableMapping[str, Tensor] = base if inner is None else inner.base
         self.matrix: tuple[int, int] = matrix if inner is None else inner.matrix

@@ -20,8 +20,7 @@ from layoutc.runtime.torch_private import traced
 
 
 class Part(NamedTuple):
-    """Where a piece's planes begin in those of the tensor that it was cut from, and which rows are that tensor's
-    own."""
+    """Where a piece's planes begin in those of the tensor that it is cut from, and that tensor's own rows."""
 
     row: int
     column: int
@@ -39,8 +38,7 @@ class Stack(NamedTuple):
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
-    """Bytes that wait to be written into `target`: the elements that they cover, and those that must arrive first.
-    write: writes them."""
+    """Bytes that wait for `write` into `target`: the elements that they cover, and those that must arrive first."""
 
     target: PlaneStore
     source: PlaneStore

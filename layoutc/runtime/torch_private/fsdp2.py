@@ -1,8 +1,7 @@
 """FSDP2's private names for its state: parameters, their shards, which pass gathers, how gradients are reduced.
 
 FSDP2 passes the mesh to its hooks, but a layout also needs to know which pass gathers, whether the weight stays
-gathered for backward, how many rows the padded shard has, and how large the whole weight is. The FSDPParam that holds
-the shard knows all of that.
+gathered for backward, and the sizes of padded shard and whole weight. The shard's FSDPParam knows all of that.
 
 Every name is checked when it is read, so that a name that torch has changed is not mistaken for a weight that FSDP2
 does not hold. The checks depend only on torch's code, so either all ranks raise or none does.

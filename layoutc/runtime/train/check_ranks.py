@@ -53,8 +53,7 @@ def check_ranks(model: nn.Module) -> int:
     bytes. Over NCCL, it first checks that each rank has a card of its own, and warns of shards that are not on the
     current card.
 
-    Raises LayoutError on all ranks if ranks share a card, or if anything differs. The error names the parameters, the
-    difference and the ranks.
+    Raises LayoutError on all ranks if ranks share a card or anything differs, with the parameters, what, and ranks.
 
     Example:
 

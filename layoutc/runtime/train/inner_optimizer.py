@@ -171,8 +171,7 @@ def step(inner: torch.optim.Optimizer) -> None:
 
 
 def check_state(param: Tensor, master: Tensor, saved: dict[str, Any], key: object) -> None:
-    """Raises ValueError if a parameter's saved state, under a key, has no master, or one of another shape. Empty state
-    passes."""
+    """Raises ValueError if a parameter's saved state, unless it is empty, has no master, or one of another shape."""
     if master is param or not saved:
         return
     name = getattr(local_tensor(param), "weight_name", None) or f"parameter {key}"

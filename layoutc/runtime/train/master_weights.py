@@ -30,8 +30,7 @@ class MasterWeights(FollowsParameters):
     These are the master weights of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are
     requantized from their masters. Each step takes one amax collective for each process group, however many parameters
     there are. bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A parameter without a
-    gradient keeps its bytes. A parameter that does not require a gradient has no master. Parameters may be DTensors
-    (FSDP2) or plain.
+    gradient keeps its bytes. One that does not require a gradient has no master. DTensors and plain tensors work.
 
     A master starts from the values that its weight was quantized from; quantize_ and quantized_init keep them until
     then. Without them, the master starts from the dequantized weight, and the first step warns. If something else
@@ -39,8 +38,7 @@ class MasterWeights(FollowsParameters):
     Masters that `load_state_dict` loaded in between win, once.
 
     `param_groups` and `state` are keyed by the model's parameters, so learning-rate schedulers and
-    torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and holds the master
-    under "master".
+    torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and "master".
 
     Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
     A step raises LayoutError if its parameters no longer belong to a model, or if a quantized weight was made plain.

@@ -111,8 +111,7 @@ class FollowsParameters(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Switches to the parameters that its groups hold now, and to those by which fully_shard replaced them.
 
-        Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
-        belongs to the old shards.
+        Raises LayoutError for a parameter of another shape, and after a step, since state belongs to the old shards.
         """
         masters = self._masters
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

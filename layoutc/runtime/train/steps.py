@@ -1,7 +1,6 @@
 """What MasterWeights caches between steps: for each parameter, and for all that are requantized together.
 
-Looking up parameters and their shardings, and converting gradients one by one, takes the host longer than the
-optimizer's step.
+Looking up parameters and shardings, and converting gradients one by one, takes longer than the optimizer's step.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def of_bits(bits):
 
 
 def words_of(steps: Sequence[float]) -> list[int]:
-    """A word for each bucket of keys. The upper eight bits of word + (key << (24 - shift)) are the number of steps that
-    the key reaches.
+    """A word for each bucket of keys. The top byte of word + (key << (24 - shift)) counts the steps it reaches.
 
     Empty if there are no buckets.
     """

@@ -246,8 +246,7 @@ def to_codes(
 ):
     """fp32 -> codes of any floating-point format by integer arithmetic, saturating.
 
-    ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1 for an unsigned format. LAST: the largest finite
-    code.
+    ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1: unsigned. LAST: the largest finite code.
     """
     LEAST: tl.constexpr = (128 if SUBNORMALS else 127) - BIAS
     size = tl.abs(x)

@@ -63,8 +63,7 @@ def measured_rows(
     """The amax of each BLOCK rows over all columns, for TILE[0] rows from at[0] on; with RANGES, their lowest and
     highest value, with 0 included. NaN propagates.
 
-    Returns (m blocks, 1) fp32, with m blocks rounded up to a power of two. source: (x, stride_m, stride_k). Other
-    arguments: see load_runs.
+    Returns (m blocks, 1) fp32, m blocks rounded up to a power of two. source: (x, stride_m, stride_k). See load_runs.
     """
     x, stride_m, stride_k = source
     row, _, m, k = at

@@ -89,8 +89,7 @@ def to_integer_codes_by_chance(
     NAN: tl.constexpr,
     OFFSET: tl.constexpr = TWOS_COMPLEMENT,
 ):
-    """fp32 -> two's complement in steps of 2^-FRACTION, rounded stochastically, saturating. With OFFSET: steps +
-    OFFSET."""
+    """fp32 -> two's complement in steps of 2^-FRACTION (+ OFFSET), rounded stochastically, saturating."""
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1 if OFFSET == TWOS_COMPLEMENT else (1 << BITS) - 1 - OFFSET
     ADDED: tl.constexpr = 0 if OFFSET == TWOS_COMPLEMENT else OFFSET
     steps = tl.minimum(tl.maximum(x * (1 << FRACTION), LOWEST), HIGHEST)

@@ -38,8 +38,7 @@ def dequantize(cls: type[RecipeMethods], handle: Tensor, window: Rect, orientati
 def lay_out(
     cls: type[RecipeMethods], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
-    """The buffers of orientations of a window of the weight; none aliases a plane, unless Inductor can prove that
-    only products read it.
+    """The buffers of a window's orientations; one aliases a plane only if Inductor proves that only products read it.
 
     One node per orientation, so that the graph drops unread ones and gathers nothing for them.
     """

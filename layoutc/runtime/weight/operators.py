@@ -3,8 +3,7 @@
 A traced call becomes one node that runs the same code as an eager call, on every device, so the bytes are the same.
 The operators are opaque to Inductor on purpose. If it compiled the reference, bytes would differ: its division on a
 card is not IEEE's. They are no `triton_op`s either: Inductor would compile their kernels with its own options, without
-maxnreg and enable_fp_fusion=False, on which bytes depend. Eager calls bypass them, since a torch operator costs several
-microseconds.
+maxnreg and enable_fp_fusion=False, on which bytes depend. Eager calls bypass them: an operator costs microseconds.
 
 The same operators serve all recipes. A recipe is named by a key, the class's full name and its layout id, so that
 packages that were built twice are never confused. `gathered_in_graphs` has those for gathered weights.
@@ -252,8 +251,7 @@ def run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientatio
 def values_again(
     cls: type[RecipeMethods], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
 ) -> Tensor | None:
-    """As `dequantize`, by the launch plan for such planes. None if the ordinary path is needed: there is no kernel, or
-    kernels can't read the planes."""
+    """As `dequantize`, by the launch plan for such planes; None without a kernel, or if kernels can't read them."""
     if (source := planes.get(cls.LAYOUT.sources[orientation][0])) is None:
         return None
     key = cls, m, k, orientation, dtype, source.device

@@ -1,8 +1,7 @@
 """PlaneTensor: a torch tensor over a PlaneStore.
 
 It is a wrapper without its own storage. All aliases share one store, whose *planes* are plain tensors, compact and
-m-major. The planes of a view over leading dims are views of the base's planes, so a write through one changes the
-other.
+m-major. The planes of a view over leading dims are views of the base's, so a write through one changes both.
 """
 
 from __future__ import annotations
@@ -213,8 +212,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
             pending_writes.check_whole(self.store, self.label())
 
     def check_writable(self) -> None:
-        """Raises UnsupportedOperator for rows that no view of the planes covers, LayoutError for a gathered weight: a
-        write to either would be lost."""
+        """Raises UnsupportedOperator for scattered rows, LayoutError for a gathered weight: writes would be lost."""
         if isinstance(self.store.planes, ScatteredPlanes):
             raise UnsupportedOperator(
                 f"{self.label()} consists of rows that are not adjacent: it can be read but not written; write into "

@@ -28,8 +28,7 @@ class ReportedMemory:
         """The storage of the first plane of codes, or of the values of a weight that is cast on gather. It is empty on
         meta and while FSDP2 has freed it.
 
-        Views of a weight share it, whatever their shapes. Weights that were quantized separately never do, even if they
-        were given the same amax tensor.
+        Views of a weight share it, whatever their shapes; weights quantized separately never do, even of one amax.
 
         Its size is not numel() * element_size(): those, and `nbytes`, describe a dense copy. A weight's bytes are the
         sum over `planes()`. Raises as data_ptr does.
@@ -42,8 +41,7 @@ class ReportedMemory:
         its own first row. 0 on meta and while FSDP2 has freed it.
 
         Aliases have the same address, and no two weights do. Use it as an identity only: a quantized weight has codes
-        there, not numel() elements of its dtype. Raises UnsupportedOperator for callers that would read elements:
-        Triton kernels and safetensors.
+        there, not elements. Raises UnsupportedOperator for Triton kernels and safetensors.
         """
         caller = callers.calling_module()
         if caller.startswith(_WRITERS) and getattr(self, "_plain", None) is None:

@@ -1,5 +1,4 @@
-"""The buffers of orientations, by name; and as operators return them, each plane once, since results must not share
-memory."""
+"""The buffers of orientations, by name; and as operators return them: no plane twice, since results share no memory."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Col
 def quantized_names(
     layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
 ) -> list[str]:
-    """The results of the operator that quantizes to buffers; with the amax if it is a buffer and the operator computes
-    it."""
+    """What the operator that quantizes to buffers returns; the amax too, if it is a buffer that it computes."""
     names = list(_known_distinct(layout, m, k, orientations, swizzled))
     return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
 

@@ -1,7 +1,6 @@
 """What torch.distributed.checkpoint asks of a wrapper: room for copies on the host, and a shard's chunks.
 
-It allocates room by zeros_like. Optimizers allocate their state by the same operator, and need plain tensors. So the
-result depends on the caller.
+It allocates room by zeros_like, as optimizers do for plain state. So the result depends on the caller.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def chunk_protocol(tensor: PlaneTensor, name: str) -> Any:
     """The chunk protocol of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
 
     Such a shard still holds the planes that all rows share (an amax), but a tensor without elements is not loaded. So
-    it asks for the weight's first row and keeps only its shared planes. None for any other tensor, which DCP reads
-    itself.
+    it asks for the weight's first row and keeps its shared planes. None for other tensors, which DCP reads itself.
     """
     if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
         return None

@@ -76,8 +76,7 @@ def describe(layout: Layout) -> dict[str, Any]:
 def restore_tensor(state: dict[str, Any]) -> Any:
     """Rebuilds a tensor for pickle and torch.load. state: what `state_of` returned.
 
-    Raises DamagedError if the bytes were changed, LayoutError if no installed recipe has their layout or this version
-    does not read the form.
+    Raises DamagedError for changed bytes, LayoutError if no installed recipe, or not this version, reads them.
 
     Example:
 
@@ -220,8 +219,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 
 
 def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
-    """What is wrong with a state, in words; None for a state that `state_of` could have written. is_plane: checks a
-    plane."""
+    """What is wrong with a state, in words; None if `state_of` could have written it. is_plane: checks a plane."""
     for name, fits in _STATE.items():
         if name not in state or not fits(state[name]):
             return f"{name} is not what layoutc writes"

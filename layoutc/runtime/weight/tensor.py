@@ -35,8 +35,7 @@ class QuantizedTensor(PlaneTensor):
 
         Their shapes and dtypes are `LAYOUT.buffers(m, k)`. A buffer that equals a stored plane is that plane; the
         others are laid out anew on each call. swizzled: scales and zero points are flat, in the order of the spec's
-        `gemm`. Raises LayoutError for a shard that is cut inside a block, ValueError for `swizzled` if the spec has no
-        swizzle.
+        `gemm`. Raises LayoutError for a shard cut inside a block, ValueError for `swizzled` if there is no swizzle.
         """
         store = self.store
         if store.halo.rows or store.matrix[0] % self.LAYOUT.multiple_m:
@@ -186,8 +185,7 @@ class QuantizedTensor(PlaneTensor):
 
 
 def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a handler in inference mode. A view of a tensor from outside of it stays ordinary: its version is
-    tracked."""
+    """Calls a handler in inference mode. Views of ordinary tensors keep versions."""
     if not func.is_view or args[0].is_inference():
         return handler(func, args, kwargs)
     with torch.inference_mode(False), torch.no_grad():
