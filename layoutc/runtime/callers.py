@@ -131,7 +131,8 @@ def of_collective() -> str | None:
     within = False
     for frame in _frames():
         name = _module(frame)
-        if within and name not in _C10D and not _asks_a_class(frame):
+        asks_a_class = name == "torch.overrides" or frame.f_code.co_name == "torch_function"
+        if within and name not in _C10D and not asks_a_class:  # whose `__torch_function__` torch calls in between
             return name
         within = within or name in _C10D
     return None
@@ -141,11 +142,6 @@ def find(module: str, function: str) -> FrameType | None:
     """The innermost frame of a function on the stack; None if there is none."""
     of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)
     return next((frame for frame in of_that_name if _module(frame) == module), None)
-
-
-def _asks_a_class(frame: FrameType) -> bool:
-    """True for torch's dispatch to a tensor's `__torch_function__`, and for that function."""
-    return _module(frame) == "torch.overrides" or frame.f_code.co_name == "torch_function"
 
 
 def _is_engine(frame: FrameType) -> bool:

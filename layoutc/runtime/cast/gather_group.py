@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from layoutc.runtime.cast.shared_amax import Cast, decide_all
-from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -59,8 +59,8 @@ def _part_of(shard: Cast, sharding: Sharding) -> QuantizedTensor | None:
     if next(members_of(sharding)) is shard:
         parts.clear()  # of a failed gather
         members = list(members_of(sharding))
-        # Values are in ordinary memory on all ranks or on none.
-        if all(map(_is_ordinary, members)):
+        held = [tensor.store["values"] for tensor in members]  # in ordinary memory on all ranks or on none
+        if all(type(values) is Tensor and not values.is_meta for values in held):
             made = zip(members, quantized(members), strict=True)
             parts.update((id(tensor), Part(one, *_stamp(tensor))) for tensor, one in made)
     part = parts.pop(id(shard), None)
@@ -99,11 +99,6 @@ def matrix(tensor: Cast) -> Tensor:
     return as_matrix(values, (prod(values.shape[:-1]), values.shape[-1]))
 
 
-def _is_ordinary(tensor: Cast) -> bool:
-    values = tensor.store["values"]
-    return type(values) is Tensor and not values.is_meta
-
-
 def _stamp(tensor: Cast) -> tuple[dict[str, Tensor], int, int]:
     return tensor.store, _version(tensor.store["values"]), tensor._agreed.writes
 
@@ -131,14 +126,10 @@ def quantized(tensors: Sequence[Cast]) -> list[QuantizedTensor]:
     planes: list[dict[str, Tensor]] = [{} for _ in tensors]
     for (cls, asked, *_), members in kinds.items():
         xs, amaxes = [whole[at] for at in members], [decided[at][0] for at in members]
-        made = [_new_planes(cls.LAYOUT.written(x.shape[0], x.shape[1], asked), x) for x in xs]
+        made = [launch.new(cls.LAYOUT.written(x.shape[0], x.shape[1], asked), x.device) for x in xs]
         shared = [amax for amax in amaxes if amax is not None] or None
         if traced(xs[0]) or not cls.quantize_batch(xs, shared, asked, made):
             made = [operators.quantize(cls, x, amax, asked) for x, amax in zip(xs, amaxes, strict=True)]
         for at, one in zip(members, made, strict=True):
             planes[at] = one | decided[at][1]
     return [tensor.quantized(planes[at], whole[at], orientations[at], cuts[at]) for at, tensor in enumerate(tensors)]
-
-
-def _new_planes(facts: Mapping[str, Facts], like: Tensor) -> dict[str, Tensor]:
-    return {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in facts.items()}

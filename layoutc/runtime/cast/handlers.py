@@ -32,10 +32,6 @@ aten = torch.ops.aten
 c10d = torch.ops.c10d
 
 
-def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
-    return args[0].alias()  # type: ignore[no-any-return]
-
-
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     """An alias outside the model, unless it becomes a parameter or represents one in a traced graph."""
     alias: CastOnGather = args[0].alias()
@@ -266,7 +262,7 @@ _AS = {  # by the operator's handler of a quantized weight
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{func: _view for func in table.HANDLERS if getattr(func, "is_view", False)},
     **{func: _AS[handler] for func, handler in table.HANDLERS.items() if handler in _AS},
-    aten.alias.default: _alias,
+    aten.alias.default: lambda func, args, kwargs: args[0].alias(),
     aten.detach.default: _detach,
     **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
     **dict.fromkeys(_LOW_PRECISION, _in_low_precision),

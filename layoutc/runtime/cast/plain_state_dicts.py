@@ -12,12 +12,6 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
-def keep_plain(module: nn.Module) -> None:
-    """Makes state dicts of `module` hold plain values of its weights, and load plain ones."""
-    module.register_state_dict_post_hook(give_plain)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(take_plain)  # type: ignore[no-untyped-call]
-
-
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict hook: inserts the weights' values, sharded and sharing memory, so that in-place loads work."""
     for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):

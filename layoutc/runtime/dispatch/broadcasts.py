@@ -179,11 +179,6 @@ def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[in
 
 
 # -------------------------------------------------------------------------------------------------------------- modules
-def keep_quantized(module: nn.Module) -> None:
-    """Makes plain values that a state dict assigns to weights of `module` be quantized like these weights."""
-    module.register_load_state_dict_pre_hook(take_sent)  # type: ignore[no-untyped-call]
-
-
 def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
     """A load_state_dict hook: quantizes assigned values, and gets the bytes of broadcast ones.
 

@@ -204,11 +204,6 @@ class GatherPlan:
 
 
 # ---------------------------------------------------------------------------------------------------- computing a plan
-def is_allocated(params: Sequence[Any]) -> bool:
-    """True once FSDP2 has gathered all of a group's FSDPParams."""
-    return all(fsdp2.outputs_of(param) and fsdp2.gathered_of(param) is not None for param in params)
-
-
 def plan_of(group: Any, world: int) -> GatherPlan | None:
     """The plan of an FSDPParamGroup in the current pass. Returns None, and says why, if FSDP2's own steps must gather
     it. Raises as `hooks.gathering_of`."""

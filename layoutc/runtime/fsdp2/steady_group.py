@@ -24,7 +24,7 @@ from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding
 from layoutc.runtime.torch_private import planned_groups, reductions, say_changed, say_left
-from layoutc.runtime.torch_private.fsdp2 import name_of, shard_of
+from layoutc.runtime.torch_private.fsdp2 import gathered_of, name_of, outputs_of, shard_of
 from layoutc.runtime.torch_private.planned_groups import DefaultReduceScatter, PlannedGroup
 from layoutc.runtime.torch_private.reductions import Reduction
 
@@ -76,8 +76,10 @@ class SteadyGroup(PlannedGroup):
         plan = self._plans.get(which)
         if plan is not None and plan.holds():
             return plan
-        if (plan is None and which in self._plans) or not gather_plan.is_allocated(self.fsdp_params):
+        if plan is None and which in self._plans:
             return None
+        if not all(outputs_of(param) and gathered_of(param) is not None for param in self.fsdp_params):
+            return None  # FSDP2 has not gathered all of them yet
         made = gather_plan.plan_of(self, self.ranks)
         self.gathers_wait()  # work on this stream may still use FSDP2's outputs
         self._plans[which] = made

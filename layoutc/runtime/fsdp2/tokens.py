@@ -142,13 +142,7 @@ def _bytes_of_row(recipe: Any, columns: int) -> dict[str, int]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _key(recipe: installed.Recipe, columns: int) -> str:
-    """The key of a recipe that takes rows of `columns`."""
-    cls = _by_rows(recipe)
-    cls.LAYOUT.check_shape((cls.LAYOUT.multiple_m, columns), "x")
-    return cls.KEY
-
-
-def _by_rows(recipe: installed.Recipe) -> type[QuantizedTensor]:
+    """The key of a recipe that takes rows of `columns`. Raises LayoutError for one that can't hold tokens."""
     module: Any = installed.find(recipe)
     if reason := not_by_rows(module.LAYOUT):
         layouts: list[Any] = [one.LAYOUT for one in installed.every()]
@@ -157,4 +151,5 @@ def _by_rows(recipe: installed.Recipe) -> type[QuantizedTensor]:
             f"exchange_tokens: {module.LAYOUT.name} can't hold tokens that travel: {reason}. Recipes that can: {fit}"
         )
     cls: type[QuantizedTensor] = module.Tensor
-    return cls
+    cls.LAYOUT.check_shape((cls.LAYOUT.multiple_m, columns), "x")
+    return cls.KEY

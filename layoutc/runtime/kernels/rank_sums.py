@@ -102,17 +102,14 @@ def not_by_rows(layout: Layout) -> str:
     return "its blocks cover several rows, and each row is sent by itself" if several else ""
 
 
-def _not_any_rows(layout: Layout) -> str:
-    return "" if layout.multiple_m == 1 else f"it takes rows in multiples of {layout.multiple_m}"
-
-
 class Codes:
     """A recipe for gradients on the wire. Raises LayoutError for one whose planes don't follow from each row alone."""
 
     def __init__(self, recipe: installed.Recipe) -> None:
         self._module: ModuleType = installed.find(recipe)
         self.layout: Layout = self._module.LAYOUT
-        if reason := not_by_rows(self.layout) or _not_any_rows(self.layout):
+        rows = self.layout.multiple_m
+        if reason := not_by_rows(self.layout) or (f"it takes rows in multiples of {rows}" if rows > 1 else ""):
             raise LayoutError(
                 f"exchange_gradients: {self.layout.name} can't hold gradients on the wire: {reason}. Recipes that can "
                 "have `use: wire` in their specs"

@@ -38,18 +38,14 @@ def _sum_of_experts(y: Tensor, rows: Tensor, weights: Tensor | None, ends: Tenso
     return out
 
 
-def _of_experts(grad: Tensor, y: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return of_experts_with_planes(grad, y, rows, weights, ends, None, ())
-
-
 def of_experts_with_planes(
     grad: Tensor,
     y: Tensor,
     rows: Tensor,
     weights: Tensor,
     ends: Tensor,
-    kernels: Any,
-    planes: Sequence[Tensor],
+    kernels: Any = None,
+    planes: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """`of_experts`, which also writes the gradient of y into planes, its codes and scales. kernels: those of a recipe
     whose blocks are rows; None: there are no planes."""
@@ -95,7 +91,7 @@ token, the fp32 sum of its rows of y in the order of `rows`. Each row is first m
 type promotion. Rows from ends[-1] on belong to no expert and are skipped, whatever they hold."""
 of_experts = library.define(
     "of_experts(Tensor grad, Tensor y, Tensor rows, Tensor weights, Tensor ends) -> (Tensor, Tensor)",
-    _of_experts,
+    of_experts_with_planes,
     lambda grad, y, rows, weights, ends: (torch.empty_like(y), torch.empty_like(weights)),
 )
 """(grad (tokens, columns), y, rows, weights, ends) -> the gradients of y and of weights; 0 from row ends[-1] on."""

@@ -26,7 +26,8 @@ def of(x: Tensor) -> dict[object, Any]:
     """The cache of what was quantized from x, by key; callers add to it. It lasts until x is freed or modified, or
     another activation comes. Where nothing can be shared, returns a new dict."""
     global _last
-    if not _can_share(x):
+    # In traced graphs the compiler merges equal calls; a captured graph must contain all that computes its values.
+    if traced(x) or x.is_inference() or capturing(x.device):
         return {}
     entry, stream = _last, stream_of(x.device)
     if entry is None or entry.x() is not x or entry.version != version_of(x) or entry.stream != stream:
@@ -37,14 +38,6 @@ def of(x: Tensor) -> dict[object, Any]:
 def version(x: Tensor) -> int:
     """The version counter of x, which writes increment; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else version_of(x)
-
-
-def _can_share(x: Tensor) -> bool:
-    """False in traced graphs, where the compiler merges equal calls; for tensors without versions; and during CUDA
-    graph capture, since a graph must contain everything that computes its values."""
-    if traced(x) or x.is_inference():
-        return False
-    return not capturing(x.device)
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:

@@ -68,7 +68,7 @@ class ByRule(MasterWeights):
         groups = inner_optimizer.groups_of(owner.__name__, optimizer_class, params)
         self._rule, given = rules.of_class(optimizer_class, options)
         self._forms, self._masters_in = Forms.of(state or "fp32", least, self._rule.moments), masters
-        super().__init__(_moments, groups, **given, seed=seed)
+        super().__init__(lambda params, **options: _Moments(params, options), groups, **given, seed=seed)
 
     # ---------------------------------------------------------------------------------------------------------- masters
     def _master_dtype(self, param: Tensor) -> torch.dtype:
@@ -139,7 +139,8 @@ class ByRule(MasterWeights):
         for entry in stepped:
             number, grad = numbers[entry], gradient_of(entry)
             member = self._member(entry, number, groups[number])
-            if _runs(member, grad):
+            is_readable = type(grad) is Tensor and grad.dtype in launch.FLOATS and grad.is_contiguous()
+            if is_readable and _has_kernels(member.matrix, member.moments):
                 together[member.master.device].append((entry, member, grad))
             elif found_inf is None or not bool(found_inf):
                 self._update(member, grad if scale is None else grad / scale)
@@ -212,17 +213,6 @@ class ByRule(MasterWeights):
 
 
 MasterWeights.BY_RULE = ByRule
-
-
-def _moments(params: Any, **options: Any) -> _Moments:
-    return _Moments(params, options)
-
-
-def _runs(member: Member, grad: Tensor) -> bool:
-    """Whether kernels can update a shard."""
-    if type(grad) is not Tensor or grad.dtype not in launch.FLOATS or not grad.is_contiguous():
-        return False
-    return _has_kernels(member.matrix, member.moments)
 
 
 def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:

@@ -12,7 +12,7 @@ tensor for each transposed weight. The host overhead would be several times that
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -141,7 +141,8 @@ def arrived(x: Tensor) -> Tensor:
 
 
 def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
-    with _without_autocast(first):  # autocast would round fp32 operands
+    rounds = autocasts(first)  # fp32 operands
+    with torch.autocast(first.device.type, enabled=False) if rounds else nullcontext():
         if traced(first):
             if not torch.compiler.is_compiling():
                 flops.tell_counters()
@@ -160,10 +161,6 @@ def autocasts(x: Tensor) -> bool:
 @cache
 def _can_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

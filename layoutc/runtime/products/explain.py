@@ -120,19 +120,16 @@ def _explained(
             way, reason = "dequantize", f"weights of {len(part)} dims have no products in low precision"
         if is_part and not by_parts and len(part) == 2 and product == "grad_weight" and way != "dequantize":
             way, reason = "dequantize", _OF_DTENSORS
-        by = ""
-        if way == "kernel":
-            by = _kernel(cls, product) if len(shape) == 2 else _grouped_kernel(cls, product, by_columns)
+        by = _kernel(cls, product, len(shape) > 2, by_columns) if way == "kernel" else ""
         rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, by, reason, own))
     return rows
 
 
-def _kernel(cls: Recipe, product: ProductName) -> str:
+def _kernel(cls: Recipe, product: ProductName, of_experts: bool, by_columns: bool) -> str:
+    """The kinds of scales of both operands."""
+    if of_experts:
+        found = kernel(cls, product, by_columns)
+        return "" if isinstance(found, str) else f"{found.kind} by {found.kind}"
     recipes = recipes_of(cls)
     operands = (getattr(recipes, role).LAYOUT.operands[orientation] for role, orientation in OPERANDS[product])
     return " by ".join(operand.scaling for operand in operands if isinstance(operand, Operand))
-
-
-def _grouped_kernel(cls: Recipe, product: ProductName, by_columns: bool) -> str:
-    found = kernel(cls, product, by_columns)
-    return "" if isinstance(found, str) else f"{found.kind} by {found.kind}"

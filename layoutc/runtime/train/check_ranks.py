@@ -109,7 +109,8 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         facts["orientations"] = "+".join(local.orientations) or "none"
         group = local._agreed.fused if isinstance(local, CastOnGather) else local.fused
         facts["weights under one amax"] = group[1] if group else "itself"
-        facts["products"] = _products_of(local)
+        by = "" if local.own_products is None else ", by set_products_"
+        facts["products"] = f"{product_mode.in_effect(local.own_products)}{by}"
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
     if local.is_meta:
         return
@@ -122,11 +123,6 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         yield from _shared(name, param, local)
     if isinstance(local, QuantizedTensor):
         yield from _halved(name, param, local)
-
-
-def _products_of(local: QuantizedTensor | CastOnGather) -> str:
-    settings = str(product_mode.in_effect(local.own_products))
-    return settings if local.own_products is None else f"{settings}, by set_products_"
 
 
 def _stored(local: Tensor) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import installed
 from layoutc.runtime.bindings.names import groups_of
-from layoutc.runtime.cast.plain_state_dicts import keep_plain
+from layoutc.runtime.cast.plain_state_dicts import give_plain, take_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
-from layoutc.runtime.dispatch.broadcasts import keep_quantized
+from layoutc.runtime.dispatch.broadcasts import take_sent
 from layoutc.runtime.facts import Group, Layout
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.amax import reduce_max
@@ -139,7 +139,6 @@ def cast_on_gather_(
     package = installed.find(recipe)
     package.LAYOUT.check_weights()
     casts: type[CastOnGather] = package.CastTensor
-    casts.QUANTIZED.LAYOUT.check_weights()
     filters, made = Filters(filter_fn, param_filter), partial(_cast, casts)
     return [use.name for use in _replace([model], casts.QUANTIZED, made, filters, share_amax, "cast_on_gather_")]
 
@@ -175,11 +174,13 @@ def _replace(
         for use in same:
             setattr(use.module, use.key, made)
         update_warnings.mark_replaced(weight, same[0].name, caller)
+    module: Any
     for module in {use.module: None for use in chosen}:
         if module not in had_some:  # the hook of a module serves all of its parameters
-            keep_quantized(module)
+            module.register_load_state_dict_pre_hook(take_sent)
         if caller == "cast_on_gather_":
-            keep_plain(module)
+            module.register_state_dict_post_hook(give_plain)
+            module.register_load_state_dict_pre_hook(take_plain)
     replaced_parameters.record_replacements(roots)
     update_warnings.watch()
     return chosen

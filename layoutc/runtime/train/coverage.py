@@ -129,7 +129,9 @@ def _row(same: list[Use], param: Tensor, layouts: list[Layout]) -> CoveredParame
         reason = other or _why_plain(shape, param.dtype, layouts)
     else:
         kind = "quantized" if find_cast(param) is None else "cast on gather"
-        reason = _what_it_lacks(same, layout)
+        by_columns = layout.passes_differ and any(is_stored_by_columns(use.module, use.key) for use in same)
+        costs = "read as x @ w: under FSDP2 each pass also gathers the planes of the other one, and overlaps nothing"
+        reason = costs if by_columns else ""
     recipe = "" if layout is None else layout.name
     is_weight = not other or (layout is not None and len(shape) in DIMS)
     return CoveredParameter(name, shape, param.dtype, param.numel(), kind, recipe, is_weight, reason)
@@ -155,9 +157,3 @@ def _why_plain(shape: tuple[int, ...], dtype: torch.dtype, layouts: list[Layout]
         except ValueError as error:
             return f"not picked, and {str(error).removeprefix(': ').partition(', not shape')[0]}"
     return "not picked"
-
-
-def _what_it_lacks(same: list[Use], layout: Layout) -> str:
-    if layout.passes_differ and any(is_stored_by_columns(use.module, use.key) for use in same):
-        return "read as x @ w: under FSDP2 each pass also gathers the planes of the other one, and overlaps nothing"
-    return ""

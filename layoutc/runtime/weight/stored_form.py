@@ -112,7 +112,7 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Any:
         raise DamagedError("the state of a quantized tensor is not one that layoutc writes")
     if form != FORMAT:
         raise LayoutError(f"the file holds tensors in format {form}; this version of layoutc reads {FORMAT}")
-    if (wrong := wrong_in(state, _is_plane)) is not None:
+    if (wrong := wrong_in(state, lambda one: isinstance(one, Tensor) and one.layout == torch.strided)) is not None:
         raise DamagedError(f"the state of a quantized tensor is damaged: {wrong}")
     planes: dict[str, Tensor] = state["planes"]
     shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
@@ -168,10 +168,6 @@ def _check_planes(
                 f"{name} of a weight of shape {shape} in {layout.name} should be {expected}, but the file has "
                 f"{tuple(plane.shape)} {plane.dtype}"
             )
-
-
-def _is_plane(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def is_size(value: Any) -> bool:
