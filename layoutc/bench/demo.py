@@ -250,8 +250,7 @@ def train(config: Config, recipe: str | None, text: Tensor, device: torch.device
 
 
 def resumes(config: Config, recipe: str | None, model: Any, optimizer: Any, text: Tensor, device: torch.device) -> bool:
-    """Saves, trains on, loads the checkpoint into a new model and trains that; true if all losses are equal to the
-    bit."""
+    """Saves, trains on, loads the checkpoint into a new model and trains that; true if all losses are equal."""
     folder: list[Any] = [tempfile.mkdtemp(prefix="layoutc-demo-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
 

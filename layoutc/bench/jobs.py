@@ -1,5 +1,4 @@
-"""The jobs that `layoutc bench` times on a card: the work of a recipe's kernels, each time on new inputs and
-outputs."""
+"""The jobs that `layoutc bench` times on a card: a recipe's kernels, each time on new inputs and outputs."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placed:
-    """The part of a weight that FSDP2 shards over `ranks` on `dim`. shape: the part's, after TP and EP have cut the
-    whole into `parts`."""
+    """The part of a weight that FSDP2 shards over `ranks` on `dim`. shape: its own, one of TP's and EP's `parts`."""
 
     shape: tuple[int, ...]
     ranks: int

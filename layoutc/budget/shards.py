@@ -248,8 +248,7 @@ def period(piece: Piece) -> int:
 def largest(pieces: tuple[Piece, ...], dtypes: Dtypes) -> Resident:
     """The bytes of the rank that holds the most of some weights, which are all sharded over equally many ranks.
 
-    Only the first ranks count: rank r has no more of any weight than rank r modulo the weights' common period, since
-    the last shards are shorter.
+    Only the first ranks count: since last shards are shorter, rank r has no more than rank r modulo the period.
     """
     counts: dict[Piece, int] = {}
     for piece in pieces:

@@ -34,8 +34,7 @@ class FileState:
 
 
 def compare(out: Path, files: dict[str, str], *, stale: bool = True) -> list[FileState]:
-    """The state of every generated file, sorted by path; with `stale`, also of layoutc's files that no spec produces
-    any more.
+    """The state of every generated file, sorted by path; with `stale`, also of files that no spec makes any more.
 
     files: path below `out`, with forward slashes -> text. Raises OSError for a file that can't be read.
     """
@@ -79,8 +78,7 @@ def recipes_in(out: Path, besides: Container[str]) -> tuple[dict[str, str], list
 def write(out: Path, files: dict[str, str], states: list[FileState]) -> None:
     """Writes new and changed files, the index last. Removes nothing. Raises OSError.
 
-    Texts are first written into a hidden folder in `out` and then renamed, so that a full disk does not damage old
-    files.
+    Texts are written into a hidden folder in `out` and then renamed, so that a full disk damages no old file.
     """
     changed = [state.path for state in states if state.status in ("new", "changed")]
     if not changed:

@@ -56,8 +56,7 @@ def _folder_of(point: EntryPoint) -> Path | None:
 def chosen(arguments: tuple[str, ...], folder: Path) -> list[Path]:
     """The specs that a command's arguments name; without arguments, those in the folder.
 
-    An argument is a file, a folder of specs, a recipe's name as for `find`, or a built package. Raises
-    click.UsageError."""
+    An argument is a file, a folder of specs, a recipe's name, or a built package. Raises click.UsageError."""
     paths: list[Path] = []
     for one in arguments or (str(folder),):
         path = Path(one)

@@ -20,8 +20,7 @@ NEEDS = "charts need matplotlib: pip install 'layoutc[charts]', or pip install m
 
 
 def check(path: Path) -> None:
-    """Before any work: raises ValueError for a suffix that is none of SUFFIXES, for a folder that is none, and without
-    matplotlib."""
+    """Before any work: raises ValueError for a suffix not in SUFFIXES, for no folder, and without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} should end in {', '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:

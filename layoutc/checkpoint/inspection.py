@@ -54,8 +54,7 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
     thorough: read the headers of all pieces, not only of each tensor's largest piece. This finds tensors whose pieces
     have different layouts. Loads no weights, and runs no code from the files.
 
-    Raises DamagedError if files differ from what was written; LayoutError if the folder is not a checkpoint, or its
-    save did not finish.
+    Raises DamagedError if files differ from what was written; LayoutError for no checkpoint, or an unfinished one.
 
     Example:
 

@@ -73,8 +73,7 @@ def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, A
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises DamagedError if `.metadata` or a file's size contradicts layoutc.json. Without layoutc.json, checks
-    nothing."""
+    """Raises DamagedError if `.metadata` or a file's size contradicts layoutc.json, where there is one."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return

@@ -135,8 +135,7 @@ def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.Process
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, but it writes into `folders.incomplete` and renames that when all ranks are done. Can be
-    pickled."""
+    """torch's writer, which writes into `folders.incomplete` and renames it when all ranks are done. Can be pickled."""
 
     def __init__(self, folder: Path, replaces: bool = False, **options: Any) -> None:
         """replaces: whether to replace a checkpoint of that name. options: passed to FileSystemWriter (thread_count,
@@ -165,8 +164,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after all ranks have written: writes .metadata and layoutc.json, and renames the
-        folder."""
+        """On the coordinator, after all ranks: writes .metadata and layoutc.json, and renames the folder."""
         super().finish(metadata, results)
         write_manifest(Path(self.path), metadata, chain.from_iterable(results))
         folders.publish(self.folder, self.replaces)

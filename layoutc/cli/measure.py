@@ -1,5 +1,4 @@
-"""The commands that measure: bench and demo. As in app.py: arguments, streams and exit codes; torch is imported when
-needed."""
+"""The commands that measure: bench and demo. As in app.py: arguments, streams, exit codes; torch comes late."""
 
 from __future__ import annotations
 

@@ -184,8 +184,7 @@ def refusing(*kinds: type[Exception], words: str = "") -> Iterator[None]:
 
 
 def grouped(groups: Mapping[str, Sequence[str]]) -> type[click.Command]:
-    """A class of commands whose help has these groups: titles, and the names of parameters in order. What no group
-    names stands first."""
+    """Commands whose help has these groups: titles, and parameters' names in order. What no group names is first."""
 
     class Grouped(click.Command):
         """As click's, but for the options of its help."""

@@ -163,8 +163,7 @@ def compile_subject(
 ) -> Subject:
     """Builds a spec into a temporary package and imports it. edit: may change the package's folder before the import.
 
-    Raises BadSpec for a spec with errors, OSError for a file that can't be read, Unusable for a package that can't be
-    imported.
+    Raises BadSpec for a spec with errors, OSError for an unreadable file, Unusable for one that can't be imported.
     """
     data = path.read_bytes()
     spec, diagnostics = read.read_spec_bytes(data, str(path))

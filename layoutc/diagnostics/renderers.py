@@ -1,5 +1,4 @@
-"""Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object per
-line), sarif (one log).
+"""Diagnostics as text: full (with carets), concise (one line), github (annotations), json (objects), sarif (a log).
 
 Pure functions from values to strings; the command line prints them.
 """

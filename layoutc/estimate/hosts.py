@@ -1,7 +1,6 @@
 """Derives the speed of a host from a measured bf16 step.
 
-Hosts with the same kind of card differed by more than 2x, though the cards did not. All host times scale with the
-host's time for bf16.
+Hosts with equal cards differed by more than 2x. All host times scale with the host's time for bf16.
 """
 
 from __future__ import annotations

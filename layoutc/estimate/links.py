@@ -5,8 +5,7 @@ src/graph/tuning.cc at 01afd20 has `nsteps = nRanks-1` and `nInterSteps = nNodes
 with one latency per step within a host and another between hosts; it runs both only as rings. A tree, in libraries that
 have one, sends as many bytes in ceil(log2 w) steps, ceil(log2 hosts) of them between hosts.
 
-A ring over several hosts uses the adapters of all its cards on each host: NCCL runs one ring per adapter, and each
-carries its part.
+A ring over several hosts uses the adapters of all its cards on each: one ring per adapter carries a part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Speeds of cards and hosts: the constants of estimates, each with its source.
 
-`tests/bench/fit_steps.py` fits the ones marked as fitted to the steps of `tests/bench/recorded_steps.py`, and prints
-the points and residuals.
+`tests/bench/fit_steps.py` fits the marked ones to `tests/bench/recorded_steps.py`, and prints residuals.
 """
 
 from __future__ import annotations

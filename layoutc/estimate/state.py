@@ -1,7 +1,6 @@
 """Bytes of optimizer states and of gradients on the wire: each format is an entry in a table here.
 
-Plans and estimates derive the rest: what is resident on a rank, what the optimizer's step moves, what the link
-carries.
+Plans and estimates derive what is resident on a rank, what the step moves, and what the link carries.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Product:
-    """An (m, k) weight that multiplies `times` a rank's tokens. quantized: it is in the recipe. trains: it has a
-    gradient."""
+    """An (m, k) weight that multiplies `times` a rank's tokens. quantized: in the recipe. trains: has a gradient."""
 
     m: int
     k: int

@@ -1,7 +1,6 @@
 """What the page knows about a recipe, as frozen values: formulas of its maps, and figures for each slider stop.
 
-This module computes nothing itself: places come from formulas of layoutc.layout, figures from layoutc.report.describe
-and layoutc.ints.cuts.
+This module computes nothing: places are formulas of layout, figures are those of report.describe and ints.cuts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which parts of a layout each line of a spec decides, and which lines of generated code follow from them.
 
-A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts, the products or other checkpoint
-formats, by name.
+A part is a plane, a buffer, a block, the swizzle, accepted shapes, cuts, products or other checkpoint formats.
 """
 
 from __future__ import annotations

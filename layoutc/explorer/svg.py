@@ -33,8 +33,7 @@ _STYLE = (
 def picture(plan: Plan, m: int, k: int, world: int, name: str | None = None) -> str:
     """The picture of an (m, k) weight over `world` ranks, with the buffer `name`, or the most instructive one.
 
-    The weight must be one for which `problems` of layoutc.report.describe is empty. Raises KeyError for an unknown
-    buffer.
+    `problems` of layoutc.report.describe must find none for the weight. Raises KeyError for an unknown buffer.
     """
     layout = plan.layout
     buffer = find_buffer(layout, name) if name else _most_telling(layout)

@@ -99,8 +99,7 @@ def _weight(layer: Any) -> tuple[Any, str]:
 
 
 def _of_base(name: str, layers: Iterable[str]) -> str | None:
-    """The base model's name of an entry in layers with adapters, which may be nested; None for the adapters' own
-    entries."""
+    """The base model's name of an entry in layers with adapters, perhaps nested; None for the adapters' own."""
     for layer in sorted(layers, key=len, reverse=True):
         if name.startswith(f"{layer}."):
             if not name.startswith(f"{layer}.base_layer."):

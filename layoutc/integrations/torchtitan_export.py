@@ -21,8 +21,7 @@ with needs("torchtitan", "torchtitan"):
 
 
 def keep_fused(model: nn.Module) -> None:
-    """Keeps quantized fused QKV as one weight in the model's state dicts, since cuts between heads may split
-    blocks."""
+    """Keeps quantized fused QKV one weight in the model's state dicts: cuts between heads may split blocks."""
     for module in model.modules():
         if isinstance(module, FusedQKVLinear) and isinstance(module.wqkv.weight.data, QuantizedTensor):
             for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):

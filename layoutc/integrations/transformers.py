@@ -1,5 +1,4 @@
-"""transformers: a callback for Trainer that makes `save_pretrained` write plain values, and the weights' names in a
-release's files.
+"""transformers: a Trainer callback with which `save_pretrained` writes plain values, and names in a release's files.
 
 model = AutoModelForCausalLM.from_pretrained(name)
 layoutc.quantize_(model, "nvfp4", param_filter=["model.layers.*.weight"])

@@ -104,8 +104,7 @@ def sent_blocks(cuts: Cuts, block: int) -> int:
 
 @lru_cache(maxsize=4096)
 def picks(cuts: Cuts, block: int) -> tuple[int, ...] | None:
-    """The index of each block of the matrix among the world * sent_blocks received blocks; None: the first blocks, in
-    order.
+    """The index of each block of the matrix among the world * sent_blocks received ones; None: the first, in order.
 
     If several ranks send a block, the first of them is used.
     """

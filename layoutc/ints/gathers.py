@@ -61,6 +61,5 @@ def reduces_in_few_steps(replicas: int, params: Iterable[tuple[int, int]]) -> bo
 
 
 def codes_travel_whole(whole: int, part: int, sums: int) -> bool:
-    """Whether replicas exchange codes of all gradients, instead of a part's codes and then that part's sums: if that is
-    no more bytes."""
+    """Whether replicas exchange codes of all gradients, if that is no more bytes than a part's codes and its sums."""
     return whole <= part + sums

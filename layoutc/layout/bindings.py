@@ -114,8 +114,7 @@ def bound(
 ) -> tuple[BoundPlane, FileLayout | None]:
     """The tensor that holds a plane, and its order; None for a single value without dims.
 
-    A packed plane's codes are permuted; but if codes that share a byte in the plane share it in the file too, its bytes
-    are.
+    A packed plane's codes are permuted, or its bytes, if codes that share a byte share it in the file too.
     """
     over, by = parse_form(stated.form) if stated.form else (None, None)
     made = BoundPlane(stated.name, stated.dtype, max(8, plane.bits), over=over, by=by)

@@ -175,8 +175,7 @@ Step = Permute | Repeat | Pad | Split | Reorder | Join
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps on an array of `start` shape. The result is packed along the last dim, with `bits` per value, and
-    flattened.
+    """Steps on an array of `start` shape. The result is packed along the last dim, `bits` a value, and flattened.
 
     A position is (byte, bit): the byte offset, and the offset of the value's first bit in that byte, counted from its
     low end if `low_first`, else from its high end. 6-bit codes may continue in the next byte.

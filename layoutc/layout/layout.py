@@ -83,8 +83,7 @@ class Buffer:
 
     @property
     def multiples(self) -> tuple[int, ...]:
-        """What each dim's size must be a multiple of, so that the swizzle can split it and it fills bytes or
-        words."""
+        """The multiple that each dim's size must be, so that swizzles can split it and it fills bytes or words."""
         run = codes_per_group(self.bits, self.words or 8)
         return self.swizzle.multiples(run) if self.swizzle else (*[1] * (len(self.dims) - 1), run)
 

@@ -19,8 +19,7 @@ ORIENTATIONS = ("rowwise", "columnwise")
 class Plane:
     """A stored array of a source: one value per `per_m` rows and `per_k` columns of the weight; None: all of them.
 
-    Its shape is (rows, bytes of a row) for codes of less than 8 bits, which are packed, else (rows, values); (1,) if
-    both are None.
+    Its shape is (rows, bytes of a row) for packed codes of less than 8 bits, else (rows, values); (1,) with neither.
     """
 
     name: str
@@ -76,8 +75,7 @@ AMAX = Plane("amax", "scale", None, None, 32)
 
 
 def codes_per_group(bits: int, unit: int = 8) -> int:
-    """The number of codes in the shortest run of whole bytes, or of units of `unit` bits. For bytes: 2 codes of 4 bits,
-    4 of 6 bits, 1 of 8 or more."""
+    """The codes in the shortest run of whole bytes, or of units of `unit` bits: 2 of 4 bits, 4 of 6, 1 of 8 or more."""
     return lcm(bits, unit) // bits if bits < unit else 1
 
 

@@ -30,8 +30,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a record stores a slice, in bits from the lowest bit of its first byte: entry i of the slice is at
-    `at + i * step`."""
+    """Where a record stores a slice, in bits from the lowest of its first byte: entry i is at `at + i * step`."""
 
     slice: Slice
     at: int

@@ -24,8 +24,7 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
     """The model that an argument names. Raises ModelError, which lists the accepted forms, if it names none.
 
-    A folder's config.json wins over its files, if its architecture is known. sizes: config fields to override, for a
-    named model.
+    A folder's config.json wins over its files, if its architecture is known. sizes: overrides for a named model.
     """
     path, known = Path(model), config.named()
     if model in known and not path.exists():

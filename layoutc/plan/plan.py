@@ -184,8 +184,7 @@ class Plan:
 def derive(layout: Layout, others: Mapping[str, Layout] | None = None) -> Plan:
     """Plans a layout. Raises nothing: every layout has a plan.
 
-    others: the layouts of the recipes that it names for activations and gradients. Without them, the plan has no
-    products.
+    others: the layouts of the recipes that it names for activations and gradients; without them, no products.
     """
     shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
     columns = lcm(*(plane.column_multiple for source in layout.sources for plane in source.planes))

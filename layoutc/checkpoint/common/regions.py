@@ -1,5 +1,4 @@
-"""Regions: the part of a whole weight that a rank holds, and the plane entries that cover it. Integer arithmetic
-only."""
+"""Regions: the part of a whole weight that a rank holds, and the plane entries that cover it. Only integers."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def box_of(tensor: Tensor, name: str = "a weight") -> Box:
 
 
 def rows_of(shape: Sequence[int], box: Box) -> list[Rect]:
-    """The runs of adjacent rows, in the (m, k) matrix of a weight of `shape`, that make up a box; [] if the box is
-    empty."""
+    """The runs of adjacent rows, in the (m, k) matrix of a weight of `shape`, that make up a box; [] if empty."""
     if 0 in box.shape:
         return []
     lead = list(shape[:-1])

@@ -143,8 +143,7 @@ ARCHITECTURES = {
 
 
 class Place(NamedTuple):
-    """The tensors in files that hold a parameter, their rows concatenated in each of its matrices; and the module of
-    the first tensor, with {n}."""
+    """The tensors that hold a parameter, rows concatenated in each matrix; and the first one's module, with {n}."""
 
     tensors: tuple[str, ...]
     module: str

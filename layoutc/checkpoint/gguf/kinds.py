@@ -51,8 +51,7 @@ def installed() -> list[Kind]:
 
 
 def entries(path: Path) -> tuple[tuple[EntryFacts, ...], tuple[Path, ...]]:
-    """A model's entries, in file order, and its files. An entry's kind is the recipe that defines its type, else the
-    type.
+    """A model's entries, in file order, and its files. An entry's kind is its type's recipe, else the type.
 
     Raises DamagedError if the file is not valid GGUF.
     """

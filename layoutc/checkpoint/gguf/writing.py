@@ -42,8 +42,7 @@ class Planned(NamedTuple):
 class OpenGguf:
     """A file that is written under a temporary name, and renamed into place when all planned tensors are written.
 
-    Raises OSError if writing fails, DamagedError if the source changed, LayoutError if a tensor's size differs from the
-    plan."""
+    Raises OSError if writing fails, DamagedError if the source changed, LayoutError for a size other than planned."""
 
     def __init__(self, path: Path, source: Header, planned: Sequence[Planned]) -> None:
         self._path, self._planned, self._alignment = path, list(planned), source.alignment

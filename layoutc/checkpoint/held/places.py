@@ -44,8 +44,7 @@ class Place(NamedTuple):
 def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     """The place of a plane with `plane`'s shape and dtype.
 
-    matrices: their number in a weight with leading dims, else None. Raises LayoutError if the values don't split as the
-    binding says."""
+    matrices: their number in a weight with leading dims, else None. Raises LayoutError if the values don't split so."""
     width = _width(bound.dtype)
     if bound.of_matrices and matrices is not None:  # `scalar` applies to a single matrix
         return Place(bound, plane, (1,), (1,), (matrices,), 1)
@@ -211,8 +210,7 @@ def _whole_entries(at: Place, boxes: Sequence[Range]) -> list[Range]:
 def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: bool) -> Tensor:
     """Repacks 4-bit codes from pairs along the last dim to pairs along `dim`, whose size is even.
 
-    Two adjacent bytes along `dim` hold two by two codes. They become two adjacent bytes along the last dim, without
-    unpacking.
+    Two adjacent bytes along `dim` hold two by two codes. They become two along the last dim, without unpacking.
     """
     index: list[slice] = [slice(None)] * packed.dim()
     halves = []

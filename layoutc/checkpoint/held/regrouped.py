@@ -1,9 +1,7 @@
-"""Decodes files whose blocks differ from a recipe's in size along rows, run across rows, or have scales of another
-dtype.
+"""Decodes files whose blocks have another size along rows, run across rows, or have scales of another dtype.
 
 Padding each block to whole blocks of the recipe, and repeating its scale for them, turns the weight into one of the
-recipe. So any class of plain codes, scales and zero points decodes groups of all sizes. These classes are only read:
-nothing trains or writes them.
+recipe. So any class of plain codes, scales and zero points decodes all groups. These classes are only read.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ class Stated(NamedTuple):
         )
 
     def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
-        """Raises LayoutError if the stored text differs in a key that is not free; DamagedError, a subclass, if it is
-        not a JSON mapping."""
+        """Raises LayoutError if the text differs in a key that is not free; DamagedError if it is no JSON mapping."""
         found = json_of(stored, f"{self.name} in the files")
         for key in sorted((stated.keys() | found.keys()) - {*self.free}):
             if found.get(key) != stated.get(key):

@@ -60,8 +60,7 @@ def with_codes(one: Held, parameter: str, count: int) -> list[Held]:
 
 
 class Noted(NamedTuple):
-    """Collected for warnings after all weights are made: errors of codes that do not decode to the exact values, and
-    scales that engines join."""
+    """Collected for warnings after all weights are made: errors of inexact codes, and scales that engines join."""
 
     errors: list[float]
     scales: Scales

@@ -199,8 +199,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 def _quantized(
     path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Sequence[Bound]
 ) -> dict[str, Found]:
-    """The source's quantized weights, each found by its binding. into: bindings that may be written; their recipes are
-    tried first. Raises LayoutError."""
+    """The source's quantized weights, by their bindings; the recipes of `into` are tried first. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
     if not (told := choosing.told(path, files, every)):
@@ -320,8 +319,7 @@ def _beside(contents: Contents, found: Mapping[str, Found]) -> set[str]:
 
 
 def _is_plain(job: Job) -> bool:
-    """Guesses from name and dims whether a plain tensor is a linear weight: files don't state module types. Extra names
-    in the config's list do no harm."""
+    """Guesses from name and dims whether a plain tensor is a linear weight: files don't say. Extra names do no harm."""
     shape, name = job.tensors[0].facts.shape, job.name
     matrix = isinstance(job.source, Stored) and len(shape) == 2 and name.endswith(".weight")
     return job.into is None and matrix and "norm" not in name and "embed" not in name

@@ -185,8 +185,7 @@ def items_of(
     problems: list[Problem],
     files: Origin,
 ) -> list[Item]:
-    """The weights to write, after this rank's checks. files: the files that weights were loaded from. Raises
-    ValueError, LayoutError."""
+    """The weights to write, after this rank's checks. files: their source's. Raises ValueError, LayoutError."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()

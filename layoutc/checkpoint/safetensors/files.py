@@ -27,8 +27,7 @@ CHUNK = 1 << 24  # bytes to read at a time for a checksum
 
 
 class Contents(NamedTuple):
-    """The contents of a folder: tensors by name, descriptions of quantized weights by name, and a digest of all headers
-    and of samples of the data."""
+    """A folder's tensors and descriptions of quantized weights, by name, and a digest of headers and of some data."""
 
     tensors: dict[str, Stored]
     described: dict[str, Mapping[str, Any]]

@@ -19,8 +19,7 @@ from layoutc.runtime.weight import stored_form
 def entries(folder: Path) -> tuple[EntryFacts, ...]:
     """A folder's entries, in file order. A quantized weight's planes are one entry.
 
-    Raises DamagedError if a header or an index is not what was written, LayoutError if the file names are not Hugging
-    Face's.
+    Raises DamagedError if a header or an index was changed, LayoutError if file names are not Hugging Face's.
     """
     try:
         contents = read_folder(folder)

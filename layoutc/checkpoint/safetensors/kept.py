@@ -43,8 +43,7 @@ class KeptIn(NamedTuple):
         return frozenset(one.name for one, _ in self.found.stated)
 
     def too_wide(self, planes: Mapping[str, Tensor] | None) -> frozenset[str]:
-        """The planes with values that the files' dtypes can't hold. None: the values are not known yet, and could be
-        anything."""
+        """The planes with values that the files' dtypes can't hold. None: the values are not known yet."""
         found = set[str]()
         for plane, one in self.found.planes.items():
             narrow = {place.plane.dtype for _, place in one.parts if not one.meanings} - {one.facts.dtype}
@@ -83,8 +82,7 @@ class Origin(NamedTuple):
     def of(self, name: str, shape: tuple[int, ...], bound: Bound) -> KeptIn | None:
         """What to keep from the files for a weight of this name and shape; None if they don't hold it by this binding.
 
-        Raises LayoutError if tensors are missing, or their shapes contradict the binding; DamagedError, a subclass, if
-        a text is not what was written.
+        Raises LayoutError if tensors are missing, or shapes contradict the binding; DamagedError for a changed text.
         """
         others = [Bound(bound.cls, one) for one in bound.cls.LAYOUT.files.values()]
         binding = bound.binding

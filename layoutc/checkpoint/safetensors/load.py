@@ -309,8 +309,7 @@ def _plain_values(step: Step, slices: Reader) -> Tensor:
 
 
 def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
-    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: the shared amax, for
-    a weight that has one."""
+    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split. amax: the shared one."""
     name, param, source = step
     if not holds(param):
         return

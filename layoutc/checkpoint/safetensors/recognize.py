@@ -56,8 +56,7 @@ class Bound(NamedTuple):
         return self.cls.LAYOUT.amax_of_matrices
 
     def is_alike(self, other: Bound) -> bool:
-        """True if two bindings, perhaps of different recipes, describe identical files: same tensors, blocks and
-        configs."""
+        """True if two bindings, perhaps of different recipes, describe the same tensors, blocks and configs."""
         one, two = self.binding, other.binding
         stored = all(self.cls.LAYOUT.stored[name] == other.cls.LAYOUT.stored.get(name) for name in one.planes)
         facts = ("planes", "shape", "groups", "codebook", "text", "config")
@@ -183,8 +182,7 @@ def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]
 
 
 def with_other_blocks(bound: Iterable[Bound], config: Mapping[str, Any]) -> list[Bound]:
-    """The bindings, followed by their variants for scales of other dtypes, and then by those for the block sizes that a
-    config states."""
+    """The bindings, then their variants for scales of other dtypes, then those for the block sizes of a config."""
     own = list(bound)
     others = (other for one in own for other in regrouped(one.cls, one.binding, config))
     return own + [Bound(*one) for one in sorted(others, key=lambda one: one[0].RESIZED)]

@@ -18,8 +18,7 @@ _CONTAINERS = 8  # minimum bytes of JSON per list or mapping; layoutc's files ha
 def open_file(path: Path) -> BinaryIO:
     """Opens a regular file for reading, unbuffered.
 
-    Raises FileNotFoundError if there is none; DamagedError if it can't be read or is not a regular file: reading a pipe
-    could block forever.
+    Raises FileNotFoundError if there is none; DamagedError if it can't be read or, like a pipe, is no regular file.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:

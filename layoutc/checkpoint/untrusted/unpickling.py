@@ -78,8 +78,7 @@ def read(
 
 
 def check(data: bytes, where: str, builds: bool = True, longest: int = 8) -> None:
-    """Raises DamagedError if a pickle has an unlisted opcode, or would use more memory or time than its size
-    justifies."""
+    """Raises DamagedError if a pickle has an unlisted opcode, or takes more memory or time than its size justifies."""
     _check_opcodes(data, where, builds, longest)
     try:
         fits = _tuples(data) <= _DEEP * len(data)

@@ -241,8 +241,7 @@ def new_tensors(subject: Subject) -> None:
 
 
 def _zeros(subject: Subject, zeros: Any) -> Tensor:
-    """The tensor's values. Drops the sign of zeros if a transform's signs, zero points, or codebooks without 0 make
-    some negative."""
+    """The tensor's values. Zeros lose their sign if transforms, zero points or codebooks may set it."""
     values: Tensor = zeros.dequantize()
     used = [source.quantization for source in subject.layout.sources]
     signed = subject.layout.transforms or any(q.zero or (q.element.values and 0 not in q.element.values) for q in used)

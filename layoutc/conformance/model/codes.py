@@ -1,7 +1,6 @@
 """The values of a number format's codes, by definition, in exact fractions, and rounding as a search over all codes.
 
-Independent of layoutc.spec.formats' arithmetic: it only reads a format's fields. A new kind of format needs another
-function in `meaning`.
+Independent of layoutc.spec.formats' arithmetic: it reads fields alone. A new kind needs a function in `meaning`.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ class Codes:
 
     @cached_property
     def candidates(self) -> tuple[Pairs, Pairs]:
-        """Ascending (value, code) pairs that positive and negative numbers can round to; magnitudes if there is a sign
-        bit."""
+        """Ascending (value, code) pairs that numbers of a sign can round to; magnitudes if there is a sign bit."""
         top = 2 ** (self.format.bits - 1)
         if not self.has_sign_bit:
             every = sorted((v, c) for c, v in self.finite.items())

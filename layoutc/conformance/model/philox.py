@@ -24,8 +24,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def element_bits(seed: int, m: int, k: int, stream: int) -> Array:
-    """The 32 random bits of each element of an (m, k) matrix, uint64: element (i, j) has word j % 4 of the counter
-    (j // 4, i, stream, 0)."""
+    """32 random bits for each element of an (m, k) matrix, uint64: (i, j) has word j % 4 of (j // 4, i, stream, 0)."""
     i, j = np.indices((m, k))
     words = philox((j // 4, i, np.full_like(i, stream), np.zeros_like(i)), (seed % 2**32, (seed >> 32) % 2**32))
     bits: Array = np.choose(j % 4, words)

@@ -1,5 +1,4 @@
-"""The positions of values in buffers, by definition: in a dim with one value per `per` steps, entry p is the value at
-step p * per.
+"""The positions of values in buffers, by definition: where a value serves `per` steps, entry p is that of p * per.
 
 Independent of layoutc.layout.chain: plain indexing in numpy.
 """

@@ -1,5 +1,4 @@
-"""An independent implementation of a spec's arithmetic: quantization and dequantization in numpy fp32, with codes by
-definition.
+"""A spec's arithmetic, independently: quantization and dequantization in numpy fp32, with codes by definition.
 
 It shares only the spec, the text of the rules and the layout's integers with the generated references.
 """
@@ -59,8 +58,7 @@ class Model:
     def quantize(
         self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None, matrices: int = 1
     ) -> Planes:
-        """(m, k) fp32 -> all planes as stored. amax: the shards' shared one, if it is not x's. matrices: how many are
-        stacked in x."""
+        """(m, k) fp32 -> all planes as stored. amax: the shards' one, if not x's. matrices: how many x stacks."""
         planes: Planes = {}
         if self.layout.amax_of_matrices and amax is None and x.size:
             each = np.abs(x).reshape(matrices, -1).max(1)
