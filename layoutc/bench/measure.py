@@ -88,11 +88,6 @@ def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[
     return classes
 
 
-def has_card() -> bool:
-    """True if kernels can be timed."""
-    return torch.cuda.is_available() and launch.usable(torch.empty(1, device="cuda"))
-
-
 # ------------------------------------------------------------------------------------------------------------- kernels
 def timed(job: Job, shape: Shape, copied: tuple[float, float]) -> Timed:
     """Both times of a job, and their shares of a copy's bandwidth."""
@@ -145,7 +140,7 @@ def run(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool
     """Measures, and reports each result to `say` at once; returns all results. Raises ValueError as `chosen`."""
     shapes = list(shapes) or [SHAPE]
     classes = chosen(recipes, shapes, world)
-    card = has_card()
+    card = torch.cuda.is_available() and launch.usable(torch.empty(1, device="cuda"))  # kernels can be timed
     device = torch.device("cuda" if card else "cpu")
     results: dict[str, Any] = {
         "kind": "kernels",

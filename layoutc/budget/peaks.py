@@ -52,14 +52,11 @@ def peaks(groups: Groups, kept: Activations) -> Peaks:
     """The peaks of a step whose layers compute one after another, each with all of its groups gathered."""
     none = Activations((0,) * len(groups.layers), (0,) * len(groups.layers), 0)
     root = sum(group.gather("forward").held for group in groups.root)
-    layer = max((sum(_most_held(group) for group in one) for one in groups.layers), default=0)
+    held = [[max(g.gather("forward").held, g.gather("backward").held) for g in one] for one in groups.layers]
+    layer = max(map(sum, held), default=0)
     plain = [_forward(groups, none), _backward(groups, root, none)]
     whole = max(_forward(groups, kept), _backward(groups, root, kept), key=lambda one: one.most)
     return Peaks(root, layer, plain[0].most, plain[1].most, whole.most, whole.activations)
-
-
-def _most_held(group: Group) -> int:
-    return max(group.gather("forward").held, group.gather("backward").held)
 
 
 def _buffer(group: Group, which: str) -> int:

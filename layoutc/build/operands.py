@@ -43,7 +43,9 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
         if other is None:
             findings.append(_broken(name, key, _source(content, path), file, problems))
         elif key == ("reduce",) and other.use != "wire":
-            findings.append(_not_sent(name, key, _source(content, path)))
+            message = f"`{name}` is not a recipe for gradients on the wire"
+            help = "name one with `use: wire`, as `reduce: grad_fp8`"
+            findings.append(_source(content, path).find("LC908", message, key, help=help))
         else:
             found[name] = resolve(other)
     return found, findings
@@ -94,11 +96,6 @@ def _unknown(name: str, key: Key, source: Source) -> Diagnostic:
     why = "looked for beside this spec, and among those that come with layoutc"
     help = f"write `{key[-1]}: {meant}`" if meant else f"name one of {', '.join(names)}"
     return source.find("LC908", f"there is no recipe `{name}`", key, why=why, help=help)
-
-
-def _not_sent(name: str, key: Key, source: Source) -> Diagnostic:
-    message = f"`{name}` is not a recipe for gradients on the wire"
-    return source.find("LC908", message, key, help="name one with `use: wire`, as `reduce: grad_fp8`")
 
 
 def _broken(name: str, key: Key, source: Source, file: Path, problems: Sequence[Diagnostic]) -> Diagnostic:

@@ -117,15 +117,11 @@ def _level(kind: str, level: Level, suffix: str) -> LevelText:
 
 def _rule(quantization: Quantization, suffix: str) -> RuleText:
     rule, zero = quantization.definition, quantization.zero
+    levels = [quantization.scales, *([quantization.zeros] if zero else [])]
     made = ["scale as stored", *(["zero point as stored"] if zero else [])]
     made.append(f"{rule_text.factor(quantization)} of the elements")
     return RuleText(
-        returns=", ".join(
-            [
-                *("tuple[Tensor, ...]" if level else "Tensor" for level in _levels_of_results(quantization)),
-                "Tensor",
-            ]
-        ),
+        returns=", ".join([*("tuple[Tensor, ...]" if level else "Tensor" for level in levels), "Tensor"]),
         results=rule_text.results(quantization),
         made=f"({', '.join(made)})",
         measured="range" if inputs_of(quantization).block_range else "amax",
@@ -140,11 +136,6 @@ def _steps(quantization: Quantization, suffix: str) -> list[str]:
     """The rule's steps, except those that compute an amax's stored level, which are a separate function."""
     lines, levels = rule_text.steps(quantization, suffix), len(quantization.definition.tensor)
     return ["tensor_level = level_of(tensor_amax)", *lines[levels:]] if levels else lines
-
-
-def _levels_of_results(quantization: Quantization) -> list[Level | None]:
-    """How scales are stored, and zero points, if there are any."""
-    return [quantization.scales, *([quantization.zeros] if quantization.zero else [])]
 
 
 def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | None:
@@ -217,7 +208,7 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
         if f"{kind}_MAX" in used:
             add(f"{kind}_MAX", repr(fmt.max))
         if fmt.values:
-            by_formula = _steps_by_formula(fmt)
+            by_formula = len(fmt.values) > _LONG and fmt.ties == "down"  # a table of thresholds would be long
             if by_formula:
                 add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
             count = len(fmt.values)  # the list's; the table has 0 for each code past its end
@@ -267,11 +258,6 @@ def table_of_steps(fmt: Format, rounding: str) -> str:
 def table_of_codebook_steps(fmt: Format) -> str:
     """The thresholds between a codebook's values."""
     return _table(codebook_thresholds(fmt))
-
-
-def _steps_by_formula(fmt: Format) -> bool:
-    """True if a codebook's table of thresholds would be long, and can be computed from its values."""
-    return len(fmt.values) > _LONG and fmt.ties == "down"
 
 
 @cache

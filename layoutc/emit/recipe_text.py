@@ -274,16 +274,12 @@ def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[str]:
     made = [
         (buffer.name, sizes.buffer(buffer), buffer.dtype, buffer_doc(buffer))
         for buffer in layout.buffers
-        if buffer.orientation == orientation and not _is_like_plane(buffer, sizes)
+        if buffer.orientation == orientation
+        and not (_is_stored(buffer) and sizes.buffer(buffer) == sizes.plane(buffer.plane))
     ]
     made += [record_facts(one) for one in layout.records if one.orientation == orientation]
     each = (commented(f'"{name}": Facts({shape}, torch.{dtype}),', doc, 112) for name, shape, dtype, doc in made)
     return [line for lines in each for line in lines]
-
-
-def _is_like_plane(buffer: Buffer, sizes: Sizes) -> bool:
-    """True for a buffer that is its plane, unchanged, and not a flat view of it."""
-    return _is_stored(buffer) and sizes.buffer(buffer) == sizes.plane(buffer.plane)
 
 
 def _is_stored(buffer: Buffer) -> bool:

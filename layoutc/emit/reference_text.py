@@ -255,15 +255,11 @@ def _swizzle(layout: Layout) -> SwizzleText | None:
     parts = tuple(tuple(sizes.get(name, 0) for name in group) for group in swizzle.groups)
     order = tuple(names.index(name) for name in swizzle.order)
     # True if the buffer has the contraction axis first.
-    turned = {b.orientation: 0 for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)}
+    free = {"rowwise": "m", "columnwise": "k"}  # the axis that a product keeps
+    turned = {b.orientation: 0 for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (free[b.orientation],)}
     return SwizzleText(swizzle.pattern, f"gemm_order({parts}, {order}{f', {tuple(turned)}' if turned else ''})")
 
 
 def _contracted(orientation: str) -> str:
     """The axis that a product with this operand sums over."""
     return "k" if orientation == "rowwise" else "m"
-
-
-def _free(orientation: str) -> str:
-    """The axis that a product with this operand keeps."""
-    return "m" if orientation == "rowwise" else "k"

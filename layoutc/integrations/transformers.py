@@ -48,7 +48,8 @@ class LayoutcCallback(TrainerCallback):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        make_saveable(model)
+        if not isinstance(model.save_pretrained, partial):
+            model.save_pretrained = partial(_save_plain, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Compares ranks, since ranks with different weights would diverge. A resumed run requantizes its masters:
@@ -64,12 +65,6 @@ class LayoutcCallback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Computes all amaxes in one all-reduce; otherwise each gather needs one."""
         layoutc.precompute_amaxes(self._model)
-
-
-def make_saveable(model: PreTrainedModel) -> None:
-    """Makes this model's `save_pretrained` write plain values. If the model is sharded, every rank must call that."""
-    if not isinstance(model.save_pretrained, partial):
-        model.save_pretrained = partial(_save_plain, model)
 
 
 def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, **options: Any) -> None:

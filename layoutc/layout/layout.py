@@ -19,7 +19,7 @@ from layoutc.layout.planes import AMAX, ORIENTATIONS, Kind, Plane, Source, codes
 from layoutc.layout.quantization import Block, Level, Quantization, Transform
 from layoutc.layout.records import Record, record_of
 from layoutc.layout.sources import quantization_of, source_of_quantization, stated_buffer
-from layoutc.layout.swizzles import swizzle_chain, swizzle_steps, swizzled_shape
+from layoutc.layout.swizzles import swizzle_chain, swizzle_steps
 from layoutc.runtime.bindings.facts import RecordBinding
 from layoutc.spec import formats
 from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_layout, parse_swizzle
@@ -77,7 +77,7 @@ class Buffer:
         if not self.dims:
             return (1,)
         padded = tuple(dim.size(m, k) for dim in self.dims)
-        *lead, last = swizzled_shape(self.swizzle, padded) if self.swizzle else padded
+        *lead, last = swizzle_chain(self.swizzle, padded).shapes[-1] if self.swizzle else padded
         bits = self.bits
         return (*lead, last * bits // (self.words or 8) if self.words or bits < 8 else last)
 

@@ -83,11 +83,6 @@ class Record:
         return (f"records of {self.size} elements along {self.axis}: {names} in {self.nbytes} bytes",)
 
 
-def width_of(plane: Plane) -> int:
-    """The bits of a value in a record. Narrow values have a byte each in planes."""
-    return plane.code_bits or plane.bits
-
-
 def count_of(plane: Plane, axis: Axis, size: int) -> int:
     """The number of a plane's values in a record."""
     return size // ((plane.per_m if axis == "m" else plane.per_k) or size)
@@ -100,7 +95,7 @@ def record_of(stated: schema.Record, name: str, source: Source) -> Record:
 
     def sliced(field: Field) -> Slice:
         plane = planes[field.part]
-        start, stop, low, high = field.of(count_of(plane, axis, stated.size), width_of(plane))
+        start, stop, low, high = field.of(count_of(plane, axis, stated.size), plane.code_bits or plane.bits)
         return Slice(plane, start, stop, low, high - low)
 
     bundles = tuple(tuple(map(sliced, parse_fields(text))) for text in stated.fields)

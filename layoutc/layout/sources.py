@@ -62,8 +62,8 @@ def source_of_quantization(name: str, quantization: Quantization, amax_of_matric
 
 def _values_plane(name: str, kind: Kind, block: Block, fmt: Format) -> Plane:
     """A plane of scales or zero points, one per block: a byte per code, or 16- or 32-bit values."""
-    narrow = fmt.bits if fmt.bits < 8 else 0
-    return Plane(name, kind, block.m, block.k, max(8, fmt.bits), _half(fmt), narrow)
+    narrow, half = fmt.bits if fmt.bits < 8 else 0, (fmt.torch or "") if fmt.bits == 16 else ""
+    return Plane(name, kind, block.m, block.k, max(8, fmt.bits), half, narrow)
 
 
 def _level(stated: schema.Super, scale: Format, block: Block, all_formats: Mapping[str, Format]) -> Level:
@@ -95,11 +95,6 @@ def stated_buffer(orientation: schema.Orientation, plane: Plane) -> schema.Buffe
     sizes = [(term.axis, per[term.axis]) for term in parse_layout(orientation.data.layout)]
     words = [axis if size == 1 else f"{axis}/{size}" for axis, size in sizes if size]
     return Stated(layout=" ".join(words) or "scalar")
-
-
-def _half(fmt: Format) -> str:
-    """The torch dtype of a 16-bit format; "" for others."""
-    return fmt.torch or "" if fmt.bits == 16 else ""
 
 
 def _transform(orientation: schema.Orientation, name: str) -> Transform | None:

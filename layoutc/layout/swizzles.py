@@ -21,14 +21,9 @@ def swizzle_steps(swizzle: Swizzle, transposed: bool = False) -> tuple[SwizzleSt
     return (*steps, Join(swizzle.joined)) if swizzle.joined else tuple(steps)
 
 
-def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
+def swizzle_chain(swizzle: Swizzle, shape: Shape) -> Chain:
     """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
-    return Chain(shape, swizzle_steps(swizzle), bits)
-
-
-def swizzled_shape(swizzle: Swizzle, shape: Shape) -> Shape:
-    """The shape, in values, of a padded array of `shape` after a swizzle."""
-    return Chain(shape, swizzle_steps(swizzle), 8).shapes[-1]
+    return Chain(shape, swizzle_steps(swizzle), 8)
 
 
 def canonical(swizzle: Swizzle) -> list[object]:

@@ -33,6 +33,7 @@ AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
+_SEEDED = "elements are rounded by random bits, and each matrix has a seed of its own"
 _MOST_PLANES = 6  # per launch; the same limit holds for buffers
 _MOST_ROWS = 8  # per program that loops over whole rows
 _WIDEST_MOVE = 256  # the most rows or columns of a lay-out tile
@@ -178,7 +179,7 @@ def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
         ),
         not_fused=not_fused,
         apart=apart,
-        not_batched=_not_batched(layout),
+        not_batched=_SEEDED if layout.stochastic else None,
     )
 
 
@@ -300,13 +301,6 @@ def _apart(layout: Layout) -> str | None:
     tall = [one for one in layout.sources if (one.whole.m or 1) > _MOST_ROWS]
     if tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources):
         return f"programs for whole rows would be as few as those for blocks of {tall[0].whole.m} rows"
-    return None
-
-
-def _not_batched(layout: Layout) -> str | None:
-    """Why a launch can't quantize many matrices; None if it can."""
-    if layout.stochastic:
-        return "elements are rounded by random bits, and each matrix has a seed of its own"
     return None
 
 

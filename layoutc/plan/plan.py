@@ -41,11 +41,10 @@ class Gather:
 
 @dataclass(frozen=True)
 class Derivation:
-    """The source that an orientation's buffers are made from, whether that is lossless, and why."""
+    """The source that an orientation's buffers are made from, without loss, and why."""
 
     orientation: str
     source: str
-    lossless: bool
     reason: str
 
 
@@ -285,9 +284,10 @@ def _derivation(layout: Layout, orientation: str) -> Derivation:
         other = next((s for s in layout.sources if s.name != orientation), None)
         if other is not None:
             reason = f"has its own codes: {_difference(source, other)}"
-        return Derivation(orientation, source.name, True, reason)
-    chain = [_how(buffer) for buffer in layout.buffers if buffer.orientation == orientation]
-    return Derivation(orientation, source.name, True, f"same codes and scales as {source.name}; {'; '.join(chain)}")
+        return Derivation(orientation, source.name, reason)
+    own = [buffer for buffer in layout.buffers if buffer.orientation == orientation]
+    chain = [f"{buffer.kind} {', '.join(buffer.made_by) or 'as stored'}" for buffer in own]
+    return Derivation(orientation, source.name, f"same codes and scales as {source.name}; {'; '.join(chain)}")
 
 
 def _difference(a: Source, b: Source) -> str:
@@ -295,10 +295,6 @@ def _difference(a: Source, b: Source) -> str:
         sizes = [f"{s.quantization.block.m or 'all'}x{s.quantization.block.k or 'all'} {s.name}" for s in (a, b)]
         return f"blocks are {sizes[0]}, {sizes[1]}"
     return f"{a.name} and {b.name} quantize differently"
-
-
-def _how(buffer: Buffer) -> str:
-    return f"{buffer.kind} {', '.join(buffer.made_by) or 'as stored'}"
 
 
 def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:

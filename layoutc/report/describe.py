@@ -17,7 +17,7 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
 from layoutc.layout.layout import Buffer, Layout, Plane, Record
 from layoutc.plan.kernels import gap, missing
-from layoutc.plan.plan import Gather, Plan
+from layoutc.plan.plan import Derivation, Gather, Plan
 from layoutc.plan.wire import bytes_per_rank, own_bytes
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, the baseline of gathers
@@ -116,15 +116,6 @@ class Alignment:
 
 
 @dataclass(frozen=True)
-class Derived:
-    """The source of an orientation's values."""
-
-    orientation: str
-    source: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class View:
     """Operators that are exact on stored bytes, and when."""
 
@@ -156,7 +147,7 @@ class Description:
     swizzle: str | None
     alignment: Alignment
     passes: tuple[PassFacts, ...]
-    derivations: tuple[Derived, ...]
+    derivations: tuple[Derivation, ...]
     views: tuple[View, ...]
 
 
@@ -203,7 +194,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         swizzle=layout.swizzle.stated if layout.swizzle else None,
         alignment=alignment(plan, m, k, world),
         passes=passes(plan, m, k, world),
-        derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
+        derivations=tuple(plan.derivations),
         views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
     )
 

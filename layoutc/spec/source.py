@@ -28,7 +28,7 @@ from yaml.events import (
 )
 
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, quoted
-from layoutc.spec.yaml11 import is_long_integer, is_null, plain_value, syntax_advice
+from layoutc.spec.yaml11 import LONG_INTEGER, NULL, plain_value, syntax_advice
 
 MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 16
@@ -295,7 +295,7 @@ class _Reader:
     def _scalar(self, event: ScalarEvent, path: Path, span: Span) -> Any:
         if event.style:
             return event.value
-        if is_null(event.value):
+        if NULL.fullmatch(event.value):
             if event.value == "null" and path[:1] == ("files",) and "config" in path[2:3]:  # JSON has null
                 return None
             self.bad.add(path)
@@ -310,7 +310,7 @@ class _Reader:
             end = Label(Span(span.end_line, span.end_column - 1, span.end_line, span.end_column), "belongs to the text")
             self._add("LC101", "a value ends with a comma", end, help="delete the comma, or quote the text")
             return event.value
-        if is_long_integer(event.value):
+        if LONG_INTEGER.fullmatch(event.value):  # more digits than any size
             self.bad.add(path)
             self._add("LC205", f"{quoted(event.value, 24)} is out of range", Label(span), help="no size is that large")
             return 0

@@ -9,29 +9,19 @@ import re
 from typing import Any
 
 # How YAML 1.1 reads a plain scalar. The first match decides; anything else is text.
-_NULL = re.compile(r"~|null|Null|NULL|")
+NULL = re.compile(r"~|null|Null|NULL|")
 _BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
 _WORD_BOOLEAN = re.compile(r"yes|no|on|off|y|n", re.IGNORECASE)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _HEX = re.compile(r"0x[0-9a-fA-F]{1,8}")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONG_INTEGER = re.compile(r"[-+]?[1-9][0-9]{18,}")
+LONG_INTEGER = re.compile(r"[-+]?[1-9][0-9]{18,}")
 _ZERO_LED = re.compile(r"[-+]?0[0-9_]+")
 _BINARY = re.compile(r"[-+]?0b[01_]+")
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]*(_[0-9]+)+")
 _BASE_60 = re.compile(r"[-+]?[0-9]{1,9}(:[0-5]?[0-9])+(\.[0-9]*)?")
 _EXPONENT = re.compile(r"([-+]?)([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([-+]?)([0-9]+)")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
-
-
-def is_null(text: str) -> bool:
-    """True for a plain scalar that means "no value"."""
-    return _NULL.fullmatch(text) is not None
-
-
-def is_long_integer(text: str) -> bool:
-    """True for an integer with more digits than any size, which Python would convert slowly or reject."""
-    return _LONG_INTEGER.fullmatch(text) is not None
 
 
 def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:

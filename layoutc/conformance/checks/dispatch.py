@@ -146,7 +146,8 @@ def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, value
 
     If scales reach beyond the cut, the write, or reads until the rest is written, may be refused; no byte changes then.
     """
-    expected, reaches = base.dequantize(), _reaches(subject)
+    # Some plane may have one value for all rows or for all columns.
+    expected, reaches = base.dequantize(), any(None in (one.per_m, one.per_k) for one in subject.layout.planes)
     before = {name: plane.clone() for name, plane in base.planes().items()}
     outside = torch.ones_like(expected, dtype=torch.bool)
     cut(outside).fill_(False)
@@ -164,11 +165,6 @@ def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, value
     else:
         expected = torch.where(outside, expected, now)
     expect_same(subject, f"{what}: the base after a write", now, expected, shape=tuple(base.shape))
-
-
-def _reaches(subject: Subject) -> bool:
-    """True if some plane has one value for all rows or for all columns."""
-    return any(plane.per_m is None or plane.per_k is None for plane in subject.layout.planes)
 
 
 @check(

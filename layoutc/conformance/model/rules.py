@@ -56,10 +56,6 @@ def _power_below(value: Fraction) -> Fraction:
     return power
 
 
-def _below_largest(q: Quantization) -> Fraction:
-    return sorted(set(codes_of(q.element).finite.values()))[-2]
-
-
 def _bound(q: Quantization) -> Fraction:
     return Fraction(float(dict(q.parameters)["bound"]))
 
@@ -69,7 +65,7 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
     "inverse_element_max": lambda q: 1 / _largest(q),
     "element_min": _smallest,
     "element_half_range": lambda q: (_largest(q) - _smallest(q)) / 2,
-    "element_step": lambda q: _largest(q) / _below_largest(q),
+    "element_step": lambda q: _largest(q) / sorted(set(codes_of(q.element).finite.values()))[-2],
     "bounded_range": lambda q: _bound(q) * _largest(q),
     "inverse_bounded_range": lambda q: 1 / (_bound(q) * _largest(q)),
     "element_span": lambda q: _largest(q) - _smallest(q),

@@ -109,7 +109,8 @@ def tables(data: Mapping[str, Any], weights: bool = False) -> list[Table]:
     """The figures of each world and recipe, what stays plain, and cuts inside blocks. weights: a line per weight."""
     budgets = data["budgets"]
     found = [Table(title(data), HEADS, _rows(budgets), frozenset({0, *range(2, len(HEADS))}))]
-    last = _of_largest_world(budgets)
+    most = max(one["mesh"]["world"] for one in budgets)
+    last = [one for one in budgets if one["mesh"]["world"] == most]
     if weights:
         found += [_weights(one) for one in last]
     found += [table] if (table := _plain(last)).rows else []
@@ -128,11 +129,6 @@ def too_large(data: Mapping[str, Any]) -> list[str]:
     which = "none fits" if len(over) == len(data["budgets"]) else f"{len(over)} of {len(data['budgets'])} do not fit"
     largest = f"{label(most)} on {most['mesh']['world']:,} takes {_gb(most['memory'])} GB"
     return [f"{which} an {room[0]} ({room[1]} GB): {largest}"]
-
-
-def _of_largest_world(budgets: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    most = max(one["mesh"]["world"] for one in budgets)
-    return [one for one in budgets if one["mesh"]["world"] == most]
 
 
 def title(data: Mapping[str, Any]) -> str:
