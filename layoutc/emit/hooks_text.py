@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class HooksText:
-    """Sentences about what a recipe sends, and what happens to it."""
-
-    pre_doc: str
-    post_doc: str
 
 
 def gather_lines(plan: Plan) -> list[str]:
@@ -36,7 +27,7 @@ def _listed(planes: Sequence[Plane]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def hooks_text(plan: Plan) -> HooksText:
+def hook_docs(plan: Plan) -> tuple[str, str]:
     """The docstrings of the two hooks."""
     forward, backward = _listed(plan.forward.planes), _listed(plan.backward.planes)
     pre_doc = f"Sends {forward} in both passes"
@@ -52,4 +43,4 @@ def hooks_text(plan: Plan) -> HooksText:
     gathered = (*plan.forward.planes, *plan.backward.planes)
     split = any(plane.per_m not in (None, 1) for plane in gathered)
     copied = ", or copies of scales where cuts split blocks" if split else ""
-    return HooksText(f"{pre_doc}.", f"The whole {plan.noun}. Its planes are views of the gathered bytes{copied}.")
+    return f"{pre_doc}.", f"The whole {plan.noun}. Its planes are views of the gathered bytes{copied}."

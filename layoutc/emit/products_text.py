@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from layoutc.plan.plan import Plan, layout_id
-from layoutc.plan.products import Cards, Grouped, Operand, Product, ProductName, operand
+from layoutc.plan.products import Cards, Grouped, Operand, ProductName, operand
 
 
 def products_lines(plan: Plan) -> list[str]:
@@ -21,7 +21,7 @@ def products_lines(plan: Plan) -> list[str]:
         *lines,
         "products=Products(",
         *(f'    {role}=("{layout.name}", "{layout_id(layout)}"),' for role, layout in others),
-        *(f"    {product.name}={_product(product)}," for product in found),
+        *(f"    {product.name}={_kernel(product.cards or product.reason or None)}," for product in found),
         *_grouped_lines("grouped", {one.name: one.grouped for one in found if one.grouped}),
         *(_grouped_lines("by_columns", {one.name: one.by_columns for one in found if one.grouped}) if differ else ()),
         "),",
@@ -29,7 +29,7 @@ def products_lines(plan: Plan) -> list[str]:
 
 
 def _grouped_lines(name: str, kernels: Mapping[ProductName, Grouped | str]) -> list[str]:
-    return [f"    {name}={{", *(f'        "{product}": {_grouped(one)},' for product, one in kernels.items()), "    },"]
+    return [f"    {name}={{", *(f'        "{product}": {_kernel(one)},' for product, one in kernels.items()), "    },"]
 
 
 def _operand(found: Operand | str) -> str:
@@ -41,18 +41,13 @@ def _operand(found: Operand | str) -> str:
     return f"Operand({', '.join(arguments)})"
 
 
-def _product(product: Product) -> str:
-    if product.cards is None:
-        return f'"{product.reason}"' if product.reason else "None"
-    return _cards(product.cards)
-
-
-def _grouped(found: Grouped | str) -> str:
-    return f'"{found}"' if isinstance(found, str) else f'Grouped("{found.kind}", {_cards(found.cards)})'
-
-
-def _cards(cards: Cards) -> str:
-    arguments = [str(cards.least)]
-    arguments += [] if cards.below is None else [f"below={cards.below}"]
-    arguments += ["cpu=True"] if cards.cpu else []
-    return f"Cards({', '.join(arguments)})"
+def _kernel(found: Cards | Grouped | str | None) -> str:
+    """A kernel's cards, and its kind for groups of tokens; or why there is none, if the spec wants one."""
+    match found:
+        case Grouped(kind, cards):
+            return f'Grouped("{kind}", {_kernel(cards)})'
+        case Cards(least, below, cpu):
+            return f"Cards({least}{f', below={below}' if below else ''}{', cpu=True' if cpu else ''})"
+        case None:
+            return "None"
+    return f'"{found}"'

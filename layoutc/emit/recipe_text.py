@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from layoutc.emit.code import Lines, commented, indented
-from layoutc.emit.hooks_text import HooksText, gather_lines, hooks_text
+from layoutc.emit.hooks_text import gather_lines, hook_docs
 from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
 from layoutc.emit.size_text import Sizes, block_text, in_bytes, start_of
@@ -57,7 +57,7 @@ class RecipeText:
     has_kernels: bool
     bindings: list[str]
     facts: list[str]
-    hooks: HooksText
+    hook_docs: tuple[str, str]
     reference: ReferenceText
 
 
@@ -96,7 +96,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         has_kernels=has_kernels,
         bindings=bindings,
         facts=facts,
-        hooks=hooks_text(plan),
+        hook_docs=hook_docs(plan),
         reference=reference,
     )
 

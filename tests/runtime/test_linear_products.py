@@ -158,13 +158,13 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     x, g = torch.empty(tokens, K, device="meta"), torch.empty(tokens, M, device="meta")
     activation = module(module(recipe).LAYOUT.products.activation[0])
     fits = tokens % 128 == 0 or activation.LAYOUT.operands["columnwise"].scaling != "BlockWise1x128"
-    out, *saved = linear.forward(x, held, None, "low_precision", True)
+    out, *saved = linear.forward(x, held, None, "low_precision", "quantized")
     assert out.shape == (tokens, M)
     ways = linear.plan_of(held, x, "low_precision").ways
     stated = module(recipe).LAYOUT.products
     assert ways.forward == ways.grad_input == "kernel"
     assert (ways.grad_weight == "kernel") == (stated.grad_weight is not None and fits)
-    of_x, of_w = linear.backward(g, held, saved or [x], "low_precision", True, True)
+    of_x, of_w = linear.backward(g, held, saved or [x], "low_precision", True, "quantized")
     assert (of_x.shape, of_w.shape) == ((tokens, K), (M, K))
 
 

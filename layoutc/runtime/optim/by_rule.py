@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.optim import foreign_states, launches, reference, rules, states
-from layoutc.runtime.optim.explain import Held, form_of, nbytes_of
 from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.launches import Member, Updates
 from layoutc.runtime.optim.reference import Chance
@@ -26,6 +26,33 @@ from layoutc.runtime.train.steps import Entry, gradient_of, local_of, rounded
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 Masters = Literal["fp32", "bf16", "f24"]
+
+
+class Held(NamedTuple):
+    """One parameter: its name ("" unless it is a quantized weight), its shape, and what this rank stores for it.
+
+    codes: "" if the launch that updates the master also writes the weight; else why another launch does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    master: str
+    moments: Mapping[str, str]
+    nbytes: int
+    codes: str
+
+    def __str__(self) -> str:
+        moments = ", ".join(f"{name} {form}" for name, form in self.moments.items())
+        how = "written with its master" if not self.codes else f"written after it: {self.codes}"
+        shape = " x ".join(map(str, self.shape))
+        return f"{self.name or 'a parameter'} ({shape}): master {self.master}, {moments or 'no step yet'}; {how}"
+
+
+def form_of(tensor: Tensor) -> str:
+    """The name of a tensor's recipe, or of its dtype as users write it."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.LAYOUT.name
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
 class _Moments(torch.optim.Optimizer):
@@ -123,7 +150,8 @@ class ByRule(MasterWeights):
                 why = launches.why_apart(local, entry.row_sharding)
             own = "is its own" if not entry.trains else form_of(master)
             forms = {name: form_of(moment) for name, moment in moments.items()}
-            nbytes = sum(map(nbytes_of, held))
+            planes = [[*one.planes().values()] if isinstance(one, QuantizedTensor) else [one] for one in held]
+            nbytes = sum(one.nbytes for one in chain(*planes))
             name = getattr(local, "weight_name", None) or ""
             found.append(Held(name, tuple(entry.param.shape), own, forms, nbytes, why))
         return found
