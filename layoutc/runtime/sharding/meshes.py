@@ -54,9 +54,8 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
 def amax_groups(layout: Layout, tensor: Tensor, name: str) -> list[dist.ProcessGroup]:
     """The process groups whose shards share amaxes, one for each mesh dim that cuts; [] for a plain tensor.
 
-    Shards of columns share no amax if the recipe has one for each column, nor do whole matrices if it has one for
-    each. Raises LayoutError for shards of columns if a
-    scale covers a whole row, since no rank sees all of it.
+    Shards of columns share no amax if the recipe has one for each column, nor do whole matrices if it has one for each.
+    Raises LayoutError for shards of columns if a scale covers a whole row, since no rank sees all of it.
     """
     groups = []
     for mesh_dim, dim in cuts(tensor):
@@ -98,7 +97,7 @@ def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
         for size in sizes[dim]:
             if dim == 0:
                 shape = (size, *weight.shape[1:])
-                check_alignment(layout, shape, cdiv(size, world), world=world, name=name)
+                check_alignment(layout, shape, cdiv(size, world), world, name)
             else:
                 _check_columns(layout, weight, size, world, name)
         each = [Cuts(size, cdiv(size, world), world) for size in sizes[dim]]
@@ -126,19 +125,16 @@ def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
     )
 
 
-def check_alignment(
-    layout: Layout, shape: tuple[int, ...], per_rank: int, *, world: int | None = None, name: str = "weight"
-) -> None:
+def check_alignment(layout: Layout, shape: tuple[int, ...], per_rank: int, world: int, name: str) -> None:
     """Refuses to cut a weight of `shape` every `per_rank` entries of dim 0 if a cut would split a block.
 
-    All ranks pass the same numbers, so all raise or none does. world: default: as many ranks as the cuts make. Raises
-    ShardAlignmentError with the parameter's name, the numbers, and the nearest sizes that work.
+    All ranks pass the same numbers, so all raise or none does. Raises ShardAlignmentError with the
+    parameter's name, the numbers, and the nearest sizes that work.
     """
     inner = prod(shape[1:-1])  # matrix rows for one entry of dim 0
     rows, multiple = shape[0] * inner, layout.shard_rows
     if Cuts(rows, per_rank * inner, 1).aligned(multiple):
         return
-    world = world or -(-shape[0] // per_rank)
     unit, accepted = (size // gcd(size, inner) for size in (multiple, layout.multiple_m))  # of dim 0
     sizes, worlds = nearest_rows(shape[0], world, unit, accepted), nearest_worlds(shape[0], world, unit)
     blocks = ", ".join(f"{block} {orientation}" for orientation, block in layout.blocks.items())
