@@ -129,8 +129,7 @@ def _input(group: Group) -> int:
 def _reducing(group: Group) -> int:
     """Bytes on top of `_input`: whole gradients while they are copied in, then the output; in an exchange, the sent and
     received bytes and the sum, also for codes among replicas. The variables of FSDP2's loop over gradients keep the
-    last one, and the last reordered one (experts sharded on their rows), alive to the end; without the loop, nothing is
-    kept."""
+    last one, and the last reordered one (experts sharded on rows), alive to the end; without it, nothing is kept."""
     if not group.trained:
         return 0
     sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]

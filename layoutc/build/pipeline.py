@@ -90,8 +90,7 @@ def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) 
     """Compiles spec files into `out`. Writes nothing if a spec has an error, if a file is in the way, or with `check`.
 
     whole: `specs` are all specs, so layoutc's other files in `out` are stale; they are reported, not removed. Otherwise
-    other recipes stay in the package's index. Raises OSError for files that can't be read or written, RuntimeError if
-    ruff is missing.
+    other recipes stay in the package's index. Raises OSError for unreadable files, RuntimeError without ruff.
     """
     diagnostics: list[Diagnostic] = []
     rendered: dict[str, str] = {}

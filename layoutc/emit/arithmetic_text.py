@@ -49,8 +49,7 @@ class RuleText:
 class ArithmeticText:
     """Codecs and the scale rule of one quantization. `suffix`: of its functions' names.
 
-    codecs: one line per format, with a comment. levels: how scales and zero points are stored under scales of
-    super-blocks.
+    codecs: one line per format, with a comment. levels: how scales and zero points of super-blocks are stored.
     """
 
     suffix: str

@@ -51,8 +51,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Links:
-    """A card's links. within: to cards on the same host. across: to other hosts, by the card's adapter or its share of
-    the host's."""
+    """A card's links. within: to cards on the same host. across: to other hosts, by its adapter or its share of one."""
 
     within: Link
     across: Link

@@ -135,8 +135,7 @@ LINKS = {"nvlink": NVLINK, "nvlink-5": NVLINK_5, "host-memory": HOST_MEMORY, "so
 
 
 def link_of(link: float | str) -> Link:
-    """A measured link by name, or an unmeasured one by bytes per second, with NVLink's launch time and the share for
-    reduce-scatters over sockets."""
+    """A measured link by name, or another by bytes per second, with NVLink's launch time and sockets' share."""
     if isinstance(link, str):
         return LINKS[link]
     return Link(f"{link / 1e9:g} GB/s", link, NVLINK.launch, NCCL_HOP, reduced=SOCKETS.reduced)

@@ -240,8 +240,7 @@ def _gathered(work: Work, links: Links, which: Pass) -> float:
 def _reduced(one: Sent, links: Links, machine: Machine) -> float:
     """Seconds of reducing gradients over ranks, on the stream that sends them; 0 if no weights are trained.
 
-    An exchange copies gradients into a buffer on this stream, quantizes that if it sends codes, and sums what it
-    receives in fp32.
+    An exchange copies gradients into a buffer here, quantizes that if it sends codes, and sums in fp32.
     """
     if not one.rows:
         return 0.0

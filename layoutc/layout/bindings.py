@@ -28,8 +28,7 @@ STATED: tuple[PlaneKey, ...] = ("shape", "groups", "codebook", "text")  # tensor
 class Files(NamedTuple):
     """How one checkpoint format holds all planes of a source, as generated code states it.
 
-    layouts: plane -> the order of its tensor; None: a single value without dims. codebooks: plane -> the format of the
-    codes that are written.
+    layouts: plane -> the order of its tensor; None: a single value without dims. codebooks: plane -> the codes' format.
     """
 
     binding: Binding

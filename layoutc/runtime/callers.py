@@ -56,8 +56,7 @@ def converts_a_module() -> bool:
 
 
 def is_backward_of_a_model() -> bool:
-    """Within a backward pass: true for autograd's own operators, false for a hook's, such as an optimizer that steps in
-    backward.
+    """Within a backward pass: true for autograd's own operators, false for a hook's, as of an optimizer's step.
 
     The engine calls both, but its own operators, and backward of an autograd.Function, have no frame in between.
     """
@@ -73,8 +72,7 @@ def is_backward_of_a_model() -> bool:
 
 
 def syncing_replicas() -> FrameType | None:
-    """The frame in which DistributedDataParallel broadcasts a module's parameters, which has the source rank; None
-    elsewhere."""
+    """The frame in which DistributedDataParallel broadcasts parameters, which has the source rank; else None."""
     first = next(_above(), None)
     return first if first is not None and first.f_code is ddp_sends_weights.__code__ else None
 
@@ -100,8 +98,7 @@ def initializes() -> bool:
 
 
 def makes_shards() -> bool:
-    """True if torch.distributed (FSDP2, DTensor, DCP) called the operator whose handler is running; false for calls
-    that DTensor only passes on."""
+    """True if torch.distributed (FSDP2, DTensor, DCP) called the running handler's operator, and did not pass it on."""
     between = (*_BETWEEN, *_OF_MODES, "torch.nn.functional", "torch.distributed.tensor._dispatch")
     return _first_outside(_above(), *between).startswith("torch.distributed.")
 

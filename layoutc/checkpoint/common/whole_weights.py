@@ -118,8 +118,7 @@ def joint_amax(value: Tensor) -> Tensor | None:
 
 
 def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-    """The planes of a gathered weight. Quantizes plain values to `cls`, as a gather does. amax: the shared amax, for a
-    weight that has one."""
+    """The planes of a gathered weight. Quantizes plain values to `cls`, as a gather does. amax: the shared one."""
     if not isinstance(whole, QuantizedTensor):
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))

@@ -35,8 +35,7 @@ _OF_OTHER_PARTS = re.compile(r"(v|a|mm)\.|blk\.\d+\.nextn\.")  # image and audio
 
 
 class LoadedGguf(NamedTuple):
-    """The result of `load_gguf`: names that the file lacks, names that the model lacks, and plain parameters whose
-    values were dequantized."""
+    """The result of `load_gguf`: names that the file or the model lacks, and plain parameters that were dequantized."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

@@ -109,8 +109,7 @@ def check_new(path: Path) -> None:
 
 def records_of(kind: Kind, whole: Tensor, order: Rotated | Share | None) -> Iterator[Tensor]:
     """The records of a whole weight, or of a share, a few rows at a time, in the file's row order. Made from planes, or
-    from plain values, which are quantized as a gather does. Each record belongs to one row, and the records hold
-    everything of the weight."""
+    from plain values, which are quantized as a gather does. Each record belongs to one row."""
     cls, binding = kind
     orientation, k, first = orientation_of(binding), whole.shape[-1], next(iter(cls.LAYOUT.sources))
     quantized = isinstance(whole, QuantizedTensor) or cls.LAYOUT.stochastic  # random bits depend on positions

@@ -46,8 +46,7 @@ class Encoded(NamedTuple):
     """Codes of a plane's values.
 
     codes: uint8, in the plane's shape. scale: fp32 (blocks,). codebook: fp32 (256,). offset: added after scaling.
-    error: the largest decoding error, relative to the largest magnitude. kept: the codes come from the files that the
-    values were read from.
+    error: the largest decoding error, relative to the largest magnitude. kept: the codes are those of the source.
     """
 
     codes: Tensor

@@ -59,8 +59,7 @@ class Step(NamedTuple):
 def bindings(
     model: nn.Module, folder: Path, contents: Contents, files: str | None, rename: Rename | None
 ) -> list[Bound]:
-    """The bindings to look for weights by: those of the model's recipes, and those that fit its other weights. Raises
-    LayoutError."""
+    """Bindings to look for: those of the model's recipes, and those that fit its other weights. Raises LayoutError."""
     state, _ = state_of(model)
     classes = {type(local): None for local in map(local_tensor, state.values()) if isinstance(local, QuantizedTensor)}
     own = recognize.bindings_of(classes)

@@ -115,8 +115,7 @@ def _json_in(path: Path) -> dict[str, Any]:
 
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
-    """The `quantization_config` in a folder's config.json, for the model or a part of it; {} without one. Raises
-    DamagedError for a damaged file."""
+    """The `quantization_config` in a folder's config.json, of the model or a part; {} without. Raises DamagedError."""
     return quantization_of(config_in(folder))
 
 

@@ -20,8 +20,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("g
 
 
 class Codes(NamedTuple):
-    """How files quantize a plane's values: codebook[code] * scale of its block + offset, in fp32, rounded after each
-    operation.
+    """How files quantize a plane's values: codebook[code] * scale of its block + offset, each step rounded to fp32.
 
     codebook, scale: patterns of tensor names, like those of planes. block: codes per scale, in the order of the file's
     tensor. offset: its key in the binding's text. values: the codebook of codes that layoutc writes, ascending; () if

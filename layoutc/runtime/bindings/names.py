@@ -1,5 +1,4 @@
-"""Maps names of parameters to names of tensors in other checkpoint formats, and finds weights that engines fuse by
-their modules' names."""
+"""Maps names of parameters to names of tensors in other formats, and finds weights that engines fuse."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def tensor_name(pattern: str, parameter: str) -> str:
 
 
 def parameter_name(pattern: str, tensor: str) -> str | None:
-    """The parameter whose tensor has this name by the pattern; None if the name does not match. With `{module}`, it is
-    the module's parameter `weight`."""
+    """The parameter whose tensor has this name by the pattern; None if none has. With `{module}`: its `weight`."""
     before, after = re.split(r"{name}|{module}", pattern)
     if not (tensor.startswith(before) and tensor.endswith(after) and len(tensor) > len(before) + len(after)):
         return None
@@ -53,8 +51,7 @@ def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str
 
 
 def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
-    """True if a folder's `quantization_config`, or one of its schemes, has the values that identify this binding's
-    files."""
+    """True if a folder's `quantization_config`, or a scheme of it, has the values that identify this binding."""
     return not differences(binding, config)
 
 

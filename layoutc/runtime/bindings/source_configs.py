@@ -102,8 +102,7 @@ def _by_layers(
 
 
 def _by_modules(bindings: Sequence[Binding], modules: Sequence[Collection[str]]) -> dict[str, Any]:
-    """MLX's config for several schemes: the first one's, and one for each module of the others; {} for other bindings,
-    and for those with one scheme."""
+    """MLX's config for several schemes: the first one's, and one for each module of the others; {} for one scheme."""
     stated = [one.config for one in bindings]
     if any("quant_method" in one or "bits" not in one for one in stated) or all(one == stated[0] for one in stated):
         return {}

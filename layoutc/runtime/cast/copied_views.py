@@ -1,5 +1,4 @@
-"""Copies of views of weights, and copies in another dtype: they hold values, and a model multiplies with them as with
-the view.
+"""Copies of views of weights, or in another dtype: they hold values, and a model multiplies as with the view.
 
 Quantizing their values again would change blocks, and so products: a transposed copy would have blocks along the other
 axis, a copy of some rows another amax, and a copy that autocast or `weight.to(x.dtype)` made would be rounded before it
@@ -23,8 +22,7 @@ class Values(dict[str, Tensor]):
 
 
 class CopiedView:
-    """The view that a tensor is a copy of. It does not keep the weight alive; a copy that outlives it is
-    independent."""
+    """The view that a tensor is a copy of. It keeps no weight alive; a copy that outlives it is independent."""
 
     def __init__(self, view: Cast, copy: Cast) -> None:
         if (first := view._copied_view()) is not None:  # `view` is one of a copy of a view
