@@ -83,9 +83,7 @@ def draw_demo(data: Mapping[str, Any], path: Path) -> list[str]:
             axes.set_ylabel("MiB")
             axes.set_xticks(range(len(names)), names, rotation=30, ha="right", size=7)
         drawn.supxlabel(
-            f"layoutc demo, {data['processes']} ranks, {data['device']}, torch {data['torch']}",
-            size=8,
-            color="#606060",
+            f"layoutc demo, {data['processes']} ranks, {data['device']}, torch {data['torch']}", size=8, color="#606060"
         )
     return names
 

@@ -99,8 +99,7 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     help="Optimizer state per element, beside the master; the default is AdamW's.",
 )
 @choice(
-    *("state", STATES, "fp32"),
-    "Form of the moments in layoutc.AdamW. Small weights, and those of one dim, keep fp32.",
+    *("state", STATES, "fp32"), "Form of the moments in layoutc.AdamW. Small weights, and those of one dim, keep fp32."
 )
 @choice("masters", MASTERS, "fp32", "Form of the masters of weights that are not fp32.")
 @click.option("--weights", is_flag=True, help="Also print a line for each weight.")

@@ -105,8 +105,7 @@ class FileBinding(Model):
     )
     config: dict[str, Any] = Field(default={}, description="the `quantization_config` of config.json")
     recognize: tuple[Pattern, ...] = Field(
-        default=(),
-        description="dotted paths in `config` whose values identify these files; `*` matches any key",
+        default=(), description="dotted paths in `config` whose values identify these files; `*` matches any key"
     )
     plain: str | None = Field(
         default=None, description="the key of `config` that lists the modules whose weights are not quantized"

@@ -269,8 +269,7 @@ class Spec(Model):
     name: str = Field(description="the recipe's name, which is also the file's", max_length=40)
     summary: str = Field(description="one line: what this recipe is", min_length=1, max_length=100)
     use: Use = Field(
-        default="weight",
-        description="what it quantizes: weights, optimizer state (moments), or gradients on the wire",
+        default="weight", description="what it quantizes: weights, optimizer state (moments), or gradients on the wire"
     )
     reduce: RecipeName | None = Field(
         default=None, description="the default recipe for exchanging these weights' gradients"

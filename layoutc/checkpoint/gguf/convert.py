@@ -95,10 +95,7 @@ def convert_gguf(
 
 
 def convert_to_gguf(
-    folder: str | PathLike[str],
-    file: str | PathLike[str],
-    *,
-    source: str | PathLike[str],
+    folder: str | PathLike[str], file: str | PathLike[str], *, source: str | PathLike[str]
 ) -> Converted:
     """Writes a folder of plain safetensors, with transformers' names, as one GGUF file, without a model.
 

@@ -10,12 +10,7 @@ from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.facts import Facts
 
 # fp32 holds every value of these dtypes. Bytes in place of fp32 are bare exponents (`scale_fmt: ue8m0`).
-INTO_F32 = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.float8_e8m0fnu,
-}
+INTO_F32 = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.float8_e8m0fnu}
 
 STORAGES = ("BF16", "F16", "F32", "F64")  # dtypes of bitsandbytes' codes under FSDP1, which needs uniform dtypes
 

@@ -24,12 +24,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 # Adds dtypes that only newer versions of safetensors support.
-OF_OTHERS = DTYPES | {
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
+OF_OTHERS = DTYPES | {"F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
 
 

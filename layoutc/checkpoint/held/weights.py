@@ -87,10 +87,7 @@ class Kept(Protocol):
 
 
 def made(
-    tensors: Iterable[Held],
-    planes: Mapping[str, Tensor],
-    kept: Kept | None = None,
-    noted: Noted | None = None,
+    tensors: Iterable[Held], planes: Mapping[str, Tensor], kept: Kept | None = None, noted: Noted | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for each of a weight's tensors, made from its whole planes without sharing their memory.
 

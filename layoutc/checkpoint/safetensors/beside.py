@@ -75,10 +75,7 @@ def modules_of(
 
 
 def rest_of(
-    source: Mapping[str, Stored],
-    names: Iterable[str],
-    weights: Sequence[Weight],
-    left_out: re.Pattern[str] | None,
+    source: Mapping[str, Stored], names: Iterable[str], weights: Sequence[Weight], left_out: re.Pattern[str] | None
 ) -> tuple[list[str], list[str]]:
     """The source's tensors that the model has no parameter for, in two lists: those that still belong to the model
     (activation scales, and what `left_out` matches); and all others (modules that the model lacks, and activation

@@ -66,9 +66,7 @@ def _formats(subject: Subject) -> set[tuple[Format, str]]:
 
 
 @check(
-    "rounding",
-    "the independent model rounds like a plain search over all codes in exact fractions",
-    compares="facts",
+    "rounding", "the independent model rounds like a plain search over all codes in exact fractions", compares="facts"
 )
 def rounding(subject: Subject) -> None:
     """Checks ties, saturation, NaN and infinities by definition; other checks rely on it."""

@@ -209,11 +209,7 @@ def gather_sizes(subject: Subject) -> None:
             expect(sizes["forward"] == sizes["backward"], f"sizes differ between passes: {sizes}", **both)
 
 
-@check(
-    "shards-untouched",
-    "neither the hooks nor writes into gathered planes change the shard",
-    of_weights=True,
-)
+@check("shards-untouched", "neither the hooks nor writes into gathered planes change the shard", of_weights=True)
 def untouched(subject: Subject) -> None:
     """Compares planes, addresses and attributes."""
     world = 2

@@ -10,10 +10,7 @@ from typing import Any
 from layoutc.charts import style
 from layoutc.report.budgets.figures import described, figure, label, links_of, load_of
 
-PANELS = (
-    ("step_seconds", 1e3, "Step, estimated", "ms"),
-    ("memory_bytes", 1e-9, "Memory of a card", "GB"),
-)
+PANELS = (("step_seconds", 1e3, "Step, estimated", "ms"), ("memory_bytes", 1e-9, "Memory of a card", "GB"))
 
 
 def _ticks(low: float, high: float) -> list[float]:

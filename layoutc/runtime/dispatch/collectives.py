@@ -168,10 +168,7 @@ _KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # dtypes of initi
 
 
 def _initial_values(
-    target: QuantizedTensor,
-    every: Sequence[Tensor | None],
-    send: Callable[[Tensor, list[Tensor]], Any],
-    waits: bool,
+    target: QuantizedTensor, every: Sequence[Tensor | None], send: Callable[[Tensor, list[Tensor]], Any], waits: bool
 ) -> Tensor | None:
     """Sends the initial values that belong to the bytes; returns the received ones, None if the source has none.
 

@@ -275,10 +275,7 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return like_plain(func, args, kwargs)
     make: Any = torch.zeros if func is torch.ops.aten.new_zeros.default else torch.empty
     tensor, size = args[0], tuple(args[1])
-    options = {
-        "device": kwargs.get("device") or tensor.device,
-        "pin_memory": bool(kwargs.get("pin_memory")),
-    }
+    options = {"device": kwargs.get("device") or tensor.device, "pin_memory": bool(kwargs.get("pin_memory"))}
     matrix = matrix_for(tensor, size)
     dtype = kwargs.get("dtype") or tensor.dtype
     if matrix is None or dtype != tensor.dtype:

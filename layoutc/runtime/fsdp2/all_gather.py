@@ -52,11 +52,7 @@ def send(shard: QuantizedTensor, mesh: DeviceMesh) -> Sent:
 
 
 def receive(
-    shard: hooks.Gatherable,
-    outputs: Sequence[Tensor],
-    metadata: wire.Gathering,
-    dtype: torch.dtype,
-    out: Tensor | None,
+    shard: hooks.Gatherable, outputs: Sequence[Tensor], metadata: wire.Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> Any:
     """Returns what fsdp_post_all_gather returns: the whole weight without padding, and the inner tensors that FSDP2
     frees. Returns None with `out`, which gets the planes.

@@ -17,11 +17,7 @@ from layoutc.runtime.kernels import launch
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
-FORMS = {
-    "8bit": ("adam_m8", "adam_v8"),
-    "fp8": ("moment_fp8", "moment_fp8_sqrt"),
-    "4bit": ("adam_m4", "adam_v4"),
-}
+FORMS = {"8bit": ("adam_m8", "adam_v8"), "fp8": ("moment_fp8", "moment_fp8_sqrt"), "4bit": ("adam_m4", "adam_v4")}
 State = str | Mapping[str, str]
 
 

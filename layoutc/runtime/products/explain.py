@@ -50,11 +50,7 @@ class ExplainedProduct(NamedTuple):
 
 
 def explain_products(
-    model: nn.Module,
-    *,
-    tokens: int = _TOKENS,
-    device: torch.device | str | None = None,
-    mode: Mode | None = None,
+    model: nn.Module, *, tokens: int = _TOKENS, device: torch.device | str | None = None, mode: Mode | None = None
 ) -> list[ExplainedProduct]:
     """Lists how each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 

@@ -45,9 +45,4 @@ def _backward(grad: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
 
 def _formulas() -> Mapping[Any, Any]:
     ops = torch.ops.layoutc
-    return {
-        ops.linear: _linear,
-        ops.linear_backward: _backward,
-        ops.grouped: _grouped,
-        ops.grouped_backward: _backward,
-    }
+    return {ops.linear: _linear, ops.linear_backward: _backward, ops.grouped: _grouped, ops.grouped_backward: _backward}

@@ -18,11 +18,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 def set_products_(
-    model: nn.Module,
-    mode: Mode | None = None,
-    *,
-    dequantize: Where | None = None,
-    filter_fn: Filter | None = None,
+    model: nn.Module, mode: Mode | None = None, *, dequantize: Where | None = None, filter_fn: Filter | None = None
 ) -> list[str]:
     """Sets how the quantized weights of the chosen modules are multiplied, and where they are dequantized.
 

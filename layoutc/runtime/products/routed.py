@@ -80,13 +80,7 @@ def _grad_weight(call: grouped.Call, grad: Tensor, x: Tensor, order: Tensor | No
 
 
 def _forward(
-    x: Tensor,
-    by: Tensor,
-    up: QuantizedTensor,
-    down: QuantizedTensor,
-    order: Tensor,
-    rows: Tensor,
-    ends: Tensor,
+    x: Tensor, by: Tensor, up: QuantizedTensor, down: QuantizedTensor, order: Tensor, rows: Tensor, ends: Tensor
 ) -> list[Tensor]:
     """Returns the output and the products of both weights."""
     pair = _pair(up, down, ends, len(order), x)

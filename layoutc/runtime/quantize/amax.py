@@ -187,9 +187,7 @@ def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
     return _pick(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
 
 
-def shared_amaxes(
-    weights: Sequence[tuple[type[QuantizedTensor], Tensor]],
-) -> tuple[Tensor, list[tuple[int, ...]]]:
+def shared_amaxes(weights: Sequence[tuple[type[QuantizedTensor], Tensor]]) -> tuple[Tensor, list[tuple[int, ...]]]:
     """The `_shared_amax` of each of many weights, fp32, flattened and concatenated; and the shape of each.
 
     weights: classes of recipes that share an amax, with (m, k) matrices. Only the columns that an amax covers matter,

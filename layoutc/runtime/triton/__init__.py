@@ -77,10 +77,6 @@ from layoutc.runtime.triton.hadamard import hadamard, unhadamard
 from layoutc.runtime.triton.nibbles import load_nibbles, store_fp4, store_nibbles
 from layoutc.runtime.triton.stochastic import random_bits, to_codes_by_chance, to_integer_codes_by_chance
 from layoutc.runtime.triton.swizzles import move_swizzled, scales_of_128x4
-from layoutc.runtime.triton.tiles import (
-    load_blocks,
-    load_codes,
-    store_blocks,
-)
+from layoutc.runtime.triton.tiles import load_blocks, load_codes, store_blocks
 from layoutc.runtime.triton.transposes import move_scales, repack_codes, store_codes, store_scales_expanded
 from layoutc.runtime.triton.units import largest_of_units, smallest_of_units, to_units, whole_blocks

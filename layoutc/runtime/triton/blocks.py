@@ -71,12 +71,7 @@ def to_pairs(tile):
 def largest_of_pairs(a, b):
     """The larger magnitude in each half of two words; NaN propagates. The sign is the XOR of both signs."""
     return tl.inline_asm_elementwise(
-        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
-        "=r,r,r",
-        [a, b],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
@@ -84,12 +79,7 @@ def largest_of_pairs(a, b):
 def least_of_pairs(a, b):
     """The smaller magnitude in each half of two words. The sign is the XOR of both signs."""
     return tl.inline_asm_elementwise(
-        "min.xorsign.abs.bf16x2 $0, $1, $2;",
-        "=r,r,r",
-        [a, b],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
+        "min.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

@@ -44,13 +44,7 @@ def _away(share, bits):
 
 @triton.jit
 def to_codes_by_chance(
-    x,
-    bits,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    SIGN_BIT: tl.constexpr,
-    LAST: tl.constexpr,
-    NAN: tl.constexpr,
+    x, bits, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN_BIT: tl.constexpr, LAST: tl.constexpr, NAN: tl.constexpr
 ):
     """fp32 -> codes of any floating-point format with subnormals, rounded stochastically, saturating.
 

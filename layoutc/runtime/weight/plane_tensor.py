@@ -82,12 +82,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
             strides[-2:] = strides[-1], strides[-2]
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            strides=strides,
-            dtype=dtype,
-            device=store.device,
-            requires_grad=requires_grad,
+            cls, shape, strides=strides, dtype=dtype, device=store.device, requires_grad=requires_grad
         )
         self.store, self.transposed, self.padding, self.readings = store, transposed, NOT_PADDED, {}
         self.weight_name = self.sent = self.fused = self.peers = self.flat = None
@@ -96,11 +91,7 @@ class PlaneTensor(RecipeMethods, ReportedMemory, torch.Tensor):
 
     # -------------------------------------------------------------------------------------------- making others like it
     def alias(
-        self,
-        shape: Iterable[int] | None = None,
-        *,
-        transposed: bool | None = None,
-        dtype: torch.dtype | None = None,
+        self, shape: Iterable[int] | None = None, *, transposed: bool | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """A tensor over the same store, under another outer shape or dtype."""
         other = type(self)(

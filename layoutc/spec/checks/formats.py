@@ -103,11 +103,7 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
         twice = next(value for value in rounded if rounded.count(value) > (1 if value else zeros))
         return "values", f"has {twice:g} twice", "list each value once; leave out codes that are not used at the end"
     if max(rounded, default=0) <= 0:
-        return (
-            "values",
-            "has no positive number",
-            "list one; weights need a negative one, too",
-        )
+        return ("values", "has no positive number", "list one; weights need a negative one, too")
     return None
 
 

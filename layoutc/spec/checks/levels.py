@@ -204,10 +204,5 @@ def amaxes_of_matrices_lie_in_rows(spec: Spec, source: Source) -> Iterator[Diagn
         yield source.find("LC339", message, label, used, why=why, help="delete `columnwise`")
 
 
-CROSS_CHECKS = (
-    super_blocks_hold_blocks,
-    super_buffers_fit,
-    levels_stand_alone,
-    amaxes_of_matrices_lie_in_rows,
-)
+CROSS_CHECKS = (super_blocks_hold_blocks, super_buffers_fit, levels_stand_alone, amaxes_of_matrices_lie_in_rows)
 CHECKS = (level_formats_fit, level_rules_fit)
