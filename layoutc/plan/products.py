@@ -69,7 +69,7 @@ class Scaling:
     swizzled: bool = False
 
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_FP8, _FP4 = ("float8_e4m3fn", "float8_e5m2"), ("float4_e2m1fn_x2",)
 _TILES = parse_swizzle("(rt a b) (ct c) -> rt ct b a c", {"a": 4, "b": 32, "c": 4})
 _TILE = (128, 4)
 # From torch 2.11 to 2.14: aten/src/ATen/native/cuda/ScaledBlas.cpp and its meta function's checks.
@@ -79,16 +79,7 @@ SCALINGS = (
     Scaling("BlockWise1x128", _FP8, "float32", 1, 128, Cards((9, 0), (10, 0)), contraction_first=True),
     Scaling("BlockWise128x128", _FP8, "float32", 128, 128, Cards((9, 0), (10, 0)), pad=(1, 4)),
     Scaling("BlockWise1x32", _FP8, "float8_e8m0fnu", 1, 32, Cards((10, 0), (11, 0)), pad=_TILE, swizzled=True),
-    Scaling(
-        "BlockWise1x16",
-        ("float4_e2m1fn_x2",),
-        "float8_e4m3fn",
-        1,
-        16,
-        Cards((10, 0), (11, 0)),
-        pad=_TILE,
-        swizzled=True,
-    ),
+    Scaling("BlockWise1x16", _FP4, "float8_e4m3fn", 1, 16, Cards((10, 0), (11, 0)), pad=_TILE, swizzled=True),
 )
 _MIXED = ({"BlockWise1x128", "BlockWise128x128"},)  # different kinds that one product accepts
 # The kind that `scaled_grouped_mm` reads each kind as, and its cards. From torch 2.11 to 2.14: GroupedBlas.cpp, next to
