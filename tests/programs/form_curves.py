@@ -5,10 +5,10 @@ one with experts under each form of its weights.
     python tests/programs/form_curves.py --steps 500 --seeds 3 --cards --dim 512 --layers 4 \\
         --forms "experts fp8_rowwise;experts nvfp4"
 
-A run is a process of its own, and one whose gradients travel is two ranks over gloo. Prints a line for each form: the
-mean of the last tenth of its losses over all seeds, how far that is from its base's, and the seeds' own distances.
-Exits with 1 if a form's are higher by more than its bound. Runs are on the CPU, or with --cards on the machine's cards
-in turn. `tests/programs/test_form_curves.py` runs short ones.
+A run is a process of its own, and one whose gradients travel is two ranks over gloo, of which one is forked from the
+other. Prints a line for each form: the mean of the last tenth of its losses over all seeds, how far that is from its
+base's, and the seeds' own distances. Exits with 1 if a form's are higher by more than its bound. Runs are on the CPU,
+or with --cards on the machine's cards in turn. `tests/programs/test_form_curves.py` runs short ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -126,36 +127,38 @@ def last(found: Sequence[float]) -> float:
 
 
 def one(config: Config, given: argparse.Namespace) -> None:
-    """Prints the losses of one run, as JSON: the work of a process that `started` started."""
-    form = FORMS[given.one]
+    """Prints the losses of runs, one after another, as JSON: the work of a process that `started` started."""
+    forms = [FORMS[name] for name in given.one.split(";")]
     torch.set_num_threads(1)  # which is faster than several for a model as small as this
-    text = corpus()
-    if form.ranks > 1:
-        dist.init_process_group("gloo")
-    elif form.experts:
+    text, file = corpus(), Path(tempfile.mkdtemp(), "store")
+    other = os.fork() if forms[0].ranks > 1 else None
+    if other is not None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(file), 2), rank=int(other == 0), world_size=2)
+    elif forms[0].experts:
         dist.init_process_group("nccl" if given.cards else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_default_device("cuda" if given.cards else "cpu")
-    with layoutc.products("low_precision") if form.recipe else nullcontext():
-        found = losses(config, form, given.recipe, given.steps, given.seed, text)
-    if form.ranks > 1 and dist.get_rank():
-        found = []
+    found = list[list[float]]()
+    for form in forms:
+        with layoutc.products("low_precision") if form.recipe else nullcontext():
+            found.append(losses(config, form, given.recipe, given.steps, given.seed, text))
     if dist.is_initialized():
         dist.destroy_process_group()
-    if found:
-        print(json.dumps(found), flush=True)
+    if other == 0:
+        return
+    if other is not None and (status := os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])):
+        raise SystemExit(f"the other rank ended with {status}")
+    print(json.dumps(found), flush=True)
 
 
-def started(arguments: Sequence[str], name: str, seed: int) -> list[float]:
-    """The losses of one run, in processes of its own. Raises RuntimeError with what a run that failed printed."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(FORMS[name].ranks)]
-    launcher = torchrun if FORMS[name].ranks > 1 else []
-    command = [sys.executable, *launcher, __file__, *arguments, "--one", name, "--seed", str(seed)]
+def started(arguments: Sequence[str], seed: int, *names: str) -> list[list[float]]:
+    """The losses of runs on as many ranks, in processes of theirs. Raises RuntimeError with what a failure printed."""
+    command = [sys.executable, __file__, *arguments, "--one", ";".join(names), "--seed", str(seed)]
     card = str(seed % torch.cuda.device_count()) if "--cards" in arguments else ""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": card}
     done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
     if done.returncode:
-        raise RuntimeError(f"{name}, seed {seed}:\n{done.stderr[-4000:]}")
-    return [float(loss) for loss in json.loads(done.stdout.splitlines()[-1])]
+        raise RuntimeError(f"{', '.join(names)}, seed {seed}:\n{done.stderr[-4000:]}")
+    return [[float(loss) for loss in each] for each in json.loads(done.stdout.splitlines()[-1])]
 
 
 def verdicts(found: Mapping[str, Sequence[float]]) -> tuple[list[str], list[str]]:
@@ -194,8 +197,8 @@ def main(arguments: Sequence[str]) -> int:
     wanted = given.forms.split(";")
     names = list(dict.fromkeys(name for form in wanted for name in (FORMS[form].base, form)))
     with ThreadPoolExecutor(given.at_once) as pool:
-        runs = {name: [pool.submit(started, arguments, name, seed) for seed in range(given.seeds)] for name in names}
-        found = {name: [last(run.result()) for run in each] for name, each in runs.items()}
+        runs = {name: [pool.submit(started, arguments, seed, name) for seed in range(given.seeds)] for name in names}
+        found = {name: [last(run.result()[0]) for run in each] for name, each in runs.items()}
     lines, beyond = verdicts(found)
     print("\n".join(lines), flush=True)
     if given.json:

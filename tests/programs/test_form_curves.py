@@ -32,9 +32,9 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
     """The program's exit status, and its line; a mean of the last tenth; bases run as well."""
     asked = list[str]()
 
-    def run(_arguments: object, name: str, _seed: int) -> list[float]:
+    def run(_arguments: object, _seed: int, name: str) -> list[list[float]]:
         asked.append(name)
-        return [9.0] * 9 + [1.006 if name in ("4bit", "grad_fp8", "8bit") else 1.0]
+        return [[9.0] * 9 + [1.006 if name in ("4bit", "grad_fp8", "8bit") else 1.0]]
 
     monkeypatch.setattr(form_curves, "started", run)
     assert form_curves.main(["--seeds", "2", "--forms", "4bit"]) == 0
@@ -47,9 +47,9 @@ def test_a_form_beyond_its_bound_fails(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.thorough
 def test_a_run_over_the_wire() -> None:
-    """Two ranks over gloo in processes of their own; random bits of codes change what fp32 sums give."""
+    """Two ranks over gloo, in processes for both runs; random bits of codes change what fp32 sums give."""
     short = ["--steps", "3", "--dim", "32", "--layers", "1"]
-    plain, codes = (form_curves.started(short, name, 0) for name in ("fp32 wire", "grad_int4"))
+    plain, codes = form_curves.started(short, 0, "fp32 wire", "grad_int4")
     assert len(plain) == len(codes) == 3
     assert plain[0] == codes[0]
     assert plain[1:] != codes[1:]
@@ -58,9 +58,9 @@ def test_a_run_over_the_wire() -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers, whose model it is")
 def test_a_run_with_experts() -> None:
-    """In a process of its own: losses of codes are others, and near."""
+    """In a process for both runs: losses of codes are others, and near."""
     short = ["--steps", "2", "--dim", "64", "--layers", "1"]
-    plain, codes = (form_curves.started(short, name, 0) for name in ("experts", "experts fp8_rowwise"))
+    plain, codes = form_curves.started(short, 0, "experts", "experts fp8_rowwise")
     assert len(plain) == len(codes) == 2
     assert plain != codes
     assert codes == pytest.approx(plain, rel=0.05)
