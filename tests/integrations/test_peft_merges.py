@@ -101,14 +101,14 @@ def test_a_base_comes_back_byte_for_byte(recipe: str) -> None:
 @pytest.mark.filterwarnings("ignore:peft.tuners")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_hundred_pairs_move_no_byte_and_cost_no_memory_between(recipe: str) -> None:
-    """Whose one amax let norms grow fourfold. Adapters change between: what comes back is kept, not computed."""
+def test_pair_after_pair_moves_no_byte_and_costs_no_memory_between(recipe: str) -> None:
+    """Whose one amax let norms grow. Adapters change between: what comes back is kept, not computed."""
     model = adapted(model_of(recipe, rows=64), lora())
     before, trains = planes_of(model), [one for one in model.parameters() if one.requires_grad]
-    for _ in range(100):
+    for _ in range(10):
         model.merge_adapter()
         for one in trains:
-            one.data.mul_(1.01)
+            one.data.mul_(1.1)
         model.unmerge_adapter()
     assert same(planes_of(model), before)
     assert all(
