@@ -145,16 +145,18 @@ class Watched:
         self.model, self.most = model, 0
         self.buffers: dict[int, tuple[StorageWeakRef, int]] = {}
         self.leaving: list[StorageWeakRef] = []
+        self.held: list[StorageWeakRef] = []  # of these, by something else than gloo's threads
 
     def look(self, *buffers: Tensor, leaving: Sequence[Tensor] = ()) -> None:
         """buffers: of the collective that runs. leaving: more of them, which nothing holds at the next other look, once
         gloo's threads have let go too."""
         self.leaving += [StorageWeakRef(one.untyped_storage()) for one in leaving]
-        for _ in range(0 if leaving else 20):
+        for _ in range(0 if leaving else 1 if all(one in self.held for one in self.leaving) else 20):
             self.leaving = [one for one in self.leaving if not one.expired()]
             if not self.leaving:
                 break
             gloo_threads.let_go()
+        self.held = self.held if leaving else self.leaving
         held: list[Any] = list(gathered(self.model).values())
         gradients = []
         modules = set(self.model.modules())
