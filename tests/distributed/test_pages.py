@@ -190,7 +190,7 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
         layoutc.quantize_(model, "fp8_block")
         checkpoint.export_safetensors(model, "DeepSeek-V3", files="deepseek")
     for name, text in programs(page).items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("(8,)", "(1,)"), encoding="utf-8")  # texts a step: CPUs are slow
     for line in lines(page):
         word, *arguments = line
         if word == "layoutc":
