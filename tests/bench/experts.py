@@ -2,14 +2,13 @@
 
     torchrun --nproc-per-node 2 tests/bench/experts.py [--variants bf16 fp8_block+low ...] [--batch 8 2] [--json FILE]
 
-Models are transformers' own; with --plain, or where it is not installed, those of plain_experts. Each variant is built
-once and takes its steps eager, then with compiled layers. `RECIPE` are quantized weights, experts among them, under
-MasterWeights, whose products are as they are by default; `+cast` casts fp32 weights on gather instead; `+low` has
-products in low precision where a card has the kernel, and `+fused` experts computed by layoutc's own implementation.
-`torchao` is torchao's training in FP8 by rows, of linear layers and of experts, all three products. Printed, of the
-slowest rank: the median step and the host's part of it, before it waits for the card; the peak of memory; the loss; of
-the first rank with --profile the card's time by class. The JSON has the kernels that take most, and what is allocated
-where that is most.
+Models are transformers' own. Each variant is built once and takes its steps eager, then with compiled layers. `RECIPE`
+are quantized weights, experts among them, under MasterWeights, whose products are as they are by default; `+cast`
+casts fp32 weights on gather instead; `+low` has products in low precision where a card has the kernel, and `+fused`
+experts computed by layoutc's own implementation. `torchao` is torchao's training in FP8 by rows, of linear layers and
+of experts, all three products. Printed, of the slowest rank: the median step and the host's part of it, before it
+waits for the card; the peak of memory; the loss; of the first rank with --profile the card's time by class. The JSON
+has the kernels that take most, and what is allocated where that is most.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import importlib.util
 import json
 import os
 import statistics
@@ -29,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import card_time
-import plain_experts
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -98,7 +95,7 @@ def built(variant: str, options: argparse.Namespace, device: torch.device) -> tu
         fields |= {key: size for key, size in TINY.items() if key in fields}
     torch.manual_seed(0)
     with torch.device(device):
-        model = plain_experts.Model(fields) if options.plain else of_transformers(options.model, fields)
+        model = of_transformers(options.model, fields)
     model.train()
     if recipe == "torchao":
         convert_to_torchao(model)
@@ -211,10 +208,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
-    parser.add_argument("--plain", action="store_true", help="without transformers")
     parser.add_argument("--json")
     options = parser.parse_args()
-    options.plain = options.plain or importlib.util.find_spec("transformers") is None
     cards = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cards else torch.device("cpu")
     if cards:
@@ -229,8 +224,8 @@ def main() -> None:
         if options.json and dist.get_rank() == 0:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran = {"kind": "experts", "device": torch.cuda.get_device_name() if cards else "cpu"}
-                version = None if options.plain else importlib.metadata.version("transformers")
-                ran |= {"torch": torch.__version__, "transformers": version, "model": options.model}
+                ran |= {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
+                ran |= {"model": options.model}
                 json.dump(ran | {"world": dist.get_world_size(), "command": " ".join(sys.argv), "rows": rows}, file)
     dist.destroy_process_group()
 

@@ -169,7 +169,7 @@ def _optimizer() -> Shown:
         rows.append([name, ms, f"{row['bytes']:.2f}", f"{row['share']:.2f}"])
     said = (
         "2^28 parameters in weights of 4096 x 14336, by turns; bytes that a parameter moves, and the share of a copy's "
-        "bandwidth. Times are against MasterWeights. Steps of quantized state multiply by reciprocals since; not timed."
+        "bandwidth. Times are against MasterWeights."
     )
     where = {**data, "machine": f"one {data['device']}"}
     said = _said(said, "ms", where, [f"python {data['command']}"])
