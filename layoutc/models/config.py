@@ -78,6 +78,8 @@ class _Sizes:
     """The fields of a config, including defaults, and the weights that follow from them."""
 
     def __init__(self, config: Mapping[str, Any], entry: Mapping[str, Any], source: str) -> None:
+        again = {field: config[name] for name, field in entry.get("also", {}).items() if name in config}
+        config = again | config
         self.source, self.fields = source, dict(config)
         self.derived_heads = "head_dim" in entry["defaults"] and config.get("head_dim") is None
         self.derived_heads &= "hidden_size" in str(entry["defaults"].get("head_dim"))

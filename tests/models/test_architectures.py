@@ -26,7 +26,14 @@ DENSE = {
 MOE = {"num_local_experts": 6, "num_experts_per_tok": 2}
 LATENT = {
     **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-    **{"first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    **{
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+    },
 }
 # Fields that configs leave out have the defaults of transformers' classes, unless a smaller model needs others.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +102,17 @@ def test_parameters_are_those_of_transformers(case: str) -> None:
     theirs = of_transformers(kind, {**DENSE, **fields})
     assert described(stated) == described(theirs)
     assert [layer.name for layer in stated.layers] == [layer.name for layer in theirs.layers]
+
+
+@needs_transformers
+@pytest.mark.parametrize("case", CASES)
+def test_configs_that_transformers_saves_have_the_parameters_that_they_were_made_with(case: str) -> None:
+    """transformers renames fields: Qwen3-MoE's num_experts is saved as num_local_experts."""
+    import transformers
+
+    kind, fields = CASES[case]
+    saved = json.loads(transformers.AutoConfig.for_model(kind, **DENSE | fields).to_json_string())
+    assert described(config.read(saved, case)) == described(config.read({"model_type": kind, **DENSE, **fields}, case))
 
 
 def test_every_architecture_has_a_case() -> None:
