@@ -52,7 +52,7 @@ class CutWeight:
 @dataclass(frozen=True)
 class WeightLine:
     """Identical weights over all layers. Bytes are those of one weight: resident on the rank with the most, and sent by
-    each rank in each pass. plain: why it is not quantized; ""."""
+    each rank in each pass. plain: why it is not quantized; "". tied: names of the same parameter elsewhere."""
 
     name: str
     count: int
@@ -63,6 +63,7 @@ class WeightLine:
     resident: int
     forward: int
     backward: int
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,4 +249,4 @@ def _lines(alike: list[tuple[str, int, Member]], dtypes: Dtypes) -> Iterator[Wei
         sizes = (gathered(piece, which, dtypes).sent if which and piece.placed.ranks > 1 else 0 for which in of)
         plain = member.why_plain if piece.plan is None else ""
         held = resident(piece, 0, dtypes).total
-        yield WeightLine(name, count, weight.shape, weight.kind, plain, piece.placed.ranks, held, *sizes)
+        yield WeightLine(name, count, weight.shape, weight.kind, plain, piece.placed.ranks, held, *sizes, weight.tied)

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from calls import calls_of
 from click.testing import CliRunner, Result
 from places import HELPERS, ROOT
 
+import layoutc
 from layoutc.charts import style
 from layoutc.cli.app import main
 from layoutc.report.budgets import answer, charts
@@ -378,6 +380,8 @@ def test_what_is_fastest_is_said_in_code() -> None:
     }
     for args, said in calls.items():
         assert answer_of(*fits, *args)[2].startswith(f"  in code: {said}"), args
+    of_some = answer_of(*fits, "nvfp4", "--leave", "*.1.mlp.*")[2]
+    assert 'quantize_(model, "nvfp4", param_filter=<those that --weights lists>) before' in of_some
     codes = "--gradients", "grad_fp8", "--replicas", "2", "--replica-gradients", "grad_int4", "--link", "5"
     for args, said in (
         (("--exchange",), "model"),
@@ -386,6 +390,38 @@ def test_what_is_fastest_is_said_in_code() -> None:
         (codes, 'model, "grad_fp8", replicas="grad_int4"'),
     ):
         assert f"layoutc.exchange_gradients({said})" in answer_of(*fits, "nvfp4", *args)[2]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(
+    ("kind", "fields", "args"),
+    [
+        ("llama", {}, ()),
+        ("llama", {"tie_word_embeddings": True}, ()),
+        ("llama", {}, ("--leave", "lm_head.weight", "--leave", "*.up_proj.*")),
+        ("llama", {}, ("--only", "*_proj.weight")),
+        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [0]}, ("--experts",)),
+        ("mixtral", {"num_local_experts": 4}, ("--experts",)),
+    ],
+    ids=str,
+)
+def test_code_of_an_answer_chooses_the_weights_that_were_planned(
+    kind: str, fields: dict[str, Any], args: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The line is run on transformers' model of the config."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes, vocab_size=64, num_key_value_heads=2, **fields)
+    config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--cards", "2xH100", "--recipe", "fp8_block", *args)
+    planned = next(one for one in data_of(*asked)["budgets"] if one["how"] != "plain" and not one["low"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    said = re.search(r"in code: (layoutc\..*) before fully_shard", "\n".join(answer_of(*asked)))
+    assert said is not None
+    done = eval(said[1], {"layoutc": layoutc, "model": model})
+    counts = {one["name"]: one["count"] for one in planned["weights"] if not one["plain"]}
+    assert dict(Counter(re.sub(r"layers\.\d+", "layers.*", name) for name in done)) == counts
 
 
 def test_what_does_not_fit_is_said_first() -> None:

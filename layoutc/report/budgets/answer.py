@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
         return f"would fit: {'; '.join(data.get('instead', ())) or 'none of more cards, smaller states, a frozen base'}"
     convert = {"plain": "", "cast on gather": "cast_on_gather_"}.get(best["how"], "quantize_")
     again = {"full": "each layer checkpointed", "half": "every second layer checkpointed"}
-    converted = f'layoutc.{convert}(model, "{best["recipe"]}")'
+    converted = f'layoutc.{convert}(model, "{best["recipe"]}"{_filter(best["weights"])})'
     if convert == "quantize_" and not best["resident"]["masters"]:  # a frozen base
         converted = f"model.requires_grad_(False), {converted} and adapters, in this order,"
     converted += " before fully_shard"
@@ -90,6 +92,25 @@ def _to_do(data: Mapping[str, Any], order: Sequence[int]) -> str:
         again.get(best["policy"], ""),
     ]
     return f"in code: {', '.join(filter(None, parts))}"
+
+
+def _filter(weights: Sequence[Mapping[str, Any]]) -> str:
+    """The argument that chooses the weights of the plan; "" if these are what the default chooses."""
+    taken = [one["name"] for one in weights if not one["plain"]]
+    plain = [one["name"] for one in weights if one["plain"]]
+    if all((one["kind"] == "linear") != bool(one["plain"]) and not one["tied"] for one in weights):
+        return ""
+    if not {*taken}.isdisjoint(plain):
+        return ", param_filter=<those that --weights lists>"  # of some layers
+    others = [*plain, *(name for one in weights for name in one["tied"])]
+    return f", param_filter={json.dumps([*dict.fromkeys(_short(name, others) for name in taken)])}"
+
+
+def _short(name: str, others: Sequence[str]) -> str:
+    """A pattern for a name: as few of its last parts as match none of `others`."""
+    parts = name.split(".")
+    ends = [".".join(["*", *parts[-count:]]) for count in range(2 if parts[-1] == "weight" else 1, len(parts))]
+    return next((end for end in ends if not any(fnmatchcase(other, end) for other in others)), name)
 
 
 def _exchanging(setting: Mapping[str, Any]) -> str:
