@@ -59,11 +59,11 @@ class WeightLine:
     shape: tuple[int, ...]
     kind: str
     plain: str
+    tied: tuple[str, ...]
     ranks: int
     resident: int
     forward: int
     backward: int
-    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,4 +249,4 @@ def _lines(alike: list[tuple[str, int, Member]], dtypes: Dtypes) -> Iterator[Wei
         sizes = (gathered(piece, which, dtypes).sent if which and piece.placed.ranks > 1 else 0 for which in of)
         plain = member.why_plain if piece.plan is None else ""
         held = resident(piece, 0, dtypes).total
-        yield WeightLine(name, count, weight.shape, weight.kind, plain, piece.placed.ranks, held, *sizes, weight.tied)
+        yield WeightLine(name, count, weight.shape, weight.kind, plain, weight.tied, piece.placed.ranks, held, *sizes)

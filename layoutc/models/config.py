@@ -79,7 +79,7 @@ class _Sizes:
 
     def __init__(self, config: Mapping[str, Any], entry: Mapping[str, Any], source: str) -> None:
         again = {field: config[name] for name, field in entry.get("also", {}).items() if name in config}
-        config = again | config
+        config = {**again, **config}
         self.source, self.fields = source, dict(config)
         self.derived_heads = "head_dim" in entry["defaults"] and config.get("head_dim") is None
         self.derived_heads &= "hidden_size" in str(entry["defaults"].get("head_dim"))
