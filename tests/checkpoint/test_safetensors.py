@@ -510,3 +510,15 @@ def test_conversions_and_exports_take_small_files_along_and_say_what_they_did(tm
     tuned = tmp_path / "tuned"
     assert {path.name for path in tuned.iterdir()} == names
     assert {name: (tuned / name).read_text() for name in beside} == {name: name for name in beside}
+
+
+def test_plain_experts_one_by_one_are_refused_with_what_stacks_them(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.down_proj = nn.Parameter(torch.zeros(2, 32, 64))
+    (tmp_path / "in").mkdir()
+    parts = {f"experts.{i}.down_proj.weight": torch.zeros(32, 64) for i in range(2)}
+    save_file(parts, tmp_path / "in" / "model.safetensors")
+    stacks = r"experts\.down_proj is not in the files: they hold its matrices one by one.* from_pretrained, then call"
+    with pytest.raises(LayoutError, match=stacks):
+        load_safetensors(model, tmp_path / "in")

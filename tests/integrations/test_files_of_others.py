@@ -937,3 +937,19 @@ def test_what_can_not_be_converted_says_why_and_leaves_nothing(written: Callable
     with pytest.raises(ValueError, match=r"pass files= for quantized weights, or dtype="):
         convert_safetensors(written("block"), out)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("files", ["fp8_rowwise/compressed_tensors", "fp8_current/compressed_tensors"])
+def test_own_exports_have_transformers_values_in_bf16_where_it_keeps_scales(files: str, tmp_path: Path) -> None:
+    """It rounds fp32 scales to the model's dtype unless it dequantizes as it loads."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    plain = model_of("channel").to(torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    convert_safetensors(tmp_path / "plain", tmp_path / "out", files=files, match=["*_proj.weight"])
+    load_safetensors(plain, tmp_path / "out", convert=True)
+    how = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=how, dtype=torch.bfloat16)
+    assert all(torch.equal(param, plain.get_parameter(name)) for name, param in theirs.named_parameters())
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert kept.model.layers[0].mlp.up_proj.weight_scale.dtype == torch.bfloat16

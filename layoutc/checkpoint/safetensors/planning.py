@@ -131,7 +131,12 @@ def plan(
             if strict and names[0] not in buffers:
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
-                problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
+                problems.append(
+                    Problem(
+                        "LayoutError",
+                        f"{names[0]} is not in the files{renamed}{also}{_one_by_one(in_files[names[0]], there)}",
+                    )
+                )
     with noted(problems):
         refuse_beside(contents.tensors, expected)
     left_out = beside.left_out_by(model)
@@ -142,6 +147,17 @@ def plan(
         if problems and not theirs:  # names are missing because the files are quantized in an unknown format
             problems[:0] = choosing.unknown(folder)
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
+
+
+def _one_by_one(name: str, there: Collection[str]) -> str:
+    """What to do for experts that files hold as separate plain matrices; "" for other missing weights."""
+    first = f"{name.rpartition('.')[0]}.0."
+    if not any(one.startswith(first) for one in there):
+        return ""
+    return (
+        ": they hold its matrices one by one, which a load stacks in quantized files alone. Make the model by "
+        "transformers' from_pretrained, then call quantize_ or cast_on_gather_"
+    )
 
 
 def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> None:
