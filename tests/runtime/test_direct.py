@@ -5,6 +5,8 @@ No card is needed: Triton itself says what it specializes on, and a driver that 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +102,9 @@ class Compiled(CompiledKernel):
         )
         self._run = lambda *given: calls.append((name, given))
 
+    def __del__(self) -> None:
+        """Unlike Triton's from 3.8 on, has no module to unload."""
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], list[str]]]:
@@ -168,6 +173,20 @@ def test_a_second_launch_is_direct(launches: Any) -> None:
     assert list(calls[3][1][9:]) == expected
     with pytest.raises(ValueError, match=f"for {len(other)} tensors was given {len(other) + 1}"):
         bound(*tensors_of(args), SPACE)
+
+
+def test_a_plan_keeps_what_it_launches(launches: Any) -> None:
+    """From Triton 3.8 on, a compiled kernel that nobody holds unloads the function that a plan would launch."""
+    kernel, calls, _ = launches
+    args = arguments()
+    bound = bound_to(kernel, args)
+    bound(*tensors_of(args))
+    (made,) = (weakref.ref(one) for one in kernel.device_caches[driver.active.get_current_device()][0].values())
+    kernel.device_caches.clear()
+    gc.collect()
+    assert made() is not None
+    bound(*tensors_of(args))
+    assert len(calls) == 2
 
 
 def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:

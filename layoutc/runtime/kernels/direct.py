@@ -29,14 +29,15 @@ class Compiled(NamedTuple):
     function: int
     between: tuple[Any, ...]  # what `launch` takes between the function and the kernel's arguments
     packs: bool  # whether it takes the arguments as one tuple
+    owner: CompiledKernel  # unloads the function when it is freed, from Triton 3.8 on
 
     @classmethod
     def of(cls, kernel: CompiledKernel) -> Self:
         """Uses the function below Triton's launcher if all that the launcher passes on is known, else the launcher."""
         launcher, metadata = kernel.run, kernel.packed_metadata
         if (passed := _passed_on(launcher, metadata)) is not None:
-            return cls(launcher.launch, kernel.function, *passed)
-        return cls(launcher, kernel.function, (metadata, None, None, None), False)
+            return cls(launcher.launch, kernel.function, *passed, kernel)
+        return cls(launcher, kernel.function, (metadata, None, None, None), False, kernel)
 
     def __call__(self, card: int, grid: int, values: Sequence[Any]) -> None:
         """Launches on the current stream of `card`, the current device. values: of arguments; addresses of tensors."""
