@@ -105,6 +105,10 @@ def refused() -> None:
         ValueError, match=r"takes x of shape \(tokens, columns\) in fp32, bf16 or fp16, not \(4, 128\) in torch.int64"
     ):
         layoutc.exchange_tokens(x.long(), None, None, world)
+    out = layoutc.exchange_tokens(x.requires_grad_(), None, None, world, recipe="fp8_rowwise")
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice.*once_differentiable"):
+        grad.sum().backward()
 
 
 def test_what_can_not_travel_is_refused_before_anything_is_sent(two: Ranks) -> None:
