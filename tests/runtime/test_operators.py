@@ -377,3 +377,14 @@ def test_flattening_follows_what_a_weight_holds() -> None:
             getattr(weight, name)
     weight.handle = "a user's own"
     assert weight.__tensor_flatten__()[0] == names
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_planes_and_a_shape_make_a_tensor(name: str) -> None:
+    """Of matrices, too, without their number of rows."""
+    layout = recipe(name).LAYOUT
+    made = recipe(name).quantize(torch.randn(2, layout.multiple_m, 2 * layout.multiple_k))
+    again = type(made)(dict(made.planes()), made.shape)
+    assert again.store.matrix == made.store.matrix == layout.check_shape(made.shape)
+    assert again.store.stack == made.store.stack
+    assert torch.equal(again.dequantize(), made.dequantize())
