@@ -1,8 +1,8 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
-kernels, `amaxes` (of batches; in `all`), `updates` of AdamW, and `checks`: what compares a card's conversions with
-arithmetic.
+kernels, `all/KERNEL` for those of each recipe, `amaxes` (of batches; in `all`), `updates` of AdamW, and `checks`: what
+compares a card's conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
 (RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A
@@ -448,7 +448,8 @@ def answer(arguments: list[str]) -> None:
         tell("checks", name, compiled_check(convert, expect, capability), Tile(*conversion_checks.TILE, 4))
     if "all" in asked:
         folder = Path(layoutc.recipes.__file__).parent
-        asked |= {path.parent.name: ["*"] for path in folder.glob("*/kernels.py")}
+        for path in folder.glob("*/kernels.py"):
+            asked[path.parent.name] = asked.get(path.parent.name, []) + asked["all"]
     for recipe in sorted(asked.keys() - {"all", "amaxes", "updates", "checks"}):
         unshipped.add_if_known(recipe)
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
