@@ -13,6 +13,7 @@ from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import direct
 from layoutc.runtime.optim import reference, states
 from layoutc.runtime.optim.f24 import F24Tensor
@@ -481,6 +482,58 @@ def test_scaled_gradients_step_as_others_do(kernels: bool, monkeypatch: pytest.M
             found.append(bytes_of(model, optimizer))
     assert_same(found[0], found[1])
     assert_same(found[1], found[2])
+
+
+@pytest.mark.parametrize(
+    ("state", "masters", "kernels"),
+    [("fp32", "fp32", False), ("8bit", "f24", False), ("fp32", "bf16", False), ("8bit", "f24", True)],
+)
+def test_the_order_of_memory_changes_no_value(
+    state: Any, masters: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights whose last dim is not contiguous, such as convolutions in channels_last, in bf16 and fp32."""
+    if kernels:
+        use_kernels(monkeypatch)
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        wide, narrow = nn.Conv2d(4, 8, 2, bias=False), nn.Conv2d(8, 4, 2, bias=False, dtype=torch.bfloat16)
+        model = nn.Sequential(wide, narrow).to(memory_format=order)
+        before = wide.weight.detach().clone()
+        optimizer = layoutc.AdamW(model.parameters(), lr=0.01, state=state, masters=masters, least=1)
+        found.append(trained(model, optimizer, 2))
+        assert not torch.equal(wide.weight, before)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    """They would be rounded to the masters' dtype, or lose their imaginary part."""
+    weight = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    with pytest.raises(LayoutError, match=f"shape .8, 8. is {dtype}; .*an optimizer of torch's"):
+        layoutc.AdamW([weight])
+    frozen = layoutc.AdamW([nn.Parameter(torch.zeros(8)), weight.requires_grad_(False)])
+    frozen.step()
+    weight.requires_grad_()
+    with pytest.raises(LayoutError, match=str(dtype)):
+        frozen.step()
+    other = layoutc.MasterWeights(torch.optim.AdamW, [weight], lr=0.1)
+    weight.grad = torch.full_like(weight, 1j if dtype.is_complex else 1.0)
+    alone = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    alone.grad = weight.grad.clone()
+    other.step()
+    torch.optim.AdamW([alone], lr=0.1).step()
+    assert torch.equal(weight, alone)
+
+
+def test_sparse_gradients_are_refused_before_the_step() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8, sparse=True))
+    optimizer = layoutc.AdamW(model.parameters())
+    before = bytes_of(model, optimizer)
+    (model[0](torch.ones(8)).sum() + model[1](torch.tensor([1, 2])).sum()).backward()
+    with pytest.raises(LayoutError, match=r"\(8, 8\) has a sparse gradient; .* sparse=False"):
+        optimizer.step()
+    assert_same(bytes_of(model, optimizer), before)
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -55,7 +55,8 @@ class AdamW(ByRule):
     ) -> None:
         """`params`: as for torch.optim.AdamW, also groups and named parameters. seed: 32 bits, for the random bits.
 
-        Raises ValueError for options out of range, and LayoutError for shards whose cuts would split blocks of moments.
+        Raises ValueError for options out of range. Raises LayoutError for parameters in other dtypes than fp32, bf16
+        and fp16, and for shards whose cuts would split blocks of moments.
         """
         if min(float(lr), eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(

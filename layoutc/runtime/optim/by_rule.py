@@ -99,6 +99,12 @@ class ByRule(MasterWeights):
 
     # ---------------------------------------------------------------------------------------------------------- masters
     def _master_dtype(self, param: Tensor) -> torch.dtype:
+        if param.requires_grad and param.dtype not in launch.FLOATS:
+            raise LayoutError(
+                f"a parameter of shape {tuple(param.shape)} is {param.dtype}; with state= or masters=, and in "
+                "layoutc.AdamW, parameters are float32, bfloat16 or float16. Step it with an optimizer of torch's, or "
+                "leave both arguments of MasterWeights out"
+            )
         return torch.bfloat16 if self._masters_in == "bf16" and self._forms.applies(param) else torch.float32
 
     def _new_master(self, param: Tensor, zeros: Tensor) -> Tensor:
@@ -162,13 +168,20 @@ class ByRule(MasterWeights):
         numbers = {entry: number for number, entry in enumerate(entries)}
         groups = [at for at, group in enumerate(self.param_groups) for _ in group["params"]]
         stepped = [entry for entry in entries if entry.param.grad is not None]
+        grads = [entry.param.grad for entry in stepped if entry.param.grad is not None]
+        if sparse := [grad for grad in grads if grad.layout is not torch.strided]:
+            raise LayoutError(
+                f"a parameter of shape {tuple(sparse[0].shape)} has a sparse gradient; with state= or masters=, and in "
+                "layoutc.AdamW, gradients are dense: make its embedding with sparse=False, or step it with "
+                "torch.optim.SparseAdam"
+            )
         found_inf, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
         together: dict[torch.device, list[tuple[Entry, Member, Tensor]]] = defaultdict(list)
         for entry in stepped:
             number, grad = numbers[entry], gradient_of(entry)
             member = self._member(entry, number, groups[number])
             is_readable = type(grad) is Tensor and grad.dtype in launch.FLOATS and grad.is_contiguous()
-            if is_readable and _has_kernels(member.matrix, member.moments):
+            if is_readable and _has_kernels(launches.planes_of(member.master)[0], member.moments):
                 together[member.master.device].append((entry, member, grad))
             elif found_inf is None or not bool(found_inf):
                 self._update(member, grad if scale is None else grad / scale)
@@ -192,7 +205,9 @@ class ByRule(MasterWeights):
             )
         if entry.trains and self._moves(self.param_groups[group]):
             local = entry.local
-            if not isinstance(local, QuantizedTensor) or not launches.why_apart(local, entry.row_sharding):
+            if not isinstance(local, QuantizedTensor):
+                target = local if local.is_contiguous() else None
+            elif not launches.why_apart(local, entry.row_sharding):
                 target = local
         moments = tuple([local_of(state[name]) for name in self._rule.moments])
         return Member(master, moments, state["step"], target, group, number, states.place_of(entry.param))
@@ -235,7 +250,7 @@ class ByRule(MasterWeights):
             states.write(moment, one)
         if rounds:
             chance = Chance(self.param_groups[0]["seed"], member.number, step, member.place)
-            reference.write_master(values, as_matrix(member.master), chance)
+            reference.write_master(values, member.master, chance)
         else:
             states.write(member.master, values)
 
@@ -246,4 +261,7 @@ MasterWeights.BY_RULE = ByRule
 def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:
     if not launch.usable(master) or not master.is_contiguous():
         return False
-    return all(type(one).quantizing_kernels(master) for one in moments if isinstance(one, QuantizedTensor))
+    return all(
+        bool(type(one).quantizing_kernels(master)) if isinstance(one, QuantizedTensor) else one.is_contiguous()
+        for one in moments
+    )

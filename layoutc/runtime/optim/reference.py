@@ -91,11 +91,11 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- masters
 def write_master(values: Tensor, master: Tensor, chance: Chance) -> None:
-    """Rounds fp32 (m, k) values stochastically into a bf16 master of the same shape."""
+    """Rounds fp32 (m, k) values stochastically into a bf16 master with as many elements, in any shape."""
     m, k = values.shape
     bits = (values.view(torch.int32) + chance_bits(chance, m, k, values.device)) & -65536
     bits = torch.where(values.isnan(), 0x7FC00000, bits)
-    master.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    master.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16).view(master.shape))
 
 
 def chance_bits(chance: Chance, m: int, k: int, device: torch.device) -> Tensor:

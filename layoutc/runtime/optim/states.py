@@ -111,8 +111,8 @@ def read(state: Tensor) -> Tensor:
 def write(state: Tensor, values: Tensor) -> None:
     """Writes a matrix of fp32 values into a state."""
     if not isinstance(state, QuantizedTensor):
-        if state.data_ptr() != values.data_ptr():
-            as_matrix(state).copy_(values)
+        if state.data_ptr() != values.data_ptr():  # `read` copied it: it is in another order, as in channels_last
+            state.copy_(values.view(state.shape))
         return
     made = type(state).quantize_matrix(values, None, state.LAYOUT.orientations, state.store.planes)
     for name, plane in made.items():

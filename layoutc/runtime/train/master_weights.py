@@ -253,10 +253,11 @@ class MasterWeights(FollowsParameters):
             self._written[param] = stamp(param)
 
     def _master(self, param: Tensor) -> Tensor:
-        """A copy of a parameter, sharded as it is; the parameter itself if it is fp32 or does not train."""
+        """A copy of a parameter, sharded as it is; the parameter itself if it is fp32, wider, or does not train."""
         local, dtype = local_of(param), self._master_dtype(param)
         quantized = isinstance(local, QuantizedTensor)
-        if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64, dtype)):
+        is_own = param.dtype in (torch.float32, torch.float64, dtype) or not param.is_floating_point()  # complex
+        if not param.requires_grad or (not quantized and is_own):
             return param
         if isinstance(local, QuantizedTensor):
             # Raises now, not after the first step.
