@@ -20,7 +20,8 @@ class AdamW(ByRule):
     of recipes. masters: "fp32"; "f24", bf16 and a byte, rounded to nearest; or "bf16" with stochastic rounding; a plain
     bf16 weight is then its own master.
     least: weights with fewer elements, and weights with one dim, keep fp32. The size of the whole weight counts.
-    seed: seeds the random bits. With state and masters in fp32, steps on a CPU match torch.optim.AdamW bit for bit.
+    seed: seeds the random bits. With state and masters in fp32 and an `lr` that is a number, steps on a CPU match
+    torch.optim.AdamW bit for bit.
 
     On a card, one launch reads the reduced gradients in place. It writes masters, moments, and the codes of all weights
     whose scales depend on blocks alone. `explain()` names the weights that later launches requantize. The result does
