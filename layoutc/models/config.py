@@ -14,7 +14,11 @@ from layoutc.models.expressions import evaluate
 from layoutc.models.weights import MOST_LAYERS, MOST_SIZE, Layer, Model, ModelError, Saved, Weight, check
 
 TABLE, KNOWN = (Path(__file__).with_name(f"{name}.yaml") for name in ("architectures", "known"))
-OTHER_WAYS = "give its safetensors index, or module:factory for a function that builds it"
+OTHER_WAYS = (
+    "for others, install a transformers that has it (pip install -U transformers), or give its safetensors index, or "
+    "module:factory for a function that builds it"
+)
+HEAD = "ForCausalLM"  # of the classes whose weights the table has
 
 
 @cache
@@ -39,18 +43,27 @@ def known() -> list[str]:
     return sorted(kind for entry in table()["architectures"].values() for kind in entry["types"])
 
 
+def serves(config: Mapping[str, Any]) -> bool:
+    """Whether the table has the weights of this config's class."""
+    named = config.get("architectures") or [HEAD]
+    return config.get("model_type") in known() and all(str(one).endswith(HEAD) for one in named)
+
+
 def read(config: Mapping[str, Any], source: str) -> Model:
     """The model of a config.
 
     Raises ModelError for an unknown model_type, a missing field, or implausible sizes.
     """
     kind = config.get("model_type")
-    entry = next((one for one in table()["architectures"].values() if kind in one["types"]), None)
-    if entry is None:
+    if not serves(config):
+        what = f"the model_type {kind!r}"
+        if kind in known():
+            what += f" and is of {', '.join(map(str, config['architectures']))}"
         raise ModelError(
-            f"{source} has the model_type {kind!r}, whose weights are not known; known are {', '.join(known())}. "
-            f"For others, {OTHER_WAYS}"
+            f"{source} has {what}, whose weights are not known; known are language models of {', '.join(known())}; "
+            f"{OTHER_WAYS}"
         )
+    entry = next(one for one in table()["architectures"].values() if kind in one["types"])
     sizes = _Sizes(config, entry, source)
     count = sizes.whole("num_hidden_layers", MOST_LAYERS)
     sizes.check_heads()

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from layoutc.models import config, factory, headers
+from layoutc.models import config, factory, headers, installed
 from layoutc.models.headers import content_of, mapping_of
 from layoutc.models.weights import Model, ModelError
 
@@ -24,7 +24,8 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
     """The model that an argument names. Raises ModelError, which lists the accepted forms, if it names none.
 
-    A folder's config.json wins over its files, if its architecture is known. sizes: overrides for a named model.
+    A folder's config.json wins over its files, if its architecture is known, here or to the installed transformers.
+    sizes: overrides for a named model.
     """
     path, known = Path(model), config.named()
     if model in known and not path.exists():
@@ -38,7 +39,7 @@ def read(model: str, sizes: Mapping[str, int] | None = None) -> Model:
         if path.suffix == headers.SUFFIX:
             return headers.read_files([path], path)
         content = mapping_of(content_of(path), str(path))
-        return headers.read_index(path) if "weight_map" in content else _named(config.read(content, str(path)), path)
+        return headers.read_index(path) if "weight_map" in content else _named(_of_config(content, str(path)), path)
     if _FACTORY.fullmatch(model):
         return factory.read(model)
     close = get_close_matches(model, known, 1)
@@ -55,6 +56,13 @@ def written(model: str, key: str) -> dict[str, Any] | None:
     return content if key in content else None
 
 
+def _of_config(content: Mapping[str, Any], source: str) -> Model:
+    """By the table; of other architectures, as the installed transformers builds it."""
+    if not config.serves(content) and installed.knows(content.get("model_type")):
+        return installed.read(content, source)
+    return config.read(content, source)
+
+
 def _named(model: Model, path: Path) -> Model:
     """The model, named after its file, or after its folder if the file is config.json."""
     return replace(model, name=path.stem if path.name != CONFIG else path.absolute().parent.name)
@@ -64,8 +72,9 @@ def _folder(path: Path) -> Model:
     files = sorted(path.glob(f"*{headers.SUFFIX}"))
     if (path / CONFIG).is_file():
         content = mapping_of(content_of(path / CONFIG), str(path / CONFIG))
-        if content.get("model_type") in config.known() or not (files or (path / headers.INDEX).is_file()):
-            return _named(config.read(content, str(path / CONFIG)), path / CONFIG)
+        has_files = bool(files) or (path / headers.INDEX).is_file()
+        if config.serves(content) or installed.knows(content.get("model_type")) or not has_files:
+            return _named(_of_config(content, str(path / CONFIG)), path / CONFIG)
     if (path / headers.INDEX).is_file():
         return headers.read_index(path / headers.INDEX)
     if not files:

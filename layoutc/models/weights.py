@@ -6,7 +6,7 @@ Pure data. Every reader in this package returns a `Model`, and nothing else depe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -125,11 +125,17 @@ def layer_of(name: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else ("", name)
 
 
-def in_layers(name: str, source: str, weights: Iterable[Weight], notes: Iterable[str] = ()) -> Model:
-    """Groups weights with full names into a model's layers by `layer_of`. Raises ModelError if there are no weights."""
+def in_layers(
+    name: str,
+    source: str,
+    weights: Iterable[Weight],
+    notes: Iterable[str] = (),
+    place: Callable[[str], tuple[str, str]] = layer_of,
+) -> Model:
+    """Groups weights with full names into a model's layers. Raises ModelError if there are no weights."""
     layers: dict[str, list[Weight]] = {"": []}
     for weight in weights:
-        layer, rest = layer_of(weight.name)
+        layer, rest = place(weight.name)
         layers.setdefault(layer, []).append(replace(weight, name=rest))
     root, *others = (Layer(layer, tuple(members)) for layer, members in layers.items())
     model = Model(name, source, tuple(others), root, tuple(notes))

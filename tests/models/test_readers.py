@@ -143,7 +143,10 @@ def bad_config(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (bad_config(model_type="gpt2"), "'gpt2', whose weights are not known; known are deepseek_v3, gemma"),
+        (
+            bad_config(model_type="mine"),
+            "'mine', whose weights are not known; known are language models of deepseek_v3",
+        ),
         (bad_config(model_type=...), "has the model_type None"),
         (bad_config(hidden_size=...), "has no hidden_size, by which its weights are sized"),
         (bad_config(hidden_size="64"), "hidden_size"),
