@@ -131,6 +131,15 @@ class IntoRow:
             shared = {name: planes[name] for name in made.LAYOUT.shared_in[weight.gathering.route.which]}
             weight.gathering = replace(weight.gathering, shared=shared)
 
+    def delivered(self) -> None:
+        """Lets go of planes that gathered weights hold now, unless kernels read them where they are: the other pass has
+        its own."""
+        if self.is_able:
+            return
+        for one in self.sources:
+            if not one.weight.leaves_values:
+                one.weight.gathering = replace(one.weight.gathering, shared={})
+
     def by_kernels(self, sent: Tensor) -> None:
         """The same with kernels, one launch for all weights that are alike."""
         weights: list[Any] = [one.shard() for one in self.sources]

@@ -163,6 +163,8 @@ class GatherPlan:
             shared = copied.get(id(weight), weight.gathering.shared)
             whole = {**planes, **shared} if shared else planes
             hooks.deliver(weight.shard(), whole, fsdp2.gathered_of(weight.param))
+        if self.quantizing is not None:
+            self.quantizing.delivered()
 
     @torch.inference_mode(False)  # whose views have no versions
     def _views(self) -> list[Run]:
