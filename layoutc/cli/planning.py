@@ -198,13 +198,15 @@ def _experts_left(model: Model, made: Sequence[Budget]) -> str:
 
 def _mesh(model: Model, world: int, asked: Mapping[str, Any]) -> Mesh:
     from layoutc.budget.mesh import Mesh
+    from layoutc.models.config import known
 
     mesh = Mesh(world, asked["replicas"], asked["tp"], asked["ep"], asked["experts_dim"])
     if problem := mesh.problem():
         refuse(problem)
     weights = [weight for layer in model.all_layers for weight in layer.weights]
     if mesh.tensor > 1 and all(weight.cut == "none" for weight in weights):
-        refuse("--tp is known for configs alone: how it cuts weights does not follow from their shapes")
+        kinds = ", ".join(known())
+        refuse(f"--tp needs a config of {kinds}: how it cuts other models' weights does not follow from their shapes")
     if mesh.experts > 1 and all(weight.kind != "experts" for weight in weights):
         refuse("--ep needs weights of experts, of three dims, and this model has none")
     return mesh

@@ -16,7 +16,7 @@ ALL_TOKENS = "all tokens are taken to pass all linear layers"
 NOT_PASSED = "texts do not pass {}: each token is taken to, and activations there are inputs and outputs of products"
 NOT_COUNTED = "activations are inputs and outputs of products, a fifth to a half too low; time leaves out attention"
 OWN_CODE = (
-    "{} have no flash attention: activations are those of transformers' own code; kernels of fla or mamba_ssm save less"
+    "no flash attention in {}: activations are those of transformers' own code; kernels of fla or mamba_ssm save less"
 )
 UNKNOWN = "how many experts a token is sent to is not known: their products are in no time, and in no activation"
 WINDOWS = "attention is estimated over the whole sequence; some layers have a window"
@@ -132,7 +132,7 @@ def _with_activations(model: Model, found: Mapping[str, Counted]) -> Model:
 
 
 def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} layers, such as {names[0]},"
+    return names[0] if len(names) == 1 else f"{len(names)} layers, such as {names[0]}"
 
 
 def _counted(layer: Layer, found: Counted) -> Layer:

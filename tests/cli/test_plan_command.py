@@ -295,7 +295,7 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ((LLAMA, "--world", "0"), "'0' is not a number of ranks"),
         ((LLAMA, "--world", "8", "--replicas", "3"), "8 ranks can't be divided into 3 replicas"),
         ((LLAMA, "--world", "8", "--ep", "2"), "--ep needs weights of experts"),
-        (("--shapes", "up=64x64", "--world", "8", "--tp", "2"), "--tp is known for configs alone"),
+        (("--shapes", "up=64x64", "--world", "8", "--tp", "2"), "--tp needs a config of deepseek_v3"),
         ((LLAMA, "--recipe", "mxfp8", "--only", "*.w1"), "no weight of 2 or 3 dims has a name like '*.w1'"),
         ((LLAMA, "--experts"), "--experts says how weights of recipes are used; name a recipe"),
         (
