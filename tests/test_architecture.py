@@ -36,7 +36,7 @@ COMPILER = {
     "layout": ("ints spec runtime.bindings", ""),
     "plan": ("ints spec layout", ""),
     "estimate": ("ints plan", ""),
-    "models": ("", "torch yaml"),
+    "models": ("", "torch transformers yaml"),
     "budget": ("ints layout plan estimate models", ""),
     "emit": ("spec layout plan runtime.bindings", "jinja2"),
     "report": ("ints diagnostics spec layout plan estimate runtime.bindings checkpoint checkpoint.common", "rich"),
