@@ -71,8 +71,6 @@ def test_a_sample_has_as_many_pairs_of_values_as_it_can() -> None:
     assert tiers.chosen(grid, 1, 7) == {7}
     assert not tiers.alike(grid)
     assert tiers.alike([{"recipe": recipe, "keeps": keeps} for recipe in ("mxfp8", "nvfp4") for keeps in (True, False)])
-    assert tiers.alike([{"path": Path("specs", f"{recipe}.yaml")} for recipe in ("mxfp8", "nvfp4")])
-    assert not tiers.alike([{"path": Path("README.md")}])
     assert tiers.chosen(grid, 99) == set(range(12))
 
 

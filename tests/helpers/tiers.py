@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from itertools import combinations
-from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -75,9 +74,8 @@ def others(cases: Sequence[Case], week: str) -> list[Case]:
 
 
 def alike(cases: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether cases differ in recipes (or their specs) and flags alone: tests of a folder share these among them."""
-    given = [value for case in cases for value in case.values()]
-    values = [value.stem if isinstance(value, Path) else _comparable(value) for value in given]
+    """Whether cases differ in recipes and flags alone: tests of a folder then share these among them."""
+    values = [_comparable(value) for case in cases for value in case.values()]
     return all(isinstance(value, bool) or value in RECIPES for value in values)
 
 
