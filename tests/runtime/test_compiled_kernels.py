@@ -273,7 +273,7 @@ BARRIERS = {
     "8bit fp32 fp8_block": (10, 104),
     "4bit fp32 fp8_block": (10, 128),
     "fp8 bf16 fp8_block": (8, 120),
-    "8bit bf16 None": (4, 0),
+    "8bit bf16 None": (4, 136),
     "fp32 fp32 None": (0, 0),
     "8bit f24 fp8_block": (8, 48),
 }

@@ -243,14 +243,17 @@ def _tiles(form: Form) -> Tiling:
     """Sizes that were fastest on an H200 (tests/bench/optimizer_tiles.py), or have the fewest instructions."""
     coded = [cls.LAYOUT.column_multiple for cls in form.moments if cls is not None]
     rows, block_k = 1, 1
-    if isinstance(form.target, type) and issubclass(form.target, QuantizedTensor):
+    quantizes = isinstance(form.target, type) and issubclass(form.target, QuantizedTensor)
+    if quantizes:
         rows, block_k = form.target.LAYOUT.block_rows, form.target.LAYOUT.column_multiple
     columns = max([256, block_k, *coded])
     if rows * columns <= MOST:
         strip = max(STRIP // columns, rows)
-        strips, stages = (1, 1) if form.master == torch.float32 else (STRIPS, 3)
+        updates_alone = bool(coded) and not quantizes
+        strips, stages = (STRIPS, 3) if updates_alone or form.master != torch.float32 else (1, 1)
         warps = min(max(strip * columns // PER_WARP, 1), 16)
-        return Tiling(strips * strip, columns, strip, strip, columns, stages, False, warps)
+        registers = 80 if updates_alone else None
+        return Tiling(strips * strip, columns, strip, strip, columns, stages, False, warps, registers)
     tile_k = max(block_k, 1 << (MOST // rows).bit_length() - 1)
     if not coded:  # narrower, so that more is still in L2 when it is quantized
         columns = max(128, block_k)
