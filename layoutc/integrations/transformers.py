@@ -11,18 +11,17 @@ trainer = Trainer(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import layoutc
-from layoutc.checkpoint.inspection import LayoutError, inspect
 from layoutc.integrations.packages import needs
 from layoutc.integrations.plain_values import plain
+from layoutc.integrations.transformers_names import names_in_files as names_in_files
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 with needs("transformers"):
@@ -73,33 +72,3 @@ def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, 
         options.setdefault("is_main_process", dist.get_rank() == 0)
     whole = plain(model.state_dict() if state_dict is None else state_dict)
     type(model).save_pretrained(model, folder, state_dict=whole, **options)
-
-
-def names_in_files(model: PreTrainedModel, folder: str | PathLike[str]) -> Callable[[str], str]:
-    """A `rename` for `quantize_as_stored`, `load_safetensors` and `export_safetensors`: maps names in the model's state
-    dict to those in the folder's files, for releases whose names are not transformers', such as DeepSeek-V4.
-
-    Experts that files store one by one keep the last part of the model's name; a binding's `parts` has the files'
-    names. Reads only headers. Raises LayoutError without files and DamagedError for damaged ones. The returned function
-    raises LayoutError for a name that transformers would read as another weight's.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
-
-    # As in save_pretrained, except for the base model's prefix: no rule covers releases that leave it out.
-    mapping = [one for one in get_model_conversion_mapping(model, add_legacy=False) if isinstance(one, WeightRenaming)]
-    forward: Any = [one for one in mapping if not isinstance(one, PrefixChange)]
-    back: Any = [one.reverse_transform() for one in reversed(forward)]
-    prefix = f"{model.base_model_prefix}."
-    is_bare = not any(entry.name.startswith(prefix) for entry in inspect(folder).entries)
-
-    def rename(name: str) -> str:
-        inner = name.removeprefix(prefix) if is_bare else name
-        there: str = apply_renamings(inner, back)
-        if (again := apply_renamings(there, forward)) != inner:
-            raise LayoutError(
-                f"{name} would be {there} in the files, which transformers reads as {again}: pass `rename`"
-            )
-        return there
-
-    return rename

@@ -88,7 +88,7 @@ class Origin(NamedTuple):
         binding = bound.binding
         varies = any(plane.codes or narrower.is_narrower(plane, "BF16") for plane in binding.planes.values())
         follow = binding.shape or binding.groups or binding.codebook or binding.text
-        if not (varies or binding.parts or follow):
+        if not (varies or binding.parts or follow or "{expert}" in name):
             return None  # the planes determine every tensor
         if not recognize.is_held(bound, name, shape, self.tensors):
             return None

@@ -60,12 +60,13 @@ def load_safetensors(
     files: the binding (`deepseek`, or `fp8_block/deepseek`); default: the one that config.json names.
 
     Each rank reads headers, its share of checksums, and its slices, one parameter at a time. rename: maps a name in the
-    model's state dict to the name in the files. Tied parameters need only one of their names there. Buffers that the
-    files lack keep their values, and the result names them. Buffers outside the state dict, e.g. rotary frequencies,
-    are recomputed in a transformers model; in other models the result names them. strict: raise for names that the
-    files or the model lack. Activation scales, and layers that a transformers model declares as ignored, are not
-    loaded; a warning on the first rank names them. Another warning names parameters whose values were rounded because
-    their dtype is narrower than the files'; values that would overflow it raise.
+    model's state dict to the name in the files; for stacks of experts that are separate there, to patterns of their
+    parts, `a.{expert}.w1.weight + a.{expert}.w3.weight`. Tied parameters need only one of their names there. Buffers
+    that the files lack keep their values, and the result names them. Buffers outside the state dict, e.g. rotary
+    frequencies, are recomputed in a transformers model; in other models the result names them. strict: raise for names
+    that the files or the model lack. Activation scales, and layers that a transformers model declares as ignored, are
+    not loaded; a warning on the first rank names them. Another warning names parameters whose values were rounded
+    because their dtype is narrower than the files'; values that would overflow it raise.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 

@@ -26,11 +26,23 @@ def parameter_name(pattern: str, tensor: str) -> str | None:
     return middle if "{name}" in pattern else f"{middle}.weight"
 
 
+def named_parts(parameter: str, matrices: int | None) -> list[str]:
+    """The names that `rename` gives a parameter: itself, or for a stack of experts patterns of its parts, joined by
+    " + ", such as `mlp.experts.{expert}.w1.weight + mlp.experts.{expert}.w3.weight`. Returned in the order of rows."""
+    if "{expert}" not in parameter:
+        return [parameter]
+    parts = parameter.split(" + ")
+    return [part.replace("{expert}", str(number)) for number in range(matrices or 1) for part in parts]
+
+
 def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str]:
-    """The parameters in the files that hold this one, in the order of its rows: itself, or its parts.
+    """The parameters in the files that hold this one, in the order of its rows: itself, or its parts, as `rename` or
+    the binding has them.
 
     matrices: the number of matrices of a weight with leading dims; None without leading dims.
     """
+    if len(named := named_parts(parameter, matrices)) > 1:
+        return named
     for whole, parts in binding.parts:
         before, after = whole.split("{module}")
         if not (parameter.startswith(before) and parameter.endswith(after)):

@@ -1,0 +1,127 @@
+"""Experts under the names of released files: which names transformers gives them, and their bytes and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layoutc
+from layoutc import checkpoint
+from layoutc.runtime.bindings.names import named_parts
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
+)
+Tensors = dict[str, Tensor]
+# Sizes of a tiny model, under the names that configs give them.
+SIZES = {
+    **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_k": 2, "moe_topk": 2},
+    **{"layer_types": ["full_attention"] * 2, "layers_block_type": ["moe", "full_attention"], "use_cache": False},
+    **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    **{"shared_expert_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128, "pad_token_id": 0},
+    **{"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+}
+OF_MODELS = (
+    *("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe", "jamba", "nemotron_h", "qwen2_moe", "qwen3_moe"),
+    *("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "olmoe", "flex_olmo"),
+    *("exaone_moe", "solar_open", "afmoe"),
+)
+
+
+def model_of(kind: str, device: str = "cpu") -> Any:
+    """A tiny model in bf16."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    of_kind = CONFIG_MAPPING[kind]
+    known = {*of_kind().to_dict(), *of_kind.attribute_map} - ({"layer_types"} if kind == "nemotron_h" else set())
+    config = of_kind(**{name: size for name, size in SIZES.items() if name in known})
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16)
+
+
+def tensors_in(path: Path) -> Tensors:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """The same names, dtypes, shapes and bytes."""
+    return left.keys() == right.keys() and all(
+        (one.dtype, one.shape) == (right[name].dtype, right[name].shape)
+        and torch.equal(one.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
+        for name, one in left.items()
+    )
+
+
+@pytest.mark.parametrize("kind", OF_MODELS)
+def test_names_are_those_that_transformers_writes(kind: str) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from layoutc.integrations.transformers import names_in_files
+
+    model = model_of(kind, "meta")
+    state, rename = dict(model.state_dict()), names_in_files(model)
+    ours = [part for name, one in state.items() for part in named_parts(rename(name), one.shape[0])]
+    assert sorted(ours) == sorted(revert_weight_conversion(model, state))
+    assert any(".experts.3." in name for name in ours)
+
+
+def released(kind: str, path: Path, files: str, chosen: Callable[[str], bool]) -> tuple[Any, Path]:
+    """A model, and its folder under transformers' names with some of its matrices quantized."""
+    model_of(kind).save_pretrained(path / "plain")
+    names = [name for name, one in tensors_in(path / "plain").items() if one.dim() == 2 and chosen(name)]
+    checkpoint.convert_safetensors(path / "plain", path / "release", files=files, match=names)
+    return model_of(kind, "meta").to_empty(device="cpu"), path / "release"
+
+
+def values_of(model: Any) -> Tensors:
+    """All values in fp32."""
+    return {
+        name: one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one.float()
+        for name, one in model.state_dict().items()
+    }
+
+
+def of_transformers(path: Path) -> Tensors:
+    """The values that transformers reads, in fp32."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    how = FineGrainedFP8Config(dequantize=True)
+    return values_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=how))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "nemotron_h"])
+def test_a_release_loads_trains_and_is_written_back(kind: str, tmp_path: Path) -> None:
+    from layoutc.integrations.transformers import names_in_files
+
+    model, path = released(kind, tmp_path, "fp8_block/deepseek", lambda name: ".experts." in name or "_proj" in name)
+    rename = names_in_files(model, path)
+    stacks = [name for name, one in model.named_parameters() if one.dim() == 3]
+    assert checkpoint.quantize_as_stored(model, path, rename=rename).keys() >= {*stacks}
+    assert checkpoint.load_safetensors(model, path, rename=rename).unexpected == ()
+    assert same(values_of(model), of_transformers(path))
+
+    out = tmp_path / "out"
+    checkpoint.export_safetensors(model, out, files="deepseek", rename=rename, source=path)
+    assert same(tensors_in(out), tensors_in(path))
+    assert same(dict(checkpoint.stream_export(model, files="deepseek", rename=names_in_files(model))), tensors_in(path))
+
+    tokens = torch.randint(1, 128, (2, 16))
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    checkpoint.export_safetensors(model, tmp_path / "tuned", files="deepseek", rename=rename, source=path)
+    assert not same(tensors_in(tmp_path / "tuned"), tensors_in(path))
+    assert same(values_of(model), of_transformers(tmp_path / "tuned"))
