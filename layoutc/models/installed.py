@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from layoutc.models.modules import of_module
-from layoutc.models.weights import Model, ModelError
+from layoutc.models.weights import MOST_LAYERS, Model, ModelError
 
 # Where a config names no class: the first of these that has one for it.
 AUTO = ("ImageTextToText", "Seq2SeqLM", "SpeechSeq2Seq", "CausalLM", "MaskedLM", "ImageClassification", "")
@@ -26,6 +26,7 @@ def knows(kind: Any) -> bool:
 
 def read(config: Mapping[str, Any], source: str) -> Model:
     """The model of a config that transformers knows. Raises ModelError for a config that it does not take."""
+    _check_layers(config, source)
     import torch
     import transformers
 
@@ -45,6 +46,15 @@ def read(config: Mapping[str, Any], source: str) -> Model:
     model = of_module(module, kind, source)
     built = f"weights and layers are those of {model_class.__name__} of transformers {transformers.__version__}"
     return replace(model, notes=(built, *model.notes))
+
+
+def _check_layers(config: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError for more layers than models have, before any is made."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, source)
+        elif isinstance(value, int) and "layers" in name and value > MOST_LAYERS:
+            raise ModelError(f"{source}: {name} is {value!r}, and must be at most {MOST_LAYERS:,}")
 
 
 def _classes(config: Mapping[str, Any], made: type) -> Iterator[Any]:

@@ -30,9 +30,7 @@ def of_module(module: Any, name: str, source: str) -> Model:
     weights = list(_weights(module))
     notes = [ALL_TOKENS]
     if any(weight.kind == "experts" and not weight.share for weight in weights):
-        notes.append(
-            "how many experts a token is sent to is not known: their products are in no time and no activation"
-        )
+        notes.append(UNKNOWN)
 
     def place(full: str) -> tuple[str, str]:
         block = next((block for block in _prefixes(full) if block in blocks), None)

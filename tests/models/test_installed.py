@@ -154,6 +154,8 @@ def test_without_transformers_what_would_work_is_said(tmp_path: Path, monkeypatc
 
 def test_what_transformers_can_not_build_is_said(tmp_path: Path) -> None:
     assert "transformers" in refused({"model_type": "olmo2", "hidden_size": "wide"}, tmp_path)
+    said = refused({"model_type": "olmo2", "text_config": {"num_hidden_layers": 10**9}}, tmp_path)
+    assert "num_hidden_layers is 1000000000, and must be at most 10,000" in said
     assert "has the model_type 'my_model'" in refused({"model_type": "my_model"}, tmp_path)
 
 
