@@ -429,7 +429,8 @@ def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     word = re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, names)))})(?![\w-])")
     templates = sorted((ROOT / "layoutc" / "emit" / "templates").glob("*.j2"))
     assert templates
-    examples = {"layoutc.spec.checks.pydantic_errors", "layoutc.runtime.optim.states"}  # tables of what users type
+    # Tables of what users type.
+    examples = {"layoutc.spec.checks.pydantic_errors", "layoutc.runtime.optim.states", "layoutc.runtime.installed"}
     code = [
         path for name, path in NAMES.items() if room_of(name) in {*COMPILER, *RUNTIME, "cli"} and name not in examples
     ]

@@ -285,6 +285,9 @@ def test_spec_that_changed_since_its_build_is_refused(tmp_path: Path, monkeypatc
     ("recipe", "match"),
     [
         ("nvfp5", "Did you mean nvfp4"),
+        ("Float8BlockScaling", "Did you mean fp8_block"),
+        ("rowwise", "Did you mean fp8_rowwise_all"),
+        (type("MXFP8BlockScaling", (), {})(), "a MXFP8BlockScaling names no recipe: pass 'mxfp8', or give"),
         ("zebra", "Those that there are, `layoutc list` names"),
         ("no/such", "no/such is none"),
         (torch, "torch is no recipe's package"),

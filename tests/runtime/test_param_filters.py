@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models_of_experts import EXPERTS, INNER, WIDTH, Gated, Joined, Mixture, batch
 from quantized_cases import module, same_bits
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import layoutc
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -78,6 +79,28 @@ def test_filters_that_choose_nothing_are_refused(use: str, filters: dict[str, An
             TypeError, match=rf"{use}\(model, recipe\) takes the model first, not a {type(wrong).__name__}"
         ):
             getattr(layoutc, use)(wrong, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_of_another_package_are_refused(use: str) -> None:
+    """They would lose what their class does: torchao's BitNet and INT8 training, its FP8 gather."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    plain = model[0].weight
+    model[1].weight = nn.Parameter(TwoTensor(torch.ones(64, 64), torch.ones(64, 64)))
+    with pytest.raises(ValueError, match=rf"1\.weight has torch's class TwoTensor, and {use} would .* name != '1'"):
+        getattr(layoutc, use)(model, "mxfp8")
+    assert model[0].weight is plain
+    assert getattr(layoutc, use)(model, "mxfp8", filter_fn=lambda _, name: name == "0") == ["0.weight"]
+    assert [row.reason for row in layoutc.coverage(model)] == ["", "torch's class TwoTensor"]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_without_a_shape_are_refused(use: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(64, bias=False))
+    with pytest.raises(ValueError, match=f"0.weight has no shape yet: run the model once, on an input, before {use}"):
+        getattr(layoutc, use)(model, "mxfp8")
+    model(torch.ones(1, 64))
+    assert getattr(layoutc, use)(model, "mxfp8") == ["0.weight"]
 
 
 @pytest.mark.parametrize(("count", "shown"), [(4, "0.weight, 1.weight, 2.weight, 3.weight"), (5, "3.weight, ...")])

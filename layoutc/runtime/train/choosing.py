@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+
+from layoutc.runtime.torch_private import is_fake, local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
 ParamFilter = Callable[[str, nn.Parameter], bool] | Sequence[str]
@@ -37,6 +39,15 @@ def uses(roots: Sequence[nn.Module]) -> Iterator[Use]:
 def _uses_of(module: nn.Module, fqn: str) -> Iterator[Use]:
     for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
         yield Use(module, key, f"{fqn}.{key}" if fqn else key)
+
+
+def foreign_class(weight: Tensor) -> str:
+    """Another package's tensor class with operators of its own, such as torchao's quantized ones; "" for plain values."""
+    local = local_tensor(weight)
+    kind = type(local)
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or is_fake(local):
+        return ""
+    return f"{kind.__module__.partition('.')[0]}'s class {kind.__name__}"
 
 
 def choose(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from layoutc.runtime import installed
 from layoutc.runtime.bindings.names import groups_of
@@ -27,7 +28,7 @@ from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train import replaced_parameters
-from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, uses
+from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose, foreign_class, uses
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -246,6 +247,13 @@ def _is_ours(param: Tensor) -> bool:
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str, filters: Filters) -> None:
+    if is_lazy(weight):
+        raise ValueError(f"{name} has no shape yet: run the model once, on an input, before {caller}")
+    if kind := foreign_class(weight):
+        raise ValueError(
+            f"{name} has {kind}, and {caller} would drop what its operators do. Leave out the call that made it, or "
+            f"pass {filters.without(name, weight.dim())}"
+        )
     if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
         cut_by = "fully_shard" if registry.holds(weight) else "parallelize_module"
         raise ValueError(f"{name} is already sharded: call {caller} before {cut_by}")

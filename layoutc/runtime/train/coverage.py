@@ -16,7 +16,7 @@ from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 from layoutc.runtime.torch_private import local_tensor
-from layoutc.runtime.train.choosing import DIMS, Use, uses
+from layoutc.runtime.train.choosing import DIMS, Use, foreign_class, uses
 from layoutc.runtime.train.convert import recipe_class
 
 Kind = Literal["quantized", "cast on gather", "plain"]
@@ -126,7 +126,7 @@ def _row(same: list[Use], param: Tensor, layouts: list[Layout]) -> CoveredParame
     other = _no_weight(same)
     if layout is None:
         kind: Kind = "plain"
-        reason = other or _why_plain(shape, param.dtype, layouts)
+        reason = other or foreign_class(param) or _why_plain(shape, param.dtype, layouts)
     else:
         kind = "quantized" if find_cast(param) is None else "cast on gather"
         by_columns = layout.passes_differ and any(is_stored_by_columns(use.module, use.key) for use in same)
