@@ -512,13 +512,40 @@ def test_conversions_and_exports_take_small_files_along_and_say_what_they_did(tm
     assert {name: (tuned / name).read_text() for name in beside} == {name: name for name in beside}
 
 
-def test_plain_experts_one_by_one_are_refused_with_what_stacks_them(tmp_path: Path) -> None:
+def test_plain_experts_one_by_one_are_stacked_as_rename_says(tmp_path: Path) -> None:
     model = nn.Module()
     model.experts = nn.Module()
-    model.experts.down_proj = nn.Parameter(torch.zeros(2, 32, 64))
+    model.experts.up = nn.Parameter(torch.zeros(2, 64, 64))
     (tmp_path / "in").mkdir()
-    parts = {f"experts.{i}.down_proj.weight": torch.zeros(32, 64) for i in range(2)}
+    parts = {f"experts.{i}.{w}.weight": torch.randn(32, 64) for i in range(2) for w in ("w1", "w3")}
     save_file(parts, tmp_path / "in" / "model.safetensors")
-    stacks = r"experts\.down_proj is not in the files: they hold its matrices one by one.* from_pretrained, then call"
-    with pytest.raises(LayoutError, match=stacks):
+    refused = (
+        r"experts\.up is not in the files; they have experts\.0\.w1\.weight\. Pass rename=.*'experts\.{expert}\.w1"
+    )
+    with pytest.raises(LayoutError, match=refused):
         load_safetensors(model, tmp_path / "in")
+    names = {"experts.up": "experts.{expert}.w1.weight + experts.{expert}.w3.weight"}
+    load_safetensors(model, tmp_path / "in", rename=names.__getitem__)
+    assert torch.equal(model.experts.up, torch.cat([*parts.values()]).view(2, 64, 64))
+    export_safetensors(model, tmp_path / "out", rename=names.__getitem__)
+    there = load_file(tmp_path / "out" / "model.safetensors")
+    assert there.keys() == parts.keys()
+    assert all(torch.equal(one, parts[name]) for name, one in there.items())
+    with torch.no_grad():
+        model.experts.up[1, 40] = 1e6
+    with pytest.raises(LayoutError, match=r"experts\.1\.w3\.weight: 64 finite values would be infinite"):
+        export_safetensors(model, tmp_path / "narrow", rename=names.__getitem__, dtype=torch.float16)
+
+    one = {**parts, "experts.1.w3.weight": torch.zeros(31, 64)}
+    save_file(one, tmp_path / "in" / "model.safetensors")
+    of_shape = (
+        r"experts\.1\.w3\.weight, one of 2 parts of each matrix of experts\.up .* is F32 of \[31, 64\] in the files"
+    )
+    with pytest.raises(LayoutError, match=of_shape):
+        load_safetensors(model, tmp_path / "in", rename=names.__getitem__)
+    save_file({name: parts[name] for name in list(parts)[:3]}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(LayoutError, match=r"experts\.1\.w3\.weight, a part of experts\.up, is not in the files"):
+        load_safetensors(model, tmp_path / "in", rename=names.__getitem__)
+    layoutc.quantize_(model, "fp8_block", param_filter=["experts.up"])
+    with pytest.raises(LayoutError, match=r"hold stacks whole, not as experts.*: leave out rename=, or pass files="):
+        export_safetensors(model, tmp_path / "own", rename=names.__getitem__)

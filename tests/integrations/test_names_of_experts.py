@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Ranks
+from sharding_of_layers import shard_layers
 from torch import Tensor
 
 import layoutc
 from layoutc import checkpoint
 from layoutc.runtime.bindings.names import named_parts
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.skipif(
@@ -125,3 +128,49 @@ def test_a_release_loads_trains_and_is_written_back(kind: str, tmp_path: Path) -
     checkpoint.export_safetensors(model, tmp_path / "tuned", files="deepseek", rename=rename, source=path)
     assert not same(tensors_in(tmp_path / "tuned"), tensors_in(path))
     assert same(values_of(model), of_transformers(tmp_path / "tuned"))
+
+
+def test_plain_experts_beside_quantized_layers_are_stacked_and_come_back(tmp_path: Path) -> None:
+    from layoutc.integrations.transformers import names_in_files
+
+    model, path = released("mixtral", tmp_path, "fp8_block/deepseek", lambda name: "_proj" in name)
+    rename = names_in_files(model, path)
+    assert len(checkpoint.quantize_as_stored(model, path, rename=rename)) == 8
+    checkpoint.load_safetensors(model, path, rename=rename)
+    assert same(values_of(model), of_transformers(path))
+    checkpoint.export_safetensors(model, tmp_path / "out", files="deepseek", rename=rename)
+    assert same(tensors_in(tmp_path / "out"), tensors_in(path))
+    assert same(values_of(model), of_transformers(tmp_path / "out"))
+    assert same(dict(checkpoint.stream_export(model, files="deepseek", rename=rename)), tensors_in(path))
+    checkpoint.export_safetensors(model, tmp_path / "plain again", dtype=torch.bfloat16, rename=rename)
+    assert tensors_in(tmp_path / "plain again").keys() == tensors_in(tmp_path / "plain").keys()
+
+
+def exports(path: str, out: str) -> None:
+    """On ranks: load sharded, and export."""
+    from layoutc.integrations.transformers import names_in_files
+
+    model = model_of("mixtral", "meta")
+    rename = names_in_files(model, path)
+    checkpoint.quantize_as_stored(model, path, rename=rename)
+    shard_layers(model, model.model.layers)
+    checkpoint.load_safetensors(model.to_empty(device="cpu"), path, rename=rename)
+    checkpoint.export_safetensors(model, out, files="deepseek", rename=rename, source=path)
+
+
+def test_ranks_load_their_slices_of_plain_and_of_quantized_parts(two: Ranks, three: Ranks, tmp_path: Path) -> None:
+    _, path = released("mixtral", tmp_path, "fp8_block/deepseek", lambda name: ".1.block_sparse_moe.experts." in name)
+    for world, ranks in ((2, two), (3, three)):
+        ranks.run(exports, str(path), str(tmp_path / str(world)))
+        assert same(tensors_in(tmp_path / str(world)), tensors_in(path))
+
+
+def test_files_under_other_names_are_refused_with_what_names_them(tmp_path: Path) -> None:
+    model, path = released("mixtral", tmp_path, "fp8_block/deepseek", lambda name: ".experts." in name)
+    call = r"Pass rename=names_in_files\(model, folder\), of layoutc\.integrations\.transformers"
+    has = r"has model\.layers\.0\.block_sparse_moe\.experts\.0\.w1\.weight\."
+    with pytest.raises(LayoutError, match=f"{has} {call}"):
+        checkpoint.quantize_as_stored(model, path)
+    layoutc.quantize_(model, "fp8_block", param_filter=["*.experts.*"])
+    with pytest.raises(LayoutError, match=rf"gate_up_proj is not in the files; they have .*\.0\.w1\.weight\. {call}"):
+        checkpoint.load_safetensors(model, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from typing import Any
 
@@ -21,6 +21,12 @@ from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+def cut(values: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+    """Plain values under their name in files, or in equal parts of rows under several."""
+    parts = [values] if len(names) == 1 else values.flatten(0, -2).chunk(len(names))
+    return dict(zip(names, parts, strict=True))
 
 
 def gathered_whole(value: Tensor) -> Tensor:

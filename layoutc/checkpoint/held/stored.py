@@ -41,4 +41,31 @@ class Stored(NamedTuple):
     header: tuple[str, tuple[int, ...]] | None = None
 
 
+class Stack(NamedTuple):
+    """A plain stack of matrices in files that hold these one by one, or in parts of equal rows. parts: in the order of
+    the stack's rows, all of one dtype."""
+
+    parts: tuple[Stored, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The parts' dtype, as safetensors names it."""
+        return self.parts[0].dtype
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """A slice of the stack."""
+        matrices, rows, columns = (range(size)[part] for part, size in zip(index, self.shape, strict=True))
+        of_each = len(self.parts) // self.shape[0]
+        each = self.shape[1] // of_each
+        out = torch.empty(len(matrices), len(rows), len(columns), dtype=DTYPES[self.dtype], device="cpu")
+        for matrix, into in zip(matrices, out, strict=True):
+            for number, part in enumerate(self.parts[matrix * of_each : (matrix + 1) * of_each]):
+                first, last = max(rows.start, number * each), min(rows.stop, (number + 1) * each)
+                if first < last:
+                    box = slice(first - number * each, last - number * each), index[2]
+                    into[first - rows.start : last - rows.start].copy_(fetch(part, box))
+        return out
+
+
 Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # reads slices of a tensor; () reads all of it

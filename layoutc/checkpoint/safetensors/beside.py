@@ -15,7 +15,7 @@ from layoutc.checkpoint.held.stated import ORDER
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.runtime.bindings.names import parts_of, tensor_name
+from layoutc.runtime.bindings.names import named_parts, parts_of, tensor_name
 from layoutc.runtime.bindings.source_configs import Modules
 
 OF_ACTIVATIONS = re.compile(
@@ -40,6 +40,13 @@ class Weight(NamedTuple):
         """The number of matrices of a weight with leading dims; None without any."""
         return prod(self.shape[:-2]) if len(self.shape) > 2 else None
 
+    @property
+    def parts(self) -> list[str]:
+        """The parameters in the files that hold this one."""
+        if self.bound is None:
+            return named_parts(self.name, self.matrices)
+        return parts_of(self.bound.binding, self.name, self.matrices)
+
 
 def left_out_by(model: nn.Module) -> re.Pattern[str]:
     """Matches the names of tensors in files that a model ignores: activation scales, and what its classes declare, as
@@ -61,7 +68,7 @@ def modules_of(
     for one in weights:
         if one.bound is None and not one.is_matrix:
             continue
-        parts = parts_of(one.bound.binding, one.name, one.matrices) if one.bound is not None else [one.name]
+        parts = one.parts
         modules = [_module(part) for part in parts]
         (plain if one.bound is None else quantized).extend(modules)
         for bound, own, was_own in zip(theirs, of, was_of, strict=True):
@@ -82,13 +89,12 @@ def rest_of(
     scales of weights that are quantized only in the source).
 
     names: the model's tensors in files, including tied ones."""
-    bindings = [(one, one.bound.binding) for one in weights if one.bound is not None]
-    parts = [(of, part) for one, of in bindings for part in parts_of(of, one.name, one.matrices)]
-    own = {*names, *(part for _, part in parts)}
+    own = {*names, *(part for one in weights for part in one.parts)}
     modules = {_module(name) for name in own}
     plain = {name for name, one in source.items() if one.dtype in ("F32", "BF16", "F16")}
-    made_plain = {_module(one.name) for one in weights if one.bound is None and one.name not in plain}
+    made_plain = {_module(part) for one in weights if one.bound is None for part in one.parts if part not in plain}
     above = {prefix for module in modules for prefix in _prefixes(module)}
+    parts = [(one.bound.binding, part) for one in weights if one.bound is not None for part in one.parts]
     stated = {tensor_name(pattern, part) for of, part in parts for pattern in (*of.ignored, ORDER)}
     kept, others = list[str](), list[str]()
     for name in source:

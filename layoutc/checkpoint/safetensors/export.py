@@ -20,7 +20,7 @@ from layoutc.checkpoint.common.exportable import check_exportable, class_of, sta
 from layoutc.checkpoint.common.folders import copy_companions
 from layoutc.checkpoint.common.narrowing import check_finite, warn_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
-from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
+from layoutc.checkpoint.common.whole_weights import cut, gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held import weights as held_weights
 from layoutc.checkpoint.held.stored import DTYPES
 from layoutc.checkpoint.held.undecoded import check_values
@@ -32,6 +32,7 @@ from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_wid
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import OpenFile, Planned, Writing, split_into_files
+from layoutc.runtime.bindings.names import named_parts
 from layoutc.runtime.bindings.source_configs import goes_on
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -255,9 +256,15 @@ def _planes_of(value: Tensor) -> Mapping[str, Tensor] | None:
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
     """The tensors to write for a value: name -> shape and dtype."""
     local, shape = local_tensor(value), tuple(value.shape)
+    parts = named_parts(name, shape[0] if len(shape) > 2 else None)
     if not isinstance(local, QuantizedTensor) or dtype is not None:
         to = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        return {name: Facts(shape, to)}
+        if len(parts) > 1 and prod(shape[:-1]) % len(parts):
+            raise LayoutError(f"{name}: {prod(shape[:-1])} rows are not {len(parts)} equal parts")
+        each = (prod(shape[:-1]) // len(parts), shape[-1]) if len(parts) > 1 else shape
+        return dict.fromkeys(parts, Facts(each, to))
+    if parts != [name]:
+        raise LayoutError(f"layoutc's own files hold stacks whole, not as {name}: leave out rename=, or pass files=")
     planes = local.LAYOUT.planes(prod(shape[:-1]), shape[-1])
     found = {f"{name}.{plane}": facts for plane, facts in planes.items() if plane in local.store.planes}
     for tensor, facts in found.items():
@@ -279,8 +286,8 @@ def _with_source(
     modules, weights = dict(model.named_modules()) if isinstance(model, nn.Module) else {}, list[beside.Weight]()
     for item in items:
         cls, (module, _, last) = class_of(item.value) if item.held else None, item.source.rpartition(".")
-        matrix = last == "weight" and item.value.dim() == 2 and item.value.is_floating_point()
-        is_matrix = matrix and not isinstance(modules.get(module), nn.Embedding)
+        matrix = (last == "weight" and item.value.dim() == 2) or "{expert}" in item.name
+        is_matrix = matrix and item.value.is_floating_point() and not isinstance(modules.get(module), nn.Embedding)
         bound = bounds[cls.LAYOUT.layout_id] if cls is not None else None
         weights.append(beside.Weight(item.name, tuple(item.value.shape), bound, is_matrix))
     before, written = source.quantization, {tensor for item in items for tensor in item.tensors}
@@ -358,9 +365,9 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> 
         yield from held_weights.made(item.held, planes, item.kept, said)
         return
     if not isinstance(whole, QuantizedTensor):
-        tensors = {item.name: item.copied() if item.copied is not None else whole}
+        tensors = cut(item.copied() if item.copied is not None else whole, item.tensors)
     elif dtype is not None:
-        tensors = {item.name: whole.dequantize(dtype)}
+        tensors = cut(whole.dequantize(dtype), item.tensors)
     else:
         whole.check_not_freed()
         tensors = {f"{item.name}.{plane}": whole.entries(plane) for plane in whole.planes()}
@@ -369,8 +376,14 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, said: Noted) -> 
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
         plain = tensor.view(facts.dtype) if isinstance(whole, QuantizedTensor) and dtype is None else tensor
         made = plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)
-        wide = partial(whole.dequantize, torch.float32) if isinstance(whole, QuantizedTensor) else whole.detach
+        wide = partial(_wide, item, name, whole)
         yield name, made if dtype is None else check_finite(name, made, wide)
+
+
+def _wide(item: Item, name: str, whole: Tensor) -> Tensor:
+    """The values of one of an item's tensors, before they are rounded."""
+    values = whole.dequantize(torch.float32) if isinstance(whole, QuantizedTensor) else whole.detach()
+    return cut(values, item.tensors)[name]
 
 
 def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums: Mapping[str, int]) -> dict[str, Any]:

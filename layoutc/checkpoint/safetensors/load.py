@@ -18,7 +18,7 @@ from layoutc.checkpoint.common.buffers import made_anew
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
 from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
-from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stored
+from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stack, Stored
 from layoutc.checkpoint.held.weights import Scales, record_scale, warn_apart
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
@@ -191,7 +191,7 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     if isinstance(source, Entry):
         values = dequantized(param, local, source, slices, torch.float32)
     else:
-        values = slices.read(source, box_of(param).slices)
+        values = _read(slices, source, box_of(param).slices)
     rounded = narrowing.rounds(name, values, into)
     return [f"{name} ({plain} to {NAMES[into]})"] if rounded and plain is not None else []
 
@@ -218,7 +218,7 @@ def _converts(dtype: str, local: Tensor) -> bool:
     return as_dtype == local.dtype
 
 
-def _unfit(source: Stored, local: Tensor) -> str:
+def _unfit(source: Stored | Stack, local: Tensor) -> str:
     into, hint = f"the model has {local.dtype}".replace("torch.", ""), ""
     if isinstance(local, QuantizedTensor):
         into = f"{local.LAYOUT.name} takes F32, BF16 and F16"
@@ -292,7 +292,7 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
     return {name: found[group] for name, group in groups.items()}
 
 
-def _is_same(local: Tensor, source: Stored | Entry) -> bool:
+def _is_same(local: Tensor, source: Stored | Stack | Entry) -> bool:
     """True if the files hold a weight in the model's layout."""
     if not (isinstance(source, Entry) and isinstance(local, QuantizedTensor)):
         return False
@@ -304,7 +304,7 @@ def _plain_values(step: Step, slices: Reader) -> Tensor:
     _, param, source = step
     local = local_tensor(param).detach()
     if not isinstance(source, Entry):
-        return slices.read(source, box_of(param).slices)
+        return _read(slices, source, box_of(param).slices)
     dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
     return dequantized(param, local, source, slices, dtype)
 
@@ -336,8 +336,8 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
         local.copy_(values)
 
 
-def _read(slices: Reader, source: Stored | PlaneSource, index: tuple[slice, ...]) -> Tensor:
-    """Reads a plane's entries from layoutc's files or from another format."""
+def _read(slices: Reader, source: Stored | Stack | PlaneSource, index: tuple[slice, ...]) -> Tensor:
+    """Reads plain values, or a plane's entries from layoutc's files or from another format."""
     return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
 
 

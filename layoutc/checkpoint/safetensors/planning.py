@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -14,17 +15,19 @@ from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.regrouped import Flat, Regrouped
 from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
-from layoutc.checkpoint.held.stored import DTYPES, Read, Stored
+from layoutc.checkpoint.held.stored import DTYPES, Read, Stack, Stored
 from layoutc.checkpoint.held.undecoded import Header
 from layoutc.checkpoint.safetensors import beside, bound, choosing, recognize
 from layoutc.checkpoint.safetensors.files import Contents, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.runtime.bindings.names import named_parts
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Rename = Callable[[str], str]
+OF_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 class Loaded(NamedTuple):
@@ -53,7 +56,7 @@ class Step(NamedTuple):
 
     name: str
     param: Tensor
-    source: Stored | Entry
+    source: Stored | Stack | Entry
 
 
 def bindings(
@@ -113,14 +116,17 @@ def plan(
     steps, missing, expected, unread = list[Step](), list[str](), set[str](), set[str]()
     for names in aliases:
         in_files = {name: file_name(name, rename) for name in names}
-        expected |= set(in_files.values())
-        sources = dict[str, Stored | Entry]()
+        sources = dict[str, Stored | Stack | Entry]()
         for name in names:
+            parts = named_parts(in_files[name], state[name].shape[0] if state[name].dim() > 2 else None)
+            expected.update(parts)
             with noted(problems):
                 if (found := _bound(in_files[name], state[name], contents, theirs)) is not None:
                     sources[name] = found
                     expected.update(*(weight.tensors for weight in found.found))
                     unread.update(*(weight.unread & there for weight in found.found))
+                elif len(parts) > 1 and not there.isdisjoint(parts):
+                    sources[name] = _stack(name, tuple(state[name].shape), parts, contents)
                 elif in_files[name] in there:
                     sources[name] = _source(in_files[name], contents)
         if sources:
@@ -129,12 +135,13 @@ def plan(
         elif not any(in_files[name] in there for name in names):
             missing.append(names[0])
             if strict and names[0] not in buffers:
+                instead = _renaming(model, there) if state[names[0]].dim() > 2 and len(parts) == 1 else ""
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
                 problems.append(
                     Problem(
                         "LayoutError",
-                        f"{names[0]} is not in the files{renamed}{also}{_one_by_one(in_files[names[0]], there)}",
+                        f"{names[0]} is not in the files{renamed}{also}{instead}",
                     )
                 )
     with noted(problems):
@@ -149,14 +156,19 @@ def plan(
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
 
 
-def _one_by_one(name: str, there: Collection[str]) -> str:
-    """What to do for experts that files hold as separate plain matrices; "" for other missing weights."""
-    first = f"{name.rpartition('.')[0]}.0."
-    if not any(one.startswith(first) for one in there):
-        return ""
+def _renaming(model: nn.Module, there: Collection[str]) -> str:
+    """What to do for a stack that files do not have under its name; "" if they have no experts one by one."""
+    apart = min((one for one in there if OF_EXPERT.search(one)), default=None)
+    return "" if apart is None else f"; they have {apart}. {how_to_rename(model)}"
+
+
+def how_to_rename(model: nn.Module) -> str:
+    """The argument that gives a load the names in the files."""
+    if any(one.__module__.startswith("transformers.") for one in type(model).__mro__):
+        return "Pass rename=names_in_files(model, folder), of layoutc.integrations.transformers"
     return (
-        ": they hold its matrices one by one, which a load stacks in quantized files alone. Make the model by "
-        "transformers' from_pretrained, then call quantize_ or cast_on_gather_"
+        "Pass rename=, which maps names in the model to those in the files: for experts one by one to patterns of a "
+        "stack's parts, as 'experts.{expert}.w1.weight + experts.{expert}.w3.weight'"
     )
 
 
@@ -198,6 +210,22 @@ def file_name(name: str, rename: Rename | None) -> str:
     return name if rename is None else rename(name)
 
 
+def _stack(name: str, shape: tuple[int, ...], parts: list[str], contents: Contents) -> Stack:
+    """A stack whose matrices, or equal shares of their rows, are separate plain tensors in the files."""
+    if lacking := [part for part in parts if part not in contents.tensors]:
+        raise LayoutError(f"{lacking[0]}, a part of {name}, is not in the files")
+    stored = [contents.tensors[part] for part in parts]
+    of_each = len(parts) // shape[0]
+    wanted = (stored[0].dtype, (shape[1] // of_each, shape[2]))
+    for one in stored:
+        if (one.dtype, one.shape) != wanted or one.dtype not in DTYPES or len(shape) != 3 or shape[1] % of_each:
+            raise LayoutError(
+                f"{one.name}, one of {of_each} parts of each matrix of {name} of shape {shape}, is {one.dtype} of "
+                f"{list(one.shape)} in the files, but should be {wanted[0]} of {list(wanted[1])}"
+            )
+    return Stack(tuple(stored), shape)
+
+
 def _source(name: str, contents: Contents) -> Stored | Entry:
     if (entry := contents.described.get(name)) is None:
         return contents.tensors[name]
@@ -229,8 +257,8 @@ def in_parts(step: Step, fetch: Read) -> Step:
 
 def sources_of(step: Step) -> list[Stored]:
     """The tensors in files that a step reads."""
-    if isinstance(step.source, Stored):
-        return [step.source]
+    if not isinstance(step.source, Entry):
+        return [step.source] if isinstance(step.source, Stored) else [*step.source.parts]
     planes = [plane for entry in (step.source, *step.source.apart) for plane in entry.planes.values()]
     parts = [part for plane in planes if isinstance(plane, BoundSource) for part, _ in plane.parts]
     return [*(plane for plane in planes if isinstance(plane, Stored)), *parts]
@@ -252,7 +280,10 @@ def classes_in(
     }
     groups = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
     if not groups:
-        raise LayoutError(f"{path} holds no parameter of the model quantized under its name: pass rename=")
+        named = next(name for one in told for name in bound.named_in(one, contents.tensors))
+        raise LayoutError(
+            f"{path} holds no parameter of the model quantized under its name, but has {named}. {how_to_rename(model)}"
+        )
     for group in groups:
         _check_is_held(group[0])
         if len(group) > 1:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.exportable import class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
-from layoutc.checkpoint.common.whole_weights import gathered_whole, join_amaxes, joint_amax, whole_planes
+from layoutc.checkpoint.common.whole_weights import cut, gathered_whole, join_amaxes, joint_amax, whole_planes
 from layoutc.checkpoint.held.weights import Noted, made, warn_apart, warn_rounded
 from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, settled
 from layoutc.checkpoint.safetensors.files import Slices
@@ -80,6 +80,6 @@ def _tensors(item: Item, said: Noted) -> Iterator[tuple[str, Tensor]]:
         whole = gathered_whole(item.value).detach()
         planes = whole_planes(class_of(item.value), whole, joint_amax(item.value)) if item.held else {}
     if not item.held:
-        yield item.name, whole
+        yield from cut(whole, item.tensors).items()
     del whole
     yield from made(item.held, planes, item.kept, said)
