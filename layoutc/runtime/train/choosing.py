@@ -42,7 +42,7 @@ def _uses_of(module: nn.Module, fqn: str) -> Iterator[Use]:
 
 
 def foreign_class(weight: Tensor) -> str:
-    """Another package's tensor class with operators of its own, such as torchao's quantized ones; "" for plain values."""
+    """Another package's tensor class with operators of its own, such as torchao's; "" for plain values."""
     local = local_tensor(weight)
     kind = type(local)
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or is_fake(local):
