@@ -33,6 +33,7 @@ SIZES = {
     **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
     **{"shared_expert_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128, "pad_token_id": 0},
     **{"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    **{"interleave_moe_layer_step": 1, "intermediate_size_mlp": 256},
 }
 OF_MODELS = (
     *("mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe", "jamba", "nemotron_h", "qwen2_moe", "qwen3_moe"),
@@ -174,3 +175,35 @@ def test_files_under_other_names_are_refused_with_what_names_them(tmp_path: Path
     layoutc.quantize_(model, "fp8_block", param_filter=["*.experts.*"])
     with pytest.raises(LayoutError, match=rf"gate_up_proj is not in the files; they have .*\.0\.w1\.weight\. {call}"):
         checkpoint.load_safetensors(model, path)
+
+
+def test_stacks_of_transposed_matrices_are_refused_and_linear_layers_load(tmp_path: Path) -> None:
+    """Llama 4's experts, which files in FP8 hold one by one, as linear layers have them."""
+    from safetensors.torch import save_file
+    from transformers.quantizers.base import SequentialLlama4TextExperts
+
+    model_of("llama4_text").save_pretrained(tmp_path / "plain")
+    tensors = tensors_in(tmp_path / "plain")
+    for experts in {name.rpartition(".")[0] for name in tensors if name.endswith("experts.gate_up_proj")}:
+        gate_up, down = (tensors.pop(f"{experts}.{name}").transpose(1, 2) for name in ("gate_up_proj", "down_proj"))
+        for expert, (both, one) in enumerate(zip(gate_up, down, strict=True)):
+            parts = zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), one), strict=True)
+            tensors |= {f"{experts}.{expert}.{name}.weight": part.contiguous() for name, part in parts}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    path, match = tmp_path / "release", ["*_proj.weight"]
+    checkpoint.convert_safetensors(tmp_path / "plain", path, files="fp8_rowwise/compressed_tensors", match=match)
+
+    model = model_of("llama4_text")
+    transposed = r"is a matrix of \[256, 128\], whose transpose .*SequentialLlama4TextExperts\(config\)"
+    with pytest.raises(LayoutError, match=transposed):
+        checkpoint.quantize_as_stored(model, path)
+    for layer in model.model.layers:
+        layer.feed_forward.experts = SequentialLlama4TextExperts(model.config).to(torch.bfloat16)
+    checkpoint.quantize_as_stored(model, path)
+    checkpoint.load_safetensors(model, path)
+    checkpoint.export_safetensors(model, tmp_path / "out", files="compressed_tensors", source=path)
+    assert same(tensors_in(tmp_path / "out"), tensors_in(path))
+    values = {name: one.bfloat16() for name, one in values_of(model).items()}
+    name = "model.layers.0.feed_forward.experts.3.down_proj.weight"
+    scale, codes = (tensors_in(path)[name + end].float() for end in ("_scale", ""))
+    assert torch.equal(values[name], (codes * scale).bfloat16())

@@ -174,6 +174,7 @@ def find(
     ):
         return None
     about = f"{name} in files of {bound.label}"
+    _check_not_transposed(about, named, shape, bound, tensors)
     parameters, each, matrices = _parts(about, name, shape, bound)
     facts, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
     found, names = {}, set[str]()
@@ -205,6 +206,23 @@ def find(
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
 
 
+def _check_not_transposed(
+    about: str, parts: list[str], shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]
+) -> None:
+    """Raises LayoutError if a stack holds the transposes of the matrices in the files, side by side."""
+    data, pattern = next(one for one in bound.binding.planes.items() if one[0].endswith("_data"))
+    if len(parts) == 1 or (first := tensors.get(tensor_name(pattern.name, parts[0]))) is None:
+        return
+    of_part = places.weight_shape(pattern, first.shape, bound.cls.LAYOUT.stored[data].columns_per_value or 1)
+    columns, of_each = shape[-1], len(parts) // prod(shape[:-2])
+    if of_part not in (None, (shape[-2] // of_each, columns)) and of_part == (columns // of_each, shape[-2]):
+        raise LayoutError(
+            f"{about}: {first.name} is a matrix of {list(of_part)}, whose transpose the model's stack has: make a "
+            "model with a linear layer for each expert, such as transformers.quantizers.base."
+            "SequentialLlama4TextExperts(config) for Llama 4's experts"
+        )
+
+
 def _with_one_for_each(bound: Bound) -> list[str]:
     """The recipes for the same files whose stacks have one amax per matrix."""
     every = recognize.installed()
@@ -219,6 +237,7 @@ def find_apart(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping
     if len(parts) == 1 or m % len(parts):
         found = [find(name, shape, bound, tensors)]
     else:
+        _check_not_transposed(f"{name} in files of {bound.label}", parts, shape, bound, tensors)
         found = [find(part, (m // len(parts), shape[-1]), bound, tensors, whole=True) for part in parts]
         if any(found) and not all(found):
             raise LayoutError(f"{parts[found.index(None)]}, a part of {name}, is missing in files of {bound.label}")

@@ -135,7 +135,7 @@ def plan(
         elif not any(in_files[name] in there for name in names):
             missing.append(names[0])
             if strict and names[0] not in buffers:
-                instead = _renaming(model, there) if state[names[0]].dim() > 2 and len(parts) == 1 else ""
+                instead = _renaming(model, there) if rename is None and state[names[0]].dim() > 2 else ""
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
                 problems.append(
