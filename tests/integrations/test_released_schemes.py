@@ -864,7 +864,7 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
             quantize_as_stored(Mlp(), folder)
         assert str(found.value).count("\n") < 10
         assert all(len(line) < 300 for line in str(found.value).splitlines())
-        assert "pass files= its name" in str(found.value)
+        assert "name it, as files=" in str(found.value)
     assert "bits = 3" in str(found.value)
     assert "awq/awq, but for bits" in str(found.value)
     with pytest.raises(ValueError, match=r"filter_fn=lambda module, name: .* name != '0'"):
