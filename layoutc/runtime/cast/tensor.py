@@ -281,11 +281,18 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views from there."""
         products = self.own_products, product_mode.setting(self)  # see flattening.Context
-        return ["_whole"], (self._views, self.transposed, self.is_detached, self.weight_name, *products)
+        views = () if self._is_shard else self._views
+        return ["_whole"], (views, self.transposed, self.is_detached, self.weight_name, *products)
 
     @property
     def _whole(self) -> Tensor:
-        return self.store["values"]
+        return self._plain if self._is_shard else self.store["values"]
+
+    @property
+    def _is_shard(self) -> bool:
+        """Whether FSDP2 holds these values as a view, of memory that it pads. They stand for themselves: a compiled
+        optimizer can write to what its graph is given, and not to a view of it."""
+        return bool(self._views) and not self.transposed and registry.find(self) is not None
 
     @classmethod
     def __tensor_unflatten__(
