@@ -29,6 +29,7 @@ from layoutc.layout import layout
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import exchange
 from layoutc.runtime.fsdp2.replicas import Sender
+from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, sum_in_order
 from layoutc.runtime.torch_private import local_tensor
 
@@ -179,6 +180,9 @@ class Lossless:
 
     def row(self, n: int) -> SimpleNamespace:
         return SimpleNamespace(nbytes=4 * n)
+
+    def reads(self, chunks: Chunks) -> bool:
+        return False
 
     def quantize(self, values: Tensor, seed: Tensor, rest: Tensor | None) -> Tensor:
         assert rest is None

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
+from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, sum_in_order
 from layoutc.runtime.product_mode import Where
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -153,6 +155,21 @@ def codes(device: torch.device) -> None:
                     planes = made.row(n).planes_in(rows).values()
                     found.append([one.float().cpu().nan_to_num(7.0) for one in (*planes, own, out)])
                 assert all(map(torch.equal, *found)), (recipe, ranks, n, dtype)
+        chunks(made, device)
+
+
+def chunks(made: Codes, device: torch.device) -> None:
+    """Codes of gradients as they lie: those of their copies in rows."""
+    for ranks, shapes in ((2, [(512, 64), (1000,), (96, 4096)]), (3, [(100, 64), (7, 33), (1,), (4096,), (40, 512)])):
+        for first, dtype in ((0, torch.bfloat16), (0, torch.float32), (1, torch.bfloat16)):  # addresses of odd values
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            grads = [torch.randn(first + size, device=device).to(dtype)[first:] for size in sizes]
+            grads = [grad.view(shape) for grad, shape in zip(grads, shapes, strict=True)]
+            each = [F.pad(grad, (0, 0) * (grad.dim() - 1) + (0, -len(grad) % ranks)).view(ranks, -1) for grad in grads]
+            rows, seed = torch.cat(each, 1), torch.tensor([5], device=device)
+            found = [made.quantize(one, seed) for one in (Chunks(grads, ranks, rows.shape[1]), rows)]
+            planes = [made.row(rows.shape[1]).planes_in(one).values() for one in found]
+            assert all(map(torch.equal, *planes)), (ranks, shapes, first, dtype)
 
 
 def replicas(device: torch.device) -> None:

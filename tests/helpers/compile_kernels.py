@@ -128,6 +128,8 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
     if name.startswith(("quantize_rows", "sum_rows")):
         none = {"rest", "none", "input_max", *(f"{kind}2" for kind in ("p", "gap", "stride"))}
+        none |= {f"{kind}{number}" for kind in ("x", "end", "size") for number in range(9, 16)}
+        types |= {f"x{number}": "*bf16" for number in range(9)}
         return types | {"out": "*fp32"} | dict.fromkeys(none)
     none |= MATRIX if name.startswith("quantize_batch") else set()
     none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
@@ -232,7 +234,7 @@ def compiled(
         if name in constant:
             signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        is_size = name[:-1] in ("gap", "stride") or name in (
+        is_size = name.rstrip("0123456789") in ("gap", "stride", "end", "size") or name in (
             "n",
             "m",
             "k",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from layoutc.runtime.fsdp2 import gradient_rows, steady_group
 from layoutc.runtime.fsdp2.gradient_rows import GradientRows
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.rank_chunks import rank_chunks
+from layoutc.runtime.kernels.rank_chunks import GRADS, Chunks, rank_chunks
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum, scaling, sum_in_order
 from layoutc.runtime.triton.reductions import rank_sum_kernel
 
@@ -206,6 +206,31 @@ def test_kernels_of_codes_are_the_reference(
     assert out[200:].isfinite().all()
 
 
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("grads", "ranks", "keeps"),
+    [
+        (gradients(2, torch.bfloat16), 2, False),
+        (gradients(3, torch.float32), 3, True),
+        ([torch.ones(9, 16, dtype=torch.float16)] * GRADS, 2, False),
+        ([torch.ones(4096), torch.ones(6, 4096)], 2, False),  # tiles end where chunks do
+    ],
+)
+def test_codes_of_gradients_are_those_of_copied_ones(
+    grads: list[torch.Tensor], ranks: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a copy into rows."""
+    monkeypatch.setattr(launch, "usable", lambda *_: True)
+    rows, codes = in_rows(grads, ranks), Codes("grad_fp8")
+    chunks = Chunks(grads, ranks, rows.shape[1])
+    assert codes.reads(chunks)
+    rests = [torch.full(rows.shape, 1e-3) for _ in range(2)] if keeps else [None, None]
+    made = [codes.quantize(one, torch.tensor([5]), rest) for one, rest in zip((chunks, rows), rests, strict=True)]
+    read, copied = (codes.row(rows.shape[1]).planes_in(one).values() for one in made)
+    assert all(map(same, read, copied))
+    assert not keeps or torch.equal(*rests)
+
+
 OWN = """layoutc: 1
 name: {name}
 summary: a recipe of one's own for gradients
@@ -227,6 +252,7 @@ orientations:
     [
         ("{format: int4, round: stochastic}", "{format: f32, rule: min-max, zero: int8}", 64, 64, True),
         ("{format: e3m2}", "{format: e8m0, rule: power-of-two}", 32, 32, True),
+        ("{format: e2m1, pack: low-first}", "{format: e8m0, rule: power-of-two}", 32, 32, True),
         ("{format: e4m3}", "{format: bf16, rule: scale-first, of-max: true}", 48, 1, False),
     ],
 )

@@ -22,6 +22,7 @@ from layoutc.runtime.fsdp2.gradient_rows import Turns, in_rows
 from layoutc.runtime.fsdp2.replicas import By, Replicas, Sender, scaling_of
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.kernels.launch import FLOATS
+from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum
 from layoutc.runtime.random_bits import seed_of
 from layoutc.runtime.torch_private import local_tensor, no_torch_function
@@ -175,8 +176,14 @@ class ExchangeOfCodes(Exchange):
         kept = buffer.kept
         if kept.dtype not in FLOATS:
             return False
-        values = kept.values if kept.values is not None else kept.copied(self._ranks, kept.dtype, buffer)
-        sent = self.sender.quantized(values.view(self._ranks, -1))
+        values: Tensor | Chunks | None = kept.values
+        if values is None:
+            values = Chunks(kept.grads, self._ranks, buffer.numel() // self._ranks)
+            if kept.dim or not kept.grads or not self.sender.codes.reads(values):
+                values = kept.copied(self._ranks, kept.dtype, buffer)
+        if isinstance(values, Tensor):
+            values = values.view(self._ranks, -1)
+        sent = self.sender.quantized(values)
         del values  # frees memory for `received`
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

@@ -18,6 +18,7 @@ from torch import Tensor
 from layoutc.ints.gathers import codes_travel_whole
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.kernels.launch import FLOATS
+from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, scaling
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until 2.12
@@ -51,12 +52,13 @@ class Sender:
         self._seed = seed
         self._seed_there: Tensor | None = None  # on the group's device
 
-    def quantized(self, values: Tensor) -> Tensor:
-        """(rows, n) contiguous -> codes of each row, (rows, nbytes) uint8."""
+    def quantized(self, values: Tensor | Chunks) -> Tensor:
+        """(rows, n) contiguous, or chunks that the codes can read -> codes of each row, (rows, nbytes) uint8."""
+        like, shape = (values, values.shape) if isinstance(values, Tensor) else (values.grads[0], values[1:])
         if self._seed_there is None:
-            self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=values.device)
-        if self.feeds_back and (self.rest is None or self.rest.shape != values.shape):
-            self.rest = torch.zeros(values.shape, dtype=torch.float32, device=values.device)  # parameters changed
+            self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=like.device)
+        if self.feeds_back and (self.rest is None or self.rest.shape != shape):
+            self.rest = torch.zeros(shape, dtype=torch.float32, device=like.device)  # parameters changed
         return self.codes.quantize(values, self._seed_there, self.rest)
 
     def add(self, rows: Tensor, out: Tensor, by: By) -> None:

@@ -1,6 +1,7 @@
-"""Copies gradients into the rows that ranks send: each rank's chunks, in the order of FSDP2's chunk_cat.
+"""The rows that ranks send: each rank's chunks of gradients, in the order of FSDP2's chunk_cat.
 
-A table on the card says where chunks go. Addresses of gradients change, so they are arguments.
+Codes are made from the gradients themselves (rank_sums.py). Other rows are copied: a table on the card says where
+chunks go. Addresses of gradients change, so they are arguments.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +25,32 @@ TILE, WARPS = 4096, 8
 GRADS = 16  # of a launch, as arguments of the kernel
 
 
-def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
-    """Copies gradients into `out`, (ranks, n / ranks), of their dtype or fp32: a rank's chunks in their order.
+class Chunks(NamedTuple):
+    """Rows of n values, one for each rank: its chunks of all gradients.
 
     Each gradient is cut into `ranks` chunks of equal first dims, padded with zeros, as in torch.chunk and FSDP2.
+    """
+
+    grads: Sequence[Tensor]
+    ranks: int
+    n: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of a chunk of each gradient."""
+        return [cdiv(len(grad), self.ranks) * (grad.numel() // len(grad)) for grad in self.grads]
+
+    @property
+    def fit(self) -> bool:
+        """Whether one launch reads them all: not empty, contiguous, of one dtype."""
+        dtype = self.grads[0].dtype
+        every = [launch.usable(grad) and grad.dtype == dtype and grad.is_contiguous() for grad in self.grads]
+        return len(every) <= GRADS and all(every)
+
+
+def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
+    """Copies gradients into `out`, (ranks, n / ranks), of their dtype or fp32: the rows of `Chunks`.
+
     Returns False, and does nothing, without a kernel or while a CUDA graph is captured.
     """
     if capturing(out.device) or not (launch.usable(out) and batches.fit(grads)):
@@ -52,7 +76,7 @@ def _plans(grads: Sequence[Tensor], ranks: int, out: Tensor, aligned: bool) -> l
     from layoutc.runtime.triton.batch import rank_chunks_kernel
 
     numels = [grad.numel() for grad in grads]
-    chunks = [cdiv(grad.shape[0], ranks) * (numel // grad.shape[0]) for grad, numel in zip(grads, numels, strict=True)]
+    chunks = Chunks(grads, ranks, out.shape[1]).sizes
     starts = [*accumulate(chunks, initial=0)][:-1]
     found = []
     for first in range(0, len(grads), GRADS):

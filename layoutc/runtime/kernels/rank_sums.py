@@ -24,6 +24,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch, plans
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
+from layoutc.runtime.kernels.rank_chunks import GRADS, Chunks
 
 TILE, WARPS = 4096, 8
 CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
@@ -131,19 +132,23 @@ class Codes:
         return _row(self.layout, n)
 
     # ---------------------------------------------------------------------------------------------------- what is sent
-    def quantize(self, values: Tensor, seed: Tensor, rest: Tensor | None = None) -> Tensor:
+    def reads(self, chunks: Chunks) -> bool:
+        """Whether `quantize` takes gradients that were not copied into rows."""
+        return chunks.fit and self._kernels is not None
+
+    def quantize(self, values: Tensor | Chunks, seed: Tensor, rest: Tensor | None = None) -> Tensor:
         """(ranks, n) contiguous, in fp32, bf16 or fp16 -> (ranks, nbytes) uint8: a row for each rank, by one launch.
 
-        seed: (1,) int64, of random bits. rest: (ranks, n) fp32, is added before quantizing, and then holds the rounding
-        error; 0 where that is not finite.
+        values: also chunks that it `reads`. seed: (1,) int64, of random bits. rest: (ranks, n) fp32, is added before
+        quantizing, and then holds the rounding error; 0 where that is not finite.
         """
-        ranks, n = values.shape
-        row = self.row(n)
-        rows = torch.empty(ranks, row.nbytes, dtype=torch.uint8, device=values.device)
-        if launch.usable(values) and launch.usable(rows) and self._kernels is not None:
-            self._quantizing(values, seed, rest, rows, row)
+        chunks = Chunks([values], *values.shape) if isinstance(values, Tensor) else values
+        row = self.row(chunks.n)
+        rows = torch.empty(chunks.ranks, row.nbytes, dtype=torch.uint8, device=chunks.grads[0].device)
+        if launch.usable(rows) and self.reads(chunks):
+            self._quantizing(chunks, seed, rest, rows, row)
         else:
-            self._quantize_by_reference(values, seed, rest, rows, row)
+            self._quantize_by_reference(chunks.grads[0], seed, rest, rows, row)
         return rows
 
     def _quantize_by_reference(self, values: Tensor, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
@@ -162,22 +167,24 @@ class Codes:
         values: Tensor = self._module.dequantize_reference(planes, rows.shape[0], row.k, SIDE)
         return values
 
-    def _quantizing(self, values: Tensor, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
-        p0, p1, p2 = _three(row.planes_in(rows).values())
-        given = values, rest, p0, p1, p2, seed
+    def _quantizing(self, chunks: Chunks, seed: Tensor, rest: Tensor | None, rows: Tensor, row: Row) -> None:
+        given = *chunks.grads, rest, *_three(row.planes_in(rows).values()), seed
+        x = chunks.grads[0]
 
         def plan() -> LaunchPlan:
             from layoutc.runtime.triton.kernels import quantize_rows_kernel
 
-            (ranks, n), kernels = values.shape, self._kernels
-            input_max = torch.finfo(values.dtype).max if kernels.takes_input_max else None
+            (grads, ranks, n), kernels, none = chunks, self._kernels, [None] * (GRADS - len(chunks.grads))
+            input_max = torch.finfo(x.dtype).max if kernels.takes_input_max else None
             gaps = _three([stride - entries for stride, entries in zip(row.strides, row.entries, strict=True)])
             fixed = kernels.quantize_tile, kernels.dequantize_tile, CODES_TILE, CODES_PIECES
-            constants = *fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(values.device)
-            args = *given, input_max, None, ranks, n, row.k, *gaps, *constants
+            constants = *fixed, n == row.k and n % CODES_TILE == 0, launch.hardware(x.device)
+            of_grads = *grads, *none, *accumulate(chunks.sizes), *none, *map(Tensor.numel, grads), *none
+            args = *of_grads, *given[len(grads) :], input_max, None, ranks, n, row.k, *gaps, *constants
             return LaunchPlan.of(quantize_rows_kernel, ranks * cdiv(row.k, CODES_TILE), args, CODES_WARPS)
 
-        key = self.layout, "quantize_rows", values.shape, values.dtype, values.device, rest is not None
+        shapes = chunks.ranks, *[grad.shape for grad in chunks.grads]
+        key = self.layout, "quantize_rows", shapes, x.dtype, x.device, rest is not None
         plans.cache.of(key, plan)(*[one for one in given if one is not None])
 
     # ------------------------------------------------------------------------------------------------ what was received

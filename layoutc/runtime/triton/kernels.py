@@ -211,11 +211,15 @@ def lay_out_kernel(
 
 @triton.jit
 def quantize_rows_kernel(
-    x,  # (ranks, n) in fp32, bf16 or fp16
-    rest,  # (ranks, n) fp32: added to x, then set to the quantization error of the sum; None: x alone
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15,  # gradients, contiguous; None: no more
+    end0, end1, end2, end3, end4, end5, end6, end7,  # where each gradient's chunk ends in a row of n
+    end8, end9, end10, end11, end12, end13, end14, end15,
+    size0, size1, size2, size3, size4, size5, size6, size7,  # elements of each gradient
+    size8, size9, size10, size11, size12, size13, size14, size15,
+    rest,  # (ranks, n) fp32: added to values, then set to the quantization error of the sum; None: values alone
     p0, p1, p2,  # (ranks, entries) to write: planes of (ranks, k), where rows of n are padded with zeros to k
     seed,  # (1,) int64, for stochastic rounding; None: round to nearest
-    input_max,  # the largest value of x's dtype, if scales depend on it
+    input_max,  # the largest value of the gradients' dtype, if scales depend on it
     none,  # None: Triton does not accept a literal None in tuples
     ranks, n, k, gap0, gap1, gap2,  # gap: entries between a plane's rows
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
@@ -223,7 +227,13 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Quantizes what is sent to each rank: a program reads TILE values of a row and writes their codes and scales."""
     row, column = tile_of(ranks, k, 1, TILE)
-    tile = load_runs(x, (row, column, ranks, n), (n, 1), (1, TILE), PIECES, EVEN)
+    tile = _load_chunks(
+        (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15),
+        (end0, end1, end2, end3, end4, end5, end6, end7, end8, end9, end10, end11, end12, end13, end14, end15),
+        (size0, size1, size2, size3, size4, size5, size6, size7, size8, size9, size10, size11, size12, size13, size14,
+         size15),
+        row, column, TILE, PIECES,
+    )  # fmt: skip
     if rest is not None:
         tile = to_float(tile) + load_runs(rest, (row, column, ranks, n), (n, 1), (1, TILE), 1, EVEN)
     p0 += row * gap0  # tile functions assume that there are no gaps
@@ -232,7 +242,7 @@ def quantize_rows_kernel(
     if p2 is not None:
         p2 += row * gap2
     QUANTIZE(
-        tile, (x, n, 1), (none, input_max, seed, none, none), (p0, p1, p2, none, none, none, none),
+        tile, none, (none, input_max, seed, none, none), (p0, p1, p2, none, none, none, none),
         (none, none, none, none, none, none), (row, column, ranks, k, 0, 0),
         QuantizeOptions(True, False, False, EVEN, CVT_LEVEL),
     )  # fmt: skip
@@ -243,6 +253,27 @@ def quantize_rows_kernel(
             planes, none, (row, column, ranks, k), DequantizeOptions(True, False, 1, TILE, EVEN, CVT_LEVEL)
         )
         store(rest, tl.where(tl.abs(missed) < float("inf"), missed, 0.0), (row, column, ranks, n), EVEN)
+
+
+@triton.jit
+def _load_chunks(grads, ends, sizes, row, column, TILE: tl.constexpr, PIECES: tl.constexpr):
+    """Loads (1, TILE) values of a row that chunks of gradients make up (kernels/rank_chunks.py), from a column on.
+
+    ends: where each gradient's chunk ends in the row. sizes: elements of each gradient; zeros follow them.
+    """
+    BITS: tl.constexpr = tl.int32 if tl.float32 == grads[0].dtype.element_ty else tl.int16
+    bits = tl.zeros((1, TILE), BITS)
+    start = column * 0
+    for index in tl.static_range(16):
+        if grads[index] is not None:
+            end = ends[index]
+            if (start < column + TILE) & (column < end):
+                chunk = end - start
+                at = (0, column - start, 1, tl.minimum(chunk, sizes[index] - row * chunk))
+                part = load_runs(grads[index] + row * chunk, at, (chunk, 1), (1, TILE), PIECES, False, BEFORE=True)
+                bits |= part.to(BITS, bitcast=True)  # all other parts have zeros there
+            start = column * 0 + end
+    return bits.to(grads[0].dtype.element_ty, bitcast=True)
 
 
 @triton.jit

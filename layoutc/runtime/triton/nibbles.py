@@ -69,8 +69,8 @@ def store_fp4(
 ):
     """Like store_nibbles, but faster because the blocks' amaxes are known.
 
-    scaled: the tile times the multipliers. source: (x, stride_m, stride_k). tile: of x, in its dtype. amax, multiplier:
-    one per block. BOUNDED: amax * multiplier rounds to at most MAX.
+    scaled: the tile times the multipliers. source: (x, stride_m, stride_k), or None if x is no matrix. tile: of x, in
+    its dtype. amax, multiplier: one per block. BOUNDED: amax * multiplier rounds to at most MAX.
     """
     if CVT_LEVEL and not (CVT_LEVEL >= 100 and CARD_CONVERTS):
         FORM: tl.constexpr = (MANTISSA, BIAS, MAX, LOW_FIRST)
@@ -93,8 +93,8 @@ def _put_nibbles_of_blocks(into, source, tile, scales, at, EVEN: tl.constexpr, B
     """
     amax, multiplier = scales
     BIAS: tl.constexpr = FORM[1]
-    if tl.bfloat16 == tile.dtype:
-        x, stride_m, stride_k = source  # None where the optimizer quantizes what it computed, in fp32
+    if tl.bfloat16 == tile.dtype and source is not None:
+        x, stride_m, stride_k = source
         factor = multiplier * (2.0 ** (BIAS - 7))
         words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK, FORM)
         put_words(words, into[0], into[1], at, 4, EVEN, True)

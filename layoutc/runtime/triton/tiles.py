@@ -102,11 +102,13 @@ def _covered(i, j, at, EVEN: tl.constexpr, COVER: tl.constexpr):
 
 @triton.jit
 def load_runs(
-    pointer, at, strides, TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL
-):
+    pointer, at, strides, TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, COVER: tl.constexpr = ALL,
+    BEFORE: tl.constexpr = False,
+):  # fmt: skip
     """Like load, with PIECES (1, 2 or 4) adjacent 16-byte pieces of a row per thread.
 
-    Each piece is a separate load. So fewer threads share a block along a row and compute its scale.
+    Each piece is a separate load. So fewer threads share a block along a row and compute its scale. BEFORE: a tile may
+    begin before the first column; with several pieces only.
     """
     if PIECES == 1:
         return load(pointer, at, strides, TILE, EVEN, COVER)
@@ -128,14 +130,14 @@ def load_runs(
         pointers = pointer + row * strides[0] + column * strides[1] + (i * strides[0] + j * strides[1])
         step = WIDTH * strides[1]
         inside = row + i < rows
-        a = _load_piece(pointers, inside & (column + j < columns), EVEN)
-        b = _load_piece(pointers + step, inside & (column + j + WIDTH < columns), EVEN)
+        a = _load_piece(pointers, inside, column + j, columns, EVEN, BEFORE)
+        b = _load_piece(pointers + step, inside, column + j + WIDTH, columns, EVEN, BEFORE)
         if PIECES == 2:
             pieces = _swap_last_dims(tl.join(a, b))
         else:
             tl.static_assert(PIECES == 4)
-            c = _load_piece(pointers + 2 * step, inside & (column + j + 2 * WIDTH < columns), EVEN)
-            d = _load_piece(pointers + 3 * step, inside & (column + j + 3 * WIDTH < columns), EVEN)
+            c = _load_piece(pointers + 2 * step, inside, column + j + 2 * WIDTH, columns, EVEN, BEFORE)
+            d = _load_piece(pointers + 3 * step, inside, column + j + 3 * WIDTH, columns, EVEN, BEFORE)
             pieces = _swap_last_dims(tl.join(_swap_last_dims(tl.join(a, c)), _swap_last_dims(tl.join(b, d))))
         return tl.reshape(pieces, (TILE_M, TILE_K))
 
@@ -152,10 +154,13 @@ def _swap_last_dims(x):
 
 
 @triton.jit
-def _load_piece(pointers, inside, EVEN: tl.constexpr):
-    """Loads from pointers, with zeros outside the matrix."""
+def _load_piece(pointers, inside, column, columns, EVEN: tl.constexpr, BEFORE: tl.constexpr):
+    """Loads from pointers, with zeros outside the matrix. inside: whether a row is in it."""
     if EVEN:
         return tl.load(pointers)
+    inside &= column < columns
+    if BEFORE:
+        inside &= column >= 0
     return tl.load(pointers, mask=inside, other=0)
 
 
