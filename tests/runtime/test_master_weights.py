@@ -347,6 +347,65 @@ def test_an_averaged_model_says_that_its_averages_are_quantized(how: str) -> Non
     assert "average what optimizer.masters() gives" in message
 
 
+def copied(average: Tensor, weight: Tensor) -> None:
+    average.copy_(0.999 * average + (1 - 0.999) * weight)  # as timm's ModelEmaV2 does
+
+
+def copied_from_floats(average: Tensor, weight: Tensor) -> None:
+    average.copy_(0.999 * average.float() + (1 - 0.999) * weight.float())
+
+
+def assigned(average: Tensor, weight: Tensor) -> None:
+    average.data = torch.lerp(average.data, weight.data, 1 - 0.999)
+
+
+def interpolated(average: Tensor, weight: Tensor) -> None:
+    average.lerp_(weight, 1 - 0.999)
+
+
+def scaled_and_added(average: Tensor, weight: Tensor) -> None:
+    average.mul_(0.999).add_(weight, alpha=1 - 0.999)
+
+
+def subtracted(average: Tensor, weight: Tensor) -> None:
+    average.sub_((1 - 0.999) * (average - weight))  # as diffusers' EMAModel does
+
+
+@pytest.mark.parametrize("update", [copied, copied_from_floats, assigned, interpolated, scaled_and_added, subtracted])
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+def test_averages_by_hand_are_told_once_that_they_are_quantized(
+    recipe: str, update: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Once for a run, of whichever weights; scales of fp8_block stay where they are, those of nvfp4 move."""
+    model, averaged = (model_of(recipe, 128, keep_values=False) for _ in range(2))
+
+    @torch.no_grad()
+    def act() -> None:
+        for seed in range(2):
+            for weight, average in zip(model.parameters(), averaged.parameters(), strict=True):
+                weight.copy_(values_of(seed, (128, 128)) / 128)
+                update(average, weight)
+
+    (message,) = warned(act)
+    assert "0.weight of shape (128, 128)" in message
+    assert "average what optimizer.masters() gives" in message
+
+
+def test_values_that_codes_can_hold_are_told_nothing() -> None:
+    """A weight that is read, and then doubled or loaded."""
+    model = model_of("fp8_block", keep_values=False)
+
+    @torch.no_grad()
+    def act() -> None:
+        weight = model[0].weight
+        weight.copy_(2 * weight)
+        assert (weight * weight).sum() > 0
+        weight.copy_(values_of(7))
+        weight.copy_(1 * weight)
+
+    assert warned(act) == []
+
+
 def test_an_average_of_masters_is_that_of_plain_weights() -> None:
     """As README has it, to the bit; and it can be put into the model and taken out again."""
     model, plain = model_of("nvfp4"), model_of(None)

@@ -59,6 +59,9 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
     result = func(*plain_args, **plain_kwargs)
     if not schema.is_mutable:
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, QuantizedTensor):
+                update_warnings.note_values(one, result)
         return result
     # Requantizes the copies that the operator wrote, and returns the quantized tensors instead.
     back: dict[int, QuantizedTensor] = {}

@@ -135,6 +135,7 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if not (dtype.is_floating_point and callers.converts_a_module()):
             strict.count_dequantize(f"{func} to {dtype}", tensor.label())
             values = tensor.dequantize(dtype if dtype.is_floating_point else None)
+            update_warnings.note_values(tensor, values)
             return values.to(device, dtype)
         if device == (tensor := tensor.alias(dtype=dtype)).device:
             return tensor

@@ -72,7 +72,9 @@ def write(target: QuantizedTensor, values: Tensor) -> None:
     if method == "unmerge" and give_back(target):
         return
     base = _before(target, owner) if method == "merge" else None
+    before = update_warnings.values_before(target)
     weights.requantize_(target, values)
+    update_warnings.check_written(target, before, values)
     if base is not None:
         hold(target, base, owner)
 
@@ -88,6 +90,7 @@ def assigned(target: QuantizedTensor, values: Tensor) -> QuantizedTensor:
         return found
     base = _before(target, owner) if method == "merge" else None
     new = weights.replacement(target, values)
+    update_warnings.check_written(new, update_warnings.values_before(target), values)
     if base is not None:
         hold(new, base, owner)
     return new

@@ -1,4 +1,4 @@
-"""Warnings about in-place updates of quantized weights: each time by name, and once for optimizers and averages.
+"""Warnings about updates of quantized weights: in place each time by name, and once for optimizers and averages.
 
 An update smaller than half a step between codes is lost, so such a model hardly trains, or gets worse.
 """
@@ -19,7 +19,7 @@ from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.storage import initial_values
-from layoutc.runtime.torch_private import left_by_compilers, local_tensor, schema_of
+from layoutc.runtime.torch_private import left_by_compilers, local_tensor, schema_of, traced
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _warned: set[str] = set()  # kinds of warnings that this process has given
@@ -63,7 +63,13 @@ def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: S
         for one in lose
         if not one.store.writes.stepped and not (callers.merging()[0] and initial_values.base(one.store))
     ]
-    if lose:
+    if (
+        lose
+        and not callers.merging()[0]
+        and (_was_read(lose[0]) or any(isinstance(one, QuantizedTensor) for one in plain))
+    ):
+        _warn_of_average(f"{func} averages into {lose[0].label()}")
+    elif lose:
         what = f"{func} updates {', '.join(one.label() for one in lose)} in place, and {_LOSES}"
         undo = "to add what is taken off again, call layoutc.merge_(weight, delta, keep_base=True)"
         warnings.warn(f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}; {undo}", stacklevel=2)
@@ -73,9 +79,38 @@ def note_average(target: QuantizedTensor) -> bool:
     """Warns if torch's AveragedModel writes an average into a quantized weight; returns whether it does."""
     averages = callers.is_near(_AVERAGES)
     if averages:
-        what = f"AveragedModel keeps its averages quantized ({target.label()} first), and {_LOSES}"
-        warn_once("average", f"{what}. Instead, {_AVERAGE}")
+        _warn_of_average(f"AveragedModel keeps its averages quantized ({target.label()} first)")
     return averages
+
+
+def _warn_of_average(what: str) -> None:
+    warn_once("average", f"{what}, and {_LOSES}. Instead, {_AVERAGE}")
+
+
+def note_values(target: QuantizedTensor, values: Any) -> None:
+    """Records that an operator has computed values from a weight, one for each element."""
+    if isinstance(values, Tensor) and values.shape == target.shape:
+        target.store.writes.read = target.store.writes.content
+
+
+def _was_read(target: QuantizedTensor) -> bool:
+    return target.store.writes.read is target.store.writes.content
+
+
+def values_before(target: QuantizedTensor) -> Tensor | None:
+    """What a weight holds, if values that were computed from it may be about to be written into it; else None."""
+    if "average" in _warned or not _was_read(target) or traced(target) or callers.merging()[0]:
+        return None
+    return None if target.is_meta or initial_values.lookup(target.store) else target.dequantize(torch.float32)
+
+
+def check_written(target: QuantizedTensor, before: Tensor | None, values: Tensor) -> None:
+    """Warns, once, if quantizing values of a weight takes away more than half of what they change."""
+    if before is None:
+        return
+    values = values.to(before.device)
+    if 2 * (target.dequantize(torch.float32) - values).norm() > (values - before).norm():
+        _warn_of_average(f"values close to what {target.label()} held were written into it, as averages are")
 
 
 @cache

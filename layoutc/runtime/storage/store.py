@@ -71,6 +71,7 @@ class Writes:
     waiting: list[Piece] = field(default_factory=list)
     planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
     content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
+    read: object = None  # the content from which an operator last computed values, one for each element
     trains: bool = False  # written plain values are kept, for a master
     stepped: bool = False  # by an optimizer itself, after a warning
     initial: InitialValues | None = None
