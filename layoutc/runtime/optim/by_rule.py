@@ -210,7 +210,7 @@ class ByRule(MasterWeights):
             elif not launches.why_apart(local, entry.row_sharding):
                 target = local
         moments = tuple([local_of(state[name]) for name in self._rule.moments])
-        return Member(master, moments, state["step"], target, group, number, states.place_of(entry.param))
+        return Member(master, moments, state["step"], target, group, number, entry.place)
 
     def _moves(self, group: dict[str, Any]) -> bool:
         return isinstance(group["lr"], Tensor) or bool(group["lr"])

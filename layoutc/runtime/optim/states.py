@@ -150,11 +150,3 @@ def refuse_bf16_masters(param: Tensor, name: str) -> None:
             "random bits that eight columns of a row share: shard dim 0, cut the last dim at multiples of 8, or pass "
             'masters="fp32"'
         )
-
-
-def place_of(param: Tensor) -> tuple[int, int]:
-    """The first row and column of this rank's shard, in the matrix of the whole weight."""
-    slices = meshes.slices_of(param)
-    if len(slices) < 2:
-        return 0, slices[0].start if slices else 0
-    return slices[0].start * prod(param.shape[1:-1]), slices[-1].start

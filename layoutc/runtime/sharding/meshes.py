@@ -51,6 +51,14 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(first, last, strict=True))
 
 
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """The first row and column of this rank's shard, in the matrix of the whole weight."""
+    slices = slices_of(tensor)
+    if len(slices) < 2:
+        return 0, slices[0].start if slices else 0
+    return slices[0].start * prod(tensor.shape[1:-1]), slices[-1].start
+
+
 def amax_groups(layout: Layout, tensor: Tensor, name: str) -> list[dist.ProcessGroup]:
     """The process groups whose shards share amaxes, one for each mesh dim that cuts; [] for a plain tensor.
 

@@ -45,13 +45,14 @@ def rounded(master: Any) -> Tensor:
 class Entry:
     """A parameter with its master."""
 
-    __slots__ = ("_local", "_rows", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
+    __slots__ = ("_local", "_place", "_rows", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
 
     def __init__(self, param: Tensor, master: Tensor, inner: torch.optim.Optimizer, stamp: Any) -> None:
         self.param, self.master, self.stamp = param, master, stamp
         self.steps_shard = inner_optimizer.steps_shard(inner, master)
         self._local: Tensor | None = None  # of a parameter that is not a DTensor
         self._rows: tuple[RowSharding | None] | None = None
+        self._place: tuple[int, int] | None = None
         self.spec: Any = None  # of gradients that are sharded like the master
         self._shown: dict[str, Any] | None = None  # the inner optimizer's state as users see it, with the master
         self._seen: tuple[Any, ...] = ()  # the contents of both when it was last shown
@@ -90,6 +91,13 @@ class Entry:
         if self._rows is None:
             self._rows = (shards.row_sharding_of(self.param, cast(Any, self.local)),)
         return self._rows[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The shard's first row and column, as `place_of` says it."""
+        if self._place is None:
+            self._place = meshes.place_of(self.param)
+        return self._place
 
     def show(self, state: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
         """Puts the inner optimizer's state, if any, and the master into `states`, as the parameter's."""
