@@ -115,6 +115,30 @@ def test_what_the_optimizer_has_found_is_in_its_state() -> None:
     assert_follows(other, second, plain)
 
 
+class OwnRate(torch.optim.Optimizer):
+    """Finds its step size itself, as Adafactor does, and leaves the groups' learning rate None, or sets none."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Moves by a hundredth of each weight's norm."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=0.01 * float(param.norm() / param.grad.norm()))
+
+
+@pytest.mark.parametrize("options", [{"lr": None}, {}], ids=["none", "absent"])
+def test_weights_follow_an_optimizer_without_a_learning_rate(options: dict[str, Any]) -> None:
+    layer, plain = pair()
+    ours, theirs = layoutc.MasterWeights(OwnRate, layer.parameters(), **options), OwnRate(plain.parameters(), **options)
+    for seed in range(STEPS):
+        step(layer, ours, seed)
+        step(plain, theirs, seed)
+        assert_follows(layer, ours, plain)
+
+
 def test_schedulers_still_set_learning_rates() -> None:
     layer, plain = pair()
     ours, theirs = (

@@ -355,8 +355,9 @@ class MasterWeights(FollowsParameters):
             entry.show(self.inner.state.get(entry.stepped), self.state)
 
     def _moves(self, group: dict[str, Any]) -> bool:
-        """Whether a step writes the weights of a group."""
-        return bool(group.get("lr", 1))
+        """Whether a step writes the weights of a group. Adafactor finds its step size itself if `lr` is None."""
+        lr = group.get("lr")
+        return lr is None or bool(lr)
 
     def _write_back(self, done: Collection[Entry] = ()) -> None:
         """Rewrites parameters with a gradient, of groups that move, from their masters. done: already written ones."""
