@@ -396,6 +396,56 @@ def test_what_codes_miss_is_sent_later(two: Ranks) -> None:
     two.run(fed_back)
 
 
+def layers(count: int) -> Any:
+    torch.manual_seed(0)
+    block = nn.Sequential(*(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16) for _ in range(count)))
+    return sharded(nn.Sequential(block), mp_policy=POLICY)
+
+
+def by_turns() -> None:
+    """Two layers of a group that train by turns: what codes of the first missed is not added to the second."""
+    found = []
+    for feeds_back in (False, True):
+        model = layers(2)
+        layoutc.exchange_gradients(model, "grad_int4", error_feedback=feeds_back)
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        for turn in (0, 1):
+            for at, layer in enumerate(model[0]):
+                layer.requires_grad_(at == turn)
+            model(x).float().square().sum().backward()
+        found.append([one.grad.to_local() for one in model.parameters()])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_misses_of_some_parameters_are_not_added_to_others(two: Ranks) -> None:
+    two.run(by_turns)
+
+
+def unfrozen() -> None:
+    """A block that is frozen in the first forward, of which FSDP2 then keeps no reduce_dtype."""
+    for exchanges in (False, True):
+        model = layers(1)
+        if exchanges:
+            layoutc.exchange_gradients(model)
+        (before,) = layoutc.explain_gradients(model)
+        x = torch.randn(4, 128, dtype=torch.bfloat16)
+        model.requires_grad_(False)
+        model(x)
+        model.requires_grad_(True)
+        with counted() as sent:
+            model(x).sum().backward()
+        (after,) = layoutc.explain_gradients(model)
+        assert (before.into, before.way) == (torch.float32, "exchange" if exchanges else "reduce-scatter")
+        assert (after.into, after.way, bool(after.reason)) == (None, "reduce-scatter", exchanges)
+        assert not sent["exchanges"]
+        assert [(torch.bfloat16, after.sends)] == sent["reduce-scatters"]
+
+
+def test_sums_of_a_block_frozen_at_first_are_explained(two: Ranks) -> None:
+    two.run(unfrozen)
+
+
 def explained() -> None:
     policy = {"mp_policy": POLICY}
     model = sharded(built("fp8_block", "quantized"), **policy)

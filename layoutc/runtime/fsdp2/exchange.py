@@ -366,6 +366,8 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
                 reason, keeps = sender.left, 4 * ranks * one.numel if sender.feeds_back else 0
                 if not reason:
                     way, nbytes = sender.codes.layout.name, sender.codes.row(one.numel).nbytes
+            elif isinstance(one.by, Exchange) and one.into is None:
+                reason = "FSDP2 saw no parameter that trains in the first forward, and adds up gradients as they are"
             elif isinstance(one.by, Exchange):
                 way, nbytes = "exchange", one.numel * own
             among, part = "all-reduce" if replicas > 1 else "", 2 * size * cdiv(one.numel, replicas)

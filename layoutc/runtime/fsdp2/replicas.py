@@ -20,6 +20,7 @@ from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, scaling
+from layoutc.runtime.torch_private.reductions import reduced_now
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until 2.12
 
@@ -49,6 +50,7 @@ class Sender:
         """seed: for the random bits of this rank and group."""
         self.codes, self.feeds_back, self.left = codes, error_feedback, ""
         self.rest: Tensor | None = None  # the accumulated quantization error, with error feedback
+        self._rest_of: list[int] | None = None  # the parameters that it is of, by id
         self._seed = seed
         self._seed_there: Tensor | None = None  # on the group's device
 
@@ -57,8 +59,9 @@ class Sender:
         like, shape = (values, values.shape) if isinstance(values, Tensor) else (values.grads[0], values[1:])
         if self._seed_there is None:
             self._seed_there = torch.full((1,), self._seed, dtype=torch.int64, device=like.device)
-        if self.feeds_back and (self.rest is None or self.rest.shape != shape):
-            self.rest = torch.zeros(shape, dtype=torch.float32, device=like.device)  # parameters changed
+        if self.feeds_back and (self.rest is None or (self.rest.shape, self._rest_of) != (shape, reduced_now())):
+            self.rest = torch.zeros(shape, dtype=torch.float32, device=like.device)
+            self._rest_of = reduced_now()
         return self.codes.quantize(values, self._seed_there, self.rest)
 
     def add(self, rows: Tensor, out: Tensor, by: By) -> None:

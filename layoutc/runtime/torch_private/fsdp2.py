@@ -354,10 +354,16 @@ def reductions(module: nn.Module) -> list[Reduced]:
         dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
         if group.fsdp_params and isinstance(mesh := group.fsdp_params[0].mesh_info, mesh_class):
             kept = tuple(param.sharded_param for param in trained)
-            sums = group.mp_policy.reduce_dtype, numel, group._reduce_scatter_comm, kept
+            sums = _sums_in(group, dtypes), numel, group._reduce_scatter_comm, kept
             replicas, among = (getattr(one, "replicate_process_group", None) for one in (mesh, group.mesh_info))
             found.append(Reduced(mesh.shard_process_group, dtypes, *sums, replicas, among))  # type: ignore[attr-defined]
     return found
+
+
+def _sums_in(group: Any, dtypes: frozenset[torch.dtype]) -> torch.dtype | None:
+    """The policy's reduce_dtype; None where FSDP2 has dropped it, since nothing trained in the first forward."""
+    into: torch.dtype | None = group.mp_policy.reduce_dtype
+    return None if getattr(group, "_reduce_dtype", into) is None and into not in dtypes else into
 
 
 def reduce_among(module: nn.Module, among: Any) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from layoutc.ints.gathers import reduces_in_few_steps
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime import streams
+from layoutc.runtime import callers, streams
 from layoutc.runtime.torch_private import changed, without_torch_function
 
 _OF_GROUP = (
@@ -51,6 +51,14 @@ class Reduction(NamedTuple):
     def is_of(self, group: FSDPParamGroup, grads: Sequence[Tensor]) -> bool:
         """Whether these gradients are reduced in this dtype."""
         return self.dtype is (group._reduce_dtype or grads[0].dtype)
+
+
+def reduced_now() -> list[int] | None:
+    """The FSDPParams whose gradients are being reduced, by id; they may change where sizes do not. None if none is."""
+    if frame := callers.find("torch.distributed.fsdp._fully_shard._fsdp_collectives", "foreach_reduce"):
+        return list(map(id, frame.f_locals["fsdp_params"]))
+    frame = callers.find(__name__, "reduce")
+    return None if frame is None else list(map(id, frame.f_locals["reduction"].params))
 
 
 def unknown(group: FSDPParamGroup) -> str:
