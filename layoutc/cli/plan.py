@@ -13,7 +13,16 @@ import click
 from layoutc.build.lookup import is_given
 from layoutc.cli.charts import chart_option, check_chart, draw_chart, shown_again
 from layoutc.cli.planning import BYTES, CARDS, choice, count, options, planned
-from layoutc.cli.shared import MOST_RANKS, grouped, print_tables, recipe_option, refuse, refusing, split_list
+from layoutc.cli.shared import (
+    MOST_RANKS,
+    FiniteRange,
+    grouped,
+    print_tables,
+    recipe_option,
+    refuse,
+    refusing,
+    split_list,
+)
 from layoutc.estimate.state import MASTERS, STATES
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ _FREE = ("model", "shapes", "as_json", "as_csv", "chart", "weights", "quiet", "f
 GROUPS = {
     "The run": ("shapes", "named", "use", "cards", "tokens", "sequence", "batch", "checkpointing"),
     "What is quantized": ("experts", "only", "leave", "frozen", "lora_rank", "low", "folder"),
-    "How ranks share it": ("worlds", "card", "replicas", "tp", "ep", "experts_dim"),
+    "How ranks share it": ("worlds", "card", "memory", "replicas", "tp", "ep", "experts_dim"),
     "What travels": ("exchange", "gradients", "replica_gradients", "on_gather"),
     "Links": ("link", "within", "per_host", "latency", "rule"),
     "What is stored": ("stored", "gathered", "reduced", "moments", "state", "masters"),
@@ -40,7 +49,8 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     found = re.fullmatch(r"([1-9][0-9]{0,6})\s*[xX*]\s*(\w+)", value, re.ASCII)
     if found is None or int(found[1]) > MOST_RANKS or found[2].lower() not in CARDS:
         cards = ", ".join(name.upper() for name in CARDS)
-        raise click.BadParameter(f"'{value}' are no cards; write as in --cards 64xH100, of {cards}.", ctx, param)
+        message = f"'{value}' are no cards; write as in --cards 64xH100, of {cards}, or for another card's memory alone"
+        raise click.BadParameter(f"{message} as in --cards 2xH100 --memory 24.", ctx, param)
     return int(found[1]), found[2].lower()
 
 
@@ -74,6 +84,9 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     help="Layers that backward recomputes: none, every second, or all.  [default: as few as fit]",
 )
 @options
+@click.option(
+    "--memory", type=FiniteRange(5, 1e4), metavar="GIB", help="A card's memory, of any card.  [default: the card's]"
+)
 @count("replicas", "Replicas of the model (HSDP), each sharded over the other ranks.")
 @click.option(
     "--replica-gradients", metavar="RECIPE", help="Send replicas' sums as codes of a recipe, by exchange_gradients."

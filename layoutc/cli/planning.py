@@ -129,6 +129,7 @@ USUAL: Mapping[str, Any] = {
     **{"use": "quantized", "experts": False, "only": (), "leave": (), "replicas": 1, "tp": 1, "ep": 1},
     **{"experts_dim": 0, "stored": "fp32", "gathered": "bf16", "reduced": "fp32", "moments": 8, "state": "fp32"},
     **{"masters": "fp32", "checkpointing": "none", "ranked": False, "frozen": False, "replica_gradients": None},
+    "memory": None,
 }
 
 
@@ -165,6 +166,8 @@ def _notes(
     from layoutc.report import estimates
 
     notes = estimates.measured(MACHINES[asked["card"]], factor, asked["together"])
+    if asked["memory"] is not None:
+        notes.append(f"cards have the {asked['memory']:g} GiB of --memory, and an {asked['card'].upper()}'s speed")
     if (wire := _wire(asked)) is not None:
         notes += _exchange_notes(meshes, asked["per_host"], wire)
     if any(one.on_gather for one in made):
@@ -227,6 +230,8 @@ def _setting(model: Model, asked: Mapping[str, Any]) -> tuple[Setting, float | N
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], _state(asked))
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     machine, latency = MACHINES[asked["card"]], asked["latency"]
+    if asked["memory"] is not None:
+        machine = replace(machine, holds=int(asked["memory"] * 2**30))
     within, far_hop = asked["within"] or machine.within, None if latency is None else latency * 1e-6
     links = links_of(asked["link"], within, asked["per_host"], far_hop, asked["rule"])
     has_host, has_step = asked["host"] is not None, asked["plain_step"] is not None

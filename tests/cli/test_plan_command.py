@@ -323,7 +323,8 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ((LLAMA, "--link", "0"), "Invalid value for '--link'"),
         (("llama-7b",), "llama-7b does not exist; did you mean llama-70b?"),
         ((LLAMA, "--cards", "64"), "'64' are no cards; write as in --cards 64xH100, of H100, H200, B200"),
-        ((LLAMA, "--cards", "64xA100"), "'64xA100' are no cards"),
+        ((LLAMA, "--cards", "64xA100"), "or for another card's memory alone as in --cards 2xH100 --memory 24"),
+        ((LLAMA, "--cards", "64xH100", "--memory", "4"), "Invalid value for '--memory'"),
         ((LLAMA, "--cards", "8xH100", "--world", "8"), "--cards says what --world says; leave out one of the two"),
         ((LLAMA, "--cards", "8xH100", "--card", "h100"), "--cards says what --card says; leave out one of the two"),
         ((LLAMA, "--tokens", "9000"), "9,000 tokens are not whole sequences of 8,192; give --sequence"),
@@ -336,6 +337,15 @@ def test_bad_input_is_a_usage_error(args: tuple[object, ...], message: str) -> N
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in " ".join(result.stderr.split())
+
+
+def test_memory_of_another_card_can_be_stated() -> None:
+    """A plan that takes less than an H100 has fits no card of 48 GiB where it takes more than these have."""
+    asked = (LLAMA, "--cards", "4xH100", "--recipe", "nvfp4", "--checkpointing", "full", "-q")
+    own, other = (json.loads(run(*asked, "--json", *more).stdout) for more in ((), ("--memory", "48")))
+    for before, after in zip(own["budgets"], other["budgets"], strict=True):
+        assert (after["memory"], after["spare"]) == (before["memory"], (48 - 4) * 2**30 - before["memory"])
+    assert "cards have the 48 GiB of --memory, and an H100's speed" in run(*asked, "--memory", "48").stdout
 
 
 def answer_of(*args: object) -> list[str]:
