@@ -23,12 +23,14 @@ import torch
 from quantized_cases import RECIPES, module, same, same_bits, same_tensors, snapshot, weight
 from torch import Tensor
 from torch.testing import make_tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ROWS, COLUMNS = 64, 128
+# Values of a tensor: those of diagflat and tensorsolve would have 2**26, and take as long as all others.
+LARGEST = 2**20
 DRAWN = (
     *RECIPES,
     "int8_rowwise",
@@ -112,12 +114,15 @@ def _call(chance: random.Random, op: Any, recipe: str) -> Call | None:
         forms = {"": op.op, "method ": op.method_variant, "in place ": op.inplace_variant if place == 0 else None}
         form, function = chance.choice([pair for pair in forms.items() if pair[1] is not None])
         for sized in (*_resized(leaves, place), leaves):
+            if any(leaf.numel() > LARGEST for leaf in sized if isinstance(leaf, Tensor)):
+                continue
             call = Call(form + op.full_name, recipe, function, tuple(sized), structure, place)
             try:
-                call.of(call.weight().dequantize())
+                result = call.of(call.weight().dequantize())
             except Exception:  # whatever the recipe's quantize or the operator says of these shapes
                 continue
-            return call
+            if all(leaf.numel() <= LARGEST for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+                return call
     return None
 
 
@@ -238,10 +243,5 @@ SEED = int(os.environ.get("LAYOUTC_SEED", "1"))
 
 
 @pytest.mark.thorough
-def test_a_call_gives_what_the_values_give_or_refuses() -> None:
-    check(SEED, 30)
-
-
-@pytest.mark.thorough
-def test_many_calls_give_what_the_values_give_or_refuse() -> None:
-    check(SEED + 1, 120)
+def test_calls_give_what_the_values_give_or_refuse() -> None:
+    check(SEED, 120)
