@@ -20,8 +20,9 @@ import numpy as np
 from replay import RECORDING, replay_programs
 
 
+@cache
 def quicken() -> None:
-    """Patches what of it this Triton has; the rest stays slow."""
+    """Patches what of it this Triton has, once; the rest stays slow."""
     if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("LAYOUTC_PLAIN_INTERPRETER") == "1":
         return
     if find_spec("triton") is None:
