@@ -136,19 +136,28 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool, width: int = 256) -> None:
-    """As FSDP2's own steps; and where some ranks take these, and others those."""
+    """As FSDP2's own steps; and where the last rank takes these, and others those."""
     layers = 1 if kernels else 2
     make = partial(mixer, recipe, cast, mixed, width=width, layers=layers)
-    with kernels_on_cpu() if kernels else nullcontext():
-        with counted(lambda: False) as taken:
-            expected = trained(make())
-        assert not taken
+    # Forward and backward, less the first; and at the end.
+    are_the_same(lambda: trained(make()), layers * (2 * 3 - 1) + layers, kernels)
+
+
+def are_the_same(steps: Callable[[], list[Tensor]], gathers: int, kernels: bool) -> None:
+    """kernels: by these, which take seconds, in the run alone that has both: a rank's row is read by the others'
+    steps. What they are compared with is the reference's.
+    """
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with counted(lambda: False) as taken:
+        expected = steps()
+    assert not taken
+    if not kernels:
         with counted() as taken:
-            assert same(trained(make()), expected)
-        assert len(taken) == layers * (2 * 3 - 1) + layers  # forward and backward, less the first; and at the end
-        with counted(lambda: dist.get_rank() == 0) as taken:
-            assert same(trained(make()), expected)
-        assert bool(taken) is (dist.get_rank() == 0)
+            assert same(steps(), expected)
+        assert len(taken) == gathers
+    with kernels_on_cpu() if kernels else nullcontext(), counted(lambda: is_last) as taken:
+        assert same(steps(), expected)
+    assert len(taken) == gathers * is_last
 
 
 @pytest.mark.sample(1)
@@ -182,7 +191,7 @@ def quantizing(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[bool
 
 
 def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: int) -> None:
-    """As weights whose hooks quantize, by the reference; and where some ranks ask hooks."""
+    """As weights whose hooks quantize, by the reference; where the first rank asks hooks."""
 
     def steps() -> list[Tensor]:
         model = mixer(recipe, True, mixed, width=width, layers=1)
@@ -191,13 +200,9 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
     with quantizing() as taken:
         expected = steps()
     assert not any(taken)
-    with kernels_on_cpu():
-        with quantizing() as taken:
-            assert same(steps(), expected)
-        assert taken == [True] * 4  # all but the first gather
-        with quantizing(lambda: dist.get_rank() == 1) as taken:
-            assert same(steps(), expected)
-        assert any(taken) is (dist.get_rank() == 1)
+    with kernels_on_cpu(), quantizing(lambda: dist.get_rank() == 1) as taken:
+        assert same(steps(), expected)
+    assert taken == [True] * 4 * dist.get_rank()  # all but the first gather
 
 
 @pytest.mark.sample(1)
@@ -267,21 +272,9 @@ def codes_are_the_same(
     """As FSDP2's own steps, of weights whose gathers leave codes; and where some ranks take these, and others those."""
     layers = 1 if kernels else 2
     make = partial(mixer, recipe, cast, width=width, layers=layers, mode="dequantize", kind=kind, **options)
-
-    def steps() -> list[Tensor]:
-        return codes_trained(make(), 2)
-
-    with kernels_on_cpu() if kernels else nullcontext():
-        with counted(lambda: False) as taken:
-            expected = steps()
-        assert not taken
-        with counted() as taken:
-            assert same(steps(), expected)
-        passes = 1 if options.get("reshard_after_forward", True) is False else 2
-        assert len(taken) == layers * (2 * passes - 1) + layers, len(taken)  # all but the first gather
-        with counted(lambda: dist.get_rank() == 0) as taken:
-            assert same(steps(), expected)
-        assert bool(taken) is (dist.get_rank() == 0)
+    passes = 1 if options.get("reshard_after_forward", True) is False else 2
+    # All but the first gather.
+    are_the_same(lambda: codes_trained(make(), 2), layers * (2 * passes - 1) + layers, kernels)
 
 
 def codes_trained(model: Any, steps: int) -> list[Tensor]:
@@ -390,12 +383,10 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
         kind = partial(Pair, rows)
         return codes_trained(mixer(recipe, cast, mixed, width=width, layers=1, mode="dequantize", kind=kind), 2)
 
-    with kernels_on_cpu():
-        with counted(lambda: False):
-            expected = steps()
-        for allowed in (lambda: True, lambda: dist.get_rank() == 0):
-            with counted(allowed):
-                assert same(steps(), expected)
+    with counted(lambda: False):
+        expected = steps()
+    with kernels_on_cpu(), counted(lambda: dist.get_rank() == 0):
+        assert same(steps(), expected)
 
 
 @pytest.mark.thorough
