@@ -292,7 +292,8 @@ def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
 
 
 def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
-    """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes."""
+    """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes:
+    "amax", if by one amax of the whole weight."""
     forms = [
         ("fp32", "fp32", "mxfp4"),
         ("fp32", "fp32", "fp8_block"),
@@ -304,21 +305,24 @@ def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
         ("8bit", "bf16", None),
         ("fp32", "fp32", None),
         ("8bit", "f24", "fp8_block"),
+        *[(state, masters, "amax") for state in ("fp32", "8bit") for masters in ("fp32", "bf16")],
+        ("4bit", "f24", "amax"),
     ]
     for state, masters, target in forms:
-        recipes = [*FORMS.get(state, (None, None)), target]
+        measures = target == "amax"
+        recipes = [*FORMS.get(state, (None, None)), None if measures else target]
         modules = [one and importlib.import_module(f"layoutc.recipes.{one}") for one in recipes]
         kernels = [one and importlib.import_module(f"{one.__name__}.kernels").KERNELS for one in modules]
         *moments, weight = (one and one.Tensor for one in modules)
         orientations = weight.LAYOUT.orientations if weight else ()
         master = torch.float32 if masters == "fp32" else torch.bfloat16
         form = launches.Form(
-            master, tuple(moments), weight, tuple(orientations), torch.float32, splits=masters == "f24"
+            master, tuple(moments), weight, tuple(orientations), torch.float32, masters == "f24", measures
         )
         plan, table = launches._tiles(form), (batches.ROWS[0], True, True)
         level = launch.level_of(divmod(capability, 10))
         constants = launches.constants_of(rules.ADAMW, form, kernels, plan, table, level)
-        types: list[str | None] = ["*i64", "*i64", "*fp32", "*i32", "*i64", "*fp32"]
+        types: list[str | None] = ["*i64", "*i64", "*fp32", "*i32", "*i64", "*fp32", "*i64" if measures else None]
         types += ["*fp32" if one and one.codebooks else None for one in kernels[:2]]
         types.append("fp32" if kernels[2] and kernels[2].takes_input_max else None)
         given = dict(enumerate([*types, *constants]))

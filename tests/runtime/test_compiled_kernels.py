@@ -276,6 +276,11 @@ BARRIERS = {
     "8bit bf16 None": (4, 136),
     "fp32 fp32 None": (0, 0),
     "8bit f24 fp8_block": (8, 48),
+    "fp32 fp32 amax": (8, 0),
+    "8bit fp32 amax": (10, 0),
+    "fp32 bf16 amax": (8, 0),
+    "8bit bf16 amax": (8, 0),
+    "4bit f24 amax": (8, 56),
 }
 
 

@@ -185,14 +185,17 @@ class ByRule(MasterWeights):
                 together[member.master.device].append((entry, member, grad))
             elif found_inf is None or not bool(found_inf):
                 self._update(member, grad if scale is None else grad / scale)
-        done: set[Entry] = set()
+        launched = {entry: member for updated in together.values() for entry, member, _ in updated}
+        done = {entry for entry, member in launched.items() if member.target is not None}
+        rewriting = self._next_write_back(done)
+        amaxes = rewriting.amaxes_of(launched.keys())
         for device, updated in together.items():
-            self._launch(device, updated, found_inf, scale)
-            done.update(entry for entry, member, _ in updated if member.target is not None)
+            measured = [(entry, member._replace(amax=amaxes.get(entry)), grad) for entry, member, grad in updated]
+            self._launch(device, measured, found_inf, scale)
         written([entry.local for entry in done if isinstance(entry.local, QuantizedTensor)])
         increment_version([entry.local for entry in done if not isinstance(entry.local, QuantizedTensor)])
         self._collect_state()
-        self._write_back(done)
+        self._write_back(rewriting, done)
 
     def _member(self, entry: Entry, number: int, group: int) -> Member:
         """The tensors that a parameter's step reads and writes. Makes its state if there is none."""
@@ -232,6 +235,8 @@ class ByRule(MasterWeights):
                 self.inner.state[entry.stepped]["step"] = member.step
         updates.set_options([self._rule.settings(group) for group in self.param_groups], self.param_groups[0]["seed"])
         updates(grads, skipped, scale)
+        if capturing(device):
+            self._captured = [*self._captured, updates]
 
     def _update(self, member: Member, grad: Tensor) -> None:
         """Steps one shard in plain torch."""

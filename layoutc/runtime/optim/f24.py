@@ -40,7 +40,7 @@ LAYOUT = Layout(
 
 
 class _Reference:
-    """f24's arithmetic in plain torch, on any device. Kernels (optim/kernels.py) match it byte for byte."""
+    """f24's arithmetic in plain torch, on any device. Kernels (optim/stored_masters.py) match it byte for byte."""
 
     @staticmethod
     def quantize_reference(

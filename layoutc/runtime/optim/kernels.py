@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from layoutc.runtime.optim.stored_masters import joined, split_master, write_master
 from layoutc.runtime.triton.batch import address, member_of
 from layoutc.runtime.triton.blocks import to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, inverse_inside, isnan, maximum, minimum, root_inside
-from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, store_pieces, to_dtype
+from layoutc.runtime.triton.codes import bits_of, inverse_inside, maximum, minimum, root_inside
+from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
 
 SCALARS = 8  # per slot
 MASTER, FIRST, SECOND, PLANES, REST = (tl.constexpr(at) for at in (3, 4, 7, 10, 16))  # fields of a table
@@ -66,6 +67,7 @@ def scalars_kernel(
     skipped,  # fp32: 1 if a gradient is not finite, so that no parameter steps
     scale,  # fp32: what gradients are divided by
     scalars,  # (slots, 8) fp32
+    amaxes,  # (slots,) int64: addresses of the amaxes that update_kernel raises, which begin at 0; 0: it raises none
     count,
     TILE: tl.constexpr,
     RULE: tl.constexpr,  # "adam", "sgd" or "lion"
@@ -87,6 +89,9 @@ def scalars_kernel(
     third = tl.load(own + 3, mask=inside, other=0.0)  # eps, or whether momentum is Nesterov
     decay = tl.load(own + 4, mask=inside, other=0.0)
     is_maximized = tl.load(own + 5, mask=inside, other=0.0) != 0.0
+    if amaxes is not None:
+        amax = tl.load(amaxes + slot, mask=inside, other=0)
+        tl.store(amax.to(tl.pointer_type(tl.int32)), tl.zeros((TILE,), tl.int32), mask=amax != 0)
     number = step.to(tl.int32)
     rest = 1.0 - first
     last = 1.0 - second
@@ -153,6 +158,7 @@ def update_kernel(
     numbers,  # (slots, 4) int32: a parameter's number, and its shard's first row and column; for random bits
     seed,  # () int64
     steps,
+    amaxes,  # as in scalars_kernel; None: the launch raises none
     books_m, books_v,  # codebooks of the moments' recipes
     input_max,  # the largest value of a master's dtype, for scales of weights
     GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, SPLITS: tl.constexpr,  # masters are bf16 and a byte
@@ -174,13 +180,22 @@ def update_kernel(
     """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
 
     It loops over strips and builds its codebook tables once. Blocks with more rows than a strip are quantized after all
-    their rows are written; the masters are then read again from L2.
+    their rows are written; the masters are then read again from L2. amaxes: of masters as they are after the step, also
+    if it is skipped; the bits of magnitudes sort like the magnitudes, with NaN above infinity.
     """
     fields, row, column, m, k = member_of(table, SPAN_M, SPAN_K, ROWS, ALIGNED)
     slot = tl.load(fields + 2 * ROWS)
     own = scalars + slot * 8
     factor = tl.load(own + 7)
+    NEAR: tl.constexpr = EACH if EACH else 4
+    largest = tl.zeros((STRIP, SPAN_K // NEAR), tl.int32) if amaxes is not None else 0
     if factor == 0.0:
+        if amaxes is not None:
+            kept = address(fields + MASTER * ROWS, MASTER_DTYPE, ALIGNED)
+            for done in range(0, SPAN_M, STRIP):
+                tile = load(kept, (row + done, column, m, k), (k, 1), (STRIP, SPAN_K), EVEN)
+                largest = tl.maximum(largest, _largest_near(to_float(tile), NEAR))
+            _raise_amax(amaxes + slot, largest)
         return
     grad = tl.load(grads + slot).to(tl.pointer_type(GRAD))
     if ALIGNED:
@@ -269,6 +284,8 @@ def update_kernel(
         else:
             chance = (key, number, first_row, first_column)
             p = write_master(p, master, place, chance, STRIP, SPAN_K, EVEN, LAST_OUT, EACH)
+        if amaxes is not None:
+            largest = tl.maximum(largest, _largest_near(_inside(p, place, EVEN), NEAR))
         if ROUNDED is not None:
             target = address(fields + PLANES * ROWS, ROUNDED, ALIGNED)
             store(target, to_dtype(p, ROUNDED, CVT_LEVEL), place, EVEN)
@@ -277,6 +294,8 @@ def update_kernel(
                 _inside(p, place, EVEN), None, (None, input_max, None, None, None), planes, buffers,
                 (at_row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
+    if amaxes is not None:
+        _raise_amax(amaxes + slot, largest)
     if QUANTIZE is not None and TILE_M != STRIP:
         tl.debug_barrier()  # the reads below need other threads' writes
         for done in range(0, (SPAN_M // TILE_M) * (SPAN_K // TILE_K)):
@@ -288,6 +307,19 @@ def update_kernel(
                 (tile_row, tile_column, m, k, COVER_M, COVER_K),
                 QuantizeOptions(ROWWISE, COLUMNWISE, False, EVEN, CVT_LEVEL),
             )  # fmt: skip
+
+
+@triton.jit
+def _largest_near(p, NEAR: tl.constexpr):
+    """The bits of the largest magnitude of each NEAR adjacent values, which a thread holds."""
+    return tl.max(tl.reshape(bits_of(p) & 0x7FFFFFFF, (p.shape[0], p.shape[1] // NEAR, NEAR)), 2)
+
+
+@triton.jit
+def _raise_amax(place, largest):
+    """Raises the fp32 bits at the address in `place` to the largest of a tile."""
+    amax = tl.load(place).to(tl.pointer_type(tl.int32))
+    tl.atomic_max(amax, tl.max(largest), sem="relaxed")
 
 
 @triton.jit
@@ -314,74 +346,3 @@ def _inside(p, place, EVEN: tl.constexpr):
     i = place[0] + tl.arange(0, p.shape[0])[:, None]
     j = place[1] + tl.arange(0, p.shape[1])[None, :]
     return tl.where((i < place[2]) & (j < place[3]), p, 0.0)
-
-
-# ------------------------------------------------------------------------------------------------------------- masters
-@triton.jit
-def write_master(
-    p, master, place, chance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
-    EACH: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile of masters, rounded stochastically unless they are fp32; returns the stored values in fp32."""
-    if master.dtype.element_ty == tl.float32:
-        _store_master(master, p, place, EVEN, EVICT, EACH)
-        return p
-    else:
-        key, number, first_row, first_column = chance
-        bits = bits_of(tl.where(isnan(p), float("nan"), p)) if INTERPRETED else bits_of(p)
-        bits = tl.minimum(bits, 0x7FC00000)  # NaN, which has no sign on a card
-        bits += chance_bits(key, number, place[0] + first_row, place[1] + first_column, ROWS, COLUMNS)
-        bits &= -65536
-        halves = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        _store_master(master, halves, place, EVEN, EVICT, EACH)
-        return float_of(bits)
-
-
-@triton.jit
-def _store_master(pointer, tile, at, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
-    """`store`, in 16-byte pieces if each thread holds EACH adjacent values, as it does of codes.
-
-    For one store, Triton would give each thread one piece, and recompute all its inputs in that layout.
-    """
-    if EACH and EVEN:
-        row, column, _, columns = at
-        GROUPS: tl.constexpr = tile.shape[1] // EACH
-        i = tl.arange(0, tile.shape[0])[None, :, None]
-        j = tl.arange(0, GROUPS)[:, None, None] * EACH
-        groups = tl.permute(tl.reshape(tile, (tile.shape[0], GROUPS, EACH)), (1, 0, 2))
-        store_pieces(pointer + row * columns + column + (i * columns + j), groups, EVICT)
-    else:
-        store(pointer, tile, at, EVEN, EVICT=EVICT)
-
-
-@triton.jit
-def joined(upper, rest):
-    """The fp32 value of an f24 master (optim/f24.py)."""
-    return float_of(bits_of(upper) + ((rest.to(tl.int32) << 24) >> 16))  # sign-extended
-
-
-@triton.jit
-def split_master(p, master, rest, place, EVEN: tl.constexpr, EVICT: tl.constexpr, EACH: tl.constexpr):
-    """Writes a tile of f24 masters; returns their bf16 parts in fp32."""
-    bits = bits_of(p)
-    kept = tl.where(isnan(p), 0x7FC000, (bits + 0x7F + ((bits >> 8) & 1)) >> 8)
-    upper = (kept + 0x80) >> 8
-    store(rest, kept.to(tl.uint8), place, EVEN)
-    _store_master(master, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), place, EVEN, EVICT, EACH)
-    return float_of(upper << 16)
-
-
-@triton.jit
-def chance_bits(key, number, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """16 random bits per element, int32. Eight elements of a row share a Philox 4x32-10 counter.
-
-    key: seed and step. number: the parameter's. row, column: position in the whole weight; column is a multiple of 8.
-    """
-    i = (row + tl.arange(0, ROWS)).to(tl.uint32)[:, None]
-    group = (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
-    i, group = tl.broadcast(i, group)
-    zero = group & 0
-    a, b, c, d = tl.philox(key, group, i, zero + number.to(tl.uint32), zero)
-    even = tl.join(tl.join(a & 0xFFFF, c & 0xFFFF), tl.join(b & 0xFFFF, d & 0xFFFF))
-    odd = tl.join(tl.join(a >> 16, c >> 16), tl.join(b >> 16, d >> 16))
-    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)).to(tl.int32)

@@ -42,6 +42,7 @@ class Member(NamedTuple):
     group: int
     number: int
     place: tuple[int, int]  # the first row and column in the whole weight
+    amax: Tensor | None = None  # (1,) int32: fp32 bits, which the launch raises to the amax of the updated master
 
     @property
     def matrix(self) -> Tensor:
@@ -50,7 +51,8 @@ class Member(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All plain tensors that a step writes."""
-        return [self.step, *chain.from_iterable(map(planes_of, (self.master, *self.moments, self.target)))]
+        planes = chain.from_iterable(map(planes_of, (self.master, *self.moments, self.target)))
+        return [self.step, *planes, *([] if self.amax is None else [self.amax])]
 
 
 class Form(NamedTuple):
@@ -62,6 +64,7 @@ class Form(NamedTuple):
     orientations: tuple[str, ...]
     grad: torch.dtype
     splits: bool = False  # masters are bf16 and a byte
+    measures: bool = False  # the launch raises amaxes
 
     @property
     def is_quick(self) -> bool:
@@ -123,6 +126,10 @@ class Updates:
         places = [[member.number, *member.place, 0] for member in members]
         self._numbers = torch.tensor(places, dtype=torch.int32, device="cpu").to(device)
         self._grads = torch.zeros(len(members), dtype=torch.int64, device=device)
+        self._amaxes: Tensor | None = None
+        if any(form.measures for form in self._forms):
+            amaxes = [0 if member.amax is None else member.amax.data_ptr() for member in members]
+            self._amaxes = torch.tensor(amaxes, dtype=torch.int64, device="cpu").to(device)
         self._addresses: tuple[int, ...] = ()
         self._every = Plans()  # all launches of a step, by which of the scaler's tensors there are
         self._kept: list[Tensor] = []  # pinned memory that captured graphs read
@@ -173,8 +180,8 @@ class Updates:
         count, given = len(self.members), [one for one in (skipped, scale) if one is not None]
 
         def plan() -> LaunchPlan:
-            own = self._steps, self._groups, self.options, self._scalars
-            args = *own[:3], skipped, scale, own[3], count, 128, self._rule.name, self._rule.decoupled
+            own = self._steps, self._groups, self.options, self._scalars, self._amaxes
+            args = *own[:3], skipped, scale, *own[3:], count, 128, self._rule.name, self._rule.decoupled
             first = LaunchPlan.of(scalars_kernel, cdiv(count, 128), args, 4, bound=own)
             return LaunchPlan.joined([first, *self._launches])
 
@@ -206,7 +213,8 @@ class Updates:
         *moments, target = kernels = [_kernels(cls, example) for cls in (*form.moments, form.target)]
         books = [None if one is None else one.to(self._device) for one in map(books_of, (*moments, None))][:2]
         input_max = torch.finfo(form.master).max if target and target.takes_input_max else None
-        tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, *books]
+        amaxes = self._amaxes if form.measures else None
+        tensors: list[Any] = [self._grads, self._scalars, self._numbers, self.seed, self._steps, amaxes, *books]
         for table in tables:
             facts = table.rows, table.aligned and grads_aligned, table.even
             constants, own = constants_of(self._rule, form, kernels, plan, facts, level), table.entries
@@ -282,7 +290,7 @@ def _form(member: Member, grad: Tensor) -> Form:
         kind, orientations = type(target), target.orientations
     moments = tuple([type(one) if isinstance(one, QuantizedTensor) else None for one in member.moments])
     splits = isinstance(member.master, QuantizedTensor)
-    return Form(member.matrix.dtype, moments, kind, orientations, grad.dtype, splits)
+    return Form(member.matrix.dtype, moments, kind, orientations, grad.dtype, splits, member.amax is not None)
 
 
 def _places(members: Sequence[Member]) -> tuple[int, ...]:

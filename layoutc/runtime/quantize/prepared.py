@@ -17,12 +17,13 @@ from torch import Tensor
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.amaxes import amax_plans
+from layoutc.runtime.kernels.batches import addresses_of
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
-from layoutc.runtime.kernels.plans import Place, place_of
 from layoutc.runtime.quantize.amax import join, reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.quantize.weights import as_matrix, check_out
 from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.streams import stream_of
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -33,9 +34,10 @@ class Requantization:
     """`requantize_batch_` for the same targets and values while they keep their addresses: launch plans, with the
     reduction of amaxes between them."""
 
-    def __init__(self, pairs: Pairs, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, pairs: Pairs, groups: Sequence[dist.ProcessGroup], measured: Tensor | None) -> None:
         """Use `prepared`, which checks whether this is possible."""
-        self._groups, self._device, self._place = groups, pairs[0][1].device, _place(pairs)
+        self._groups, self.device, self._measured = groups, pairs[0][1].device, measured
+        self._place, self._stream = _place(pairs), stream_of(self.device)
         self._targets = [weakref.ref(target) for target, _ in pairs]
         self._amaxes: list[LaunchPlan] = []
         self._kinds: list[tuple[LaunchPlan, int | None]] = []  # of a recipe; with the position of the first amax
@@ -47,15 +49,17 @@ class Requantization:
         """True if these are the prepared targets and values, at the same addresses."""
         targets = [one() for one in self._targets]
         same = len(pairs) == len(targets) and all(map(is_, [target for target, _ in pairs], targets))
-        return same and self._place == _place(pairs)
+        here = capturing(self.device) or self._stream == stream_of(self.device)  # tables are copied on the stream
+        return same and here and self._place == _place(pairs)
 
     def __call__(self, pairs: Pairs) -> None:
         """Requantizes. Collective over the groups if some targets share an amax."""
         pieces: Sequence[Tensor] = ()
         if self._sizes:
-            packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
-            for launches in self._amaxes:
-                launches(packed)
+            if (packed := self._measured) is None:
+                packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self.device)
+                for launches in self._amaxes:
+                    launches(packed)
             pieces = torch.split_with_sizes(reduce_max(packed.view(torch.float32), self._groups), self._sizes)
             join(pieces, self._fused)
         for launches, first in self._kinds:
@@ -75,9 +79,9 @@ class Requantization:
         shapes = [pairs[at][0].LAYOUT.amax_shape(matrices[at].shape[1]) for at in sharing]
         self._sizes = [prod(shape) for shape in shapes]
         offsets = list(accumulate(self._sizes, initial=0))
-        packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=self._device)
+        packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=self.device)
         by_columns: dict[int | None, list[int]] = defaultdict(list)
-        for number, at in enumerate(sharing):
+        for number, at in enumerate(sharing if self._measured is None else ()):
             by_columns[pairs[at][0].LAYOUT.amax_columns].append(number)
         for block_k, numbers in by_columns.items():
             xs = [matrices[sharing[number]] for number in numbers]
@@ -103,9 +107,15 @@ class Requantization:
 
 
 def prepared(
-    pairs: Pairs, groups: Sequence[dist.ProcessGroup], row_shardings: Sequence[RowSharding | None]
+    pairs: Pairs,
+    groups: Sequence[dist.ProcessGroup],
+    row_shardings: Sequence[RowSharding | None],
+    measured: Tensor | None = None,
 ) -> Requantization | None:
-    """A Requantization; None if that takes more than a few launches, or can't be prepared now. Raises as `quantize`."""
+    """A Requantization; None if that takes more than a few launches, or can't be prepared now. Raises as `quantize`.
+
+    measured: where the amaxes of each call are, as `amaxes` of `requantize_batch_`; None: launches find them.
+    """
     first, device = pairs[0][1], pairs[0][1].device
     if capturing(device):
         return None
@@ -120,11 +130,11 @@ def prepared(
             return None
     if not launch.all_writable([target.store.planes for target, _ in pairs], device):
         return None
-    requantization = Requantization(pairs, groups)
+    requantization = Requantization(pairs, groups, measured)
     return requantization if requantization.prepare(pairs) else None
 
 
-def _place(pairs: Pairs) -> Place | None:
+def _place(pairs: Pairs) -> tuple[int, ...]:
     """The addresses of all values and planes."""
     planes = chain.from_iterable([target.store.planes.values() for target, _ in pairs])
-    return place_of([*[values for _, values in pairs], *planes], pairs[0][1].device)
+    return addresses_of(chain([values for _, values in pairs], planes))

@@ -125,12 +125,14 @@ def requantize_batch_(
     batch: list[tuple[QuantizedTensor, Tensor]],
     groups: list[dist.ProcessGroup],
     row_shardings: Sequence[RowSharding | None] | None = None,
+    amaxes: Tensor | None = None,
 ) -> None:
     """Overwrites quantized tensors with new values, with one MAX all-reduce per group for all their amaxes. Collective.
 
     batch: each target, with values of its shape. row_shardings: how the weight of each target is cut. If cuts split
-    blocks, there is one more all-gather per group. Default: no target is a shard whose blocks are cut. Raises as
-    `quantize` does with an `out`, before anything is written.
+    blocks, there is one more all-gather per group. Default: no target is a shard whose blocks are cut. amaxes: of the
+    targets that share one, if each has one and they are known: this rank's, int32, fp32 bits. Raises as `quantize` does
+    with an `out`, before anything is written.
     """
     sharing = [
         (target, values, as_matrix(values, (target.store.rows, target.store.matrix[1])))
@@ -141,9 +143,11 @@ def requantize_batch_(
     of_matrices = [one for one in sharing if one[0].LAYOUT.amax_of_matrices]
     found: list[Tensor] = []
     shapes: list[tuple[int, ...]] = []
-    if of_weights:
-        amaxes, shapes = shared_amaxes([(type(target), matrix) for target, _, matrix in of_weights])
-        found.append(amaxes)
+    if amaxes is not None:
+        found, shapes = [amaxes.view(torch.float32)], [(1,)] * len(of_weights)
+    elif of_weights:
+        measured, shapes = shared_amaxes([(type(target), matrix) for target, _, matrix in of_weights])
+        found.append(measured)
     for target, _, matrix in of_matrices:
         found.append(amax_of_each(matrix, target.store.amaxes))
         shapes.append((len(found[-1]),))

@@ -55,11 +55,12 @@ class MasterWeights(FollowsParameters):
     """
 
     STEPS_MASTERS = True  # `update_warnings` does not warn of it
-    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting")  # caches, which copies compute again
+    _KEPT: tuple[str, ...] = ("_kept", "_gradients", "_rewriting", "_captured")  # which copies compute again
 
     _kept: Sequence[Entry] = ()  # from step to step; never copied or pickled
     _gradients = Gradients()
     _rewriting: WriteBack | None = None
+    _captured: Sequence[Any] = ()  # holds the tables that launches in CUDA graphs read, also when steps use others
 
     BY_RULE: type[MasterWeights]  # the class for `state` or `masters`; optim/by_rule.py sets it
 
@@ -126,7 +127,7 @@ class MasterWeights(FollowsParameters):
             inner_optimizer.step(self.inner)
             inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
             self._collect_state()
-            self._write_back()
+            self._write_back(self._next_write_back())
         finally:
             self._gradients.take(entries)
 
@@ -234,7 +235,7 @@ class MasterWeights(FollowsParameters):
         self._step_masters()  # masters and their shards were copied separately
         self._forget_entries()
         for name in self._KEPT:
-            del self.__dict__[name]
+            self.__dict__.pop(name, None)
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters. Raises LayoutError for gathered ones."""
@@ -359,8 +360,8 @@ class MasterWeights(FollowsParameters):
         lr = group.get("lr")
         return lr is None or bool(lr)
 
-    def _write_back(self, done: Collection[Entry] = ()) -> None:
-        """Rewrites parameters with a gradient, of groups that move, from their masters. done: already written ones."""
+    def _next_write_back(self, done: Collection[Entry] = ()) -> WriteBack:
+        """How this step rewrites parameters with a gradient, of groups that move, except those in `done`."""
         entries, moved = iter(self._entries()), []
         for group in self.param_groups:
             moves = self._moves(group)
@@ -373,9 +374,15 @@ class MasterWeights(FollowsParameters):
         rest = [entry for entry in moved if entry not in done] if done else moved
         if self._rewriting is None or not self._rewriting.holds(rest):
             self._rewriting = WriteBack(rest, self._entries())
-        self._rewriting()
+        return self._rewriting
+
+    def _write_back(self, rewriting: WriteBack, done: Collection[Entry] = ()) -> None:
+        """Rewrites parameters from their masters. done: already written ones."""
+        rewriting()
+        if captured := rewriting.captured:
+            self._captured = [*self._captured, *captured]
         own = []
-        for entry in (*done, *self._rewriting.rewritten):
+        for entry in (*done, *rewriting.rewritten):
             if entry.trains:
                 entry.stamp = stamp(entry.param)
             elif entry.steps_shard:

@@ -6,7 +6,7 @@ Looking up parameters and shardings, and converting gradients one by one, takes 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize import prepared, weights
@@ -243,16 +244,38 @@ class Batch:
         self.entries: list[Entry] = []
         self.row_shardings: list[RowSharding | None] = []
         self.prepared: Requantization | None = None
+        self._amaxes: Tensor | None = None  # if a launch that steps masters raises them
+        self._of: dict[Entry, Tensor] = {}  # the same by entry
+
+    def amaxes_of(self, stepped: Collection[Entry]) -> Mapping[Entry, Tensor]:
+        """Where a launch that steps masters is to raise their amaxes, from zeros: (1,) int32, fp32 bits. {}: nowhere,
+        because one of the weights that share an amax needs another way."""
+        sharing = [*self._of] or [entry for entry in self.entries if cast(Any, entry.local).LAYOUT.shares_amax]
+        # A rank with no rows of a weight raises nothing, and the reduction is in other memory.
+        if not all(entry in stepped or (self.groups and not entry.local.numel()) for entry in sharing):
+            sharing = []
+        if not self._of and sharing and _can_be_raised([entry.local for entry in sharing]):
+            self._amaxes = torch.zeros(len(sharing), dtype=torch.int32, device=sharing[0].local.device)
+            self._of, self.prepared = dict(zip(sharing, torch.split(self._amaxes, 1), strict=True)), None
+        elif self._of and not sharing:
+            self._amaxes, self._of, self.prepared = None, {}, None
+        return self._of
 
     def requantize(self) -> None:
         """Requantizes all of them from their masters."""
         pairs: list[Any] = [(entry.local, rounded(entry.master)) for entry in self.entries]
         if self.prepared is None or not self.prepared.holds(pairs):
-            self.prepared = prepared.prepared(pairs, self.groups, self.row_shardings)
+            self.prepared = prepared.prepared(pairs, self.groups, self.row_shardings, self._amaxes)
         if self.prepared is None:
-            weights.requantize_batch_(pairs, self.groups, self.row_shardings)
+            weights.requantize_batch_(pairs, self.groups, self.row_shardings, self._amaxes)
         else:
             self.prepared(pairs)
+
+
+def _can_be_raised(locals_: Sequence[Any]) -> bool:
+    """Whether each weight has one amax, and all are on one device."""
+    one = all(x.LAYOUT.amax_columns is None and not x.LAYOUT.amax_of_matrices for x in locals_)
+    return one and all(x.device == locals_[0].device for x in locals_)
 
 
 class WriteBack:
@@ -293,6 +316,16 @@ class WriteBack:
         """True if it was made for these parameters and they have not changed."""
         same = len(moved) == len(self._moved) and all(map(is_, moved, self._moved))
         return same and not any(isinstance(entry.local, QuantizedTensor) for entry in self._rounded)
+
+    @property
+    def captured(self) -> list[Requantization]:
+        """What a CUDA graph reads that is being captured."""
+        every = [batch.prepared for batch in self._batches if batch.prepared is not None]
+        return [one for one in every if capturing(one.device)]
+
+    def amaxes_of(self, stepped: Collection[Entry]) -> dict[Entry, Tensor]:
+        """As `Batch.amaxes_of`, of all batches."""
+        return {entry: amax for batch in self._batches for entry, amax in batch.amaxes_of(stepped).items()}
 
     def __call__(self) -> None:
         """Rewrites all of them: rounded, or requantized with one amax reduction for all that share process groups."""
