@@ -101,7 +101,7 @@ ABOVE = {
     ),
     "checkpoint": (
         "layoutc runtime runtime.bindings runtime.sharding runtime.storage runtime.weight runtime.quantize "
-        "runtime.train checkpoint.common checkpoint.untrusted checkpoint.safetensors checkpoint.gguf",
+        "runtime.train runtime.optim checkpoint.common checkpoint.untrusted checkpoint.safetensors checkpoint.gguf",
         "torch",
     ),
     "integrations": (

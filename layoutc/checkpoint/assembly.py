@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common import narrowing
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.optim.foreign_states import as_recipe
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import shards
@@ -34,6 +35,7 @@ class Destination:
     missing: int = 0  # elements that no piece has supplied yet
 
     def __post_init__(self) -> None:
+        self.live = as_recipe(self.live)  # of torchao's, which keeps its bytes
         self.missing = self.live.numel()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
 from itertools import count
 from math import prod
@@ -73,6 +74,11 @@ def _any(data: Tensor, name: str, where: str) -> Any:
             return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
+        if theirs := re.search(r"GLOBAL (torchao\.[\w.]+)", reason):
+            module = ".".join(theirs[1].split(".")[:2])
+            raise LayoutError(
+                f"{name} is a {theirs[1]} in the checkpoint: `import {module}` before the load lets torch read it"
+            ) from error
         raise DamagedError(f"{where} holds more than tensors and plain values; none of it was run: {reason}") from error
     except LayoutError as error:
         raise type(error)(f"{name}: {error}") from error

@@ -6,11 +6,12 @@ So a failed load changes nothing on any rank. Torch's load reads straight into t
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +28,10 @@ from layoutc.checkpoint.common.folders import INCOMPLETE, previous, resolved
 from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, together
 from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
+from layoutc.checkpoint.optimizers import Matches, lacking
 from layoutc.checkpoint.reading import METADATA, read_metadata
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.optim.foreign_states import as_recipe, taken
 from layoutc.runtime.torch_private import set_element
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -60,6 +63,11 @@ def load(
     Without it, LayoutError says what differs. strict: reject checkpoint entries under the state dict's outer keys that
     the state dict lacks. process_group: the ranks that load; default: all.
 
+    A state of torch's, torchao's or Transformer Engine's AdamW loads into layoutc's, and the other way round. A plain
+    weight is its own master: it starts the master of a quantized weight, or is written from it. A group keeps the
+    options that the checkpoint lacks, and options that it lacks are skipped. Bytes of torchao's states are kept where a
+    recipe has their layout.
+
     Collective. Raises on all ranks, before a live model is written: DamagedError if files are torn, changed, missing or
     swapped, or hold anything but tensors and plain values (nothing in them is run); LayoutError if entries, shapes,
     layouts or cuts do not fit. Host memory holds all new values until they are written.
@@ -80,8 +88,7 @@ def load(
     with torch.no_grad():
         together(lambda: _write([one for one in loaded.tensors.values() if one.name not in collective]), group)
         for name, value in planner.state_dict.items():  # in the same order on all ranks, since quantizing is collective
-            live = local_of(value)
-            if name in collective and isinstance(live, QuantizedTensor):
+            if name in collective and isinstance(live := as_recipe(local_of(value)), QuantizedTensor):
                 requantize(live, [destination for destination in loaded.tensors.values() if destination.name == name])
     for name, value in loaded.values.items():
         planner.put(name, value)
@@ -96,6 +103,20 @@ class _Planner(DefaultLoadPlanner):
     """Torch's planner, which decides what to read. `put` sets plain values; no pickle that could run code does."""
 
     reads: Sequence[ReadItem] = ()  # the items that this rank reads
+    whole: dict[str, Any]  # the flattened state dict; `state_dict` is what of it is read
+    matches: Matches
+
+    def plan(self, metadata: Metadata) -> None:
+        """Decides what to read. Raises ValueError or RuntimeError, which name an entry, if the checkpoint lacks it."""
+        self.whole, self.matches = self.state_dict, Matches.of(self.state_dict, self.mappings, metadata)
+        self.state_dict, self.metadata = self.matches.planned(self.whole, metadata)
+        sources = self.matches.sources
+        self.reads = [
+            replace(item, storage_index=replace(item.storage_index, fqn=sources[item.dest_index.fqn]))
+            if item.dest_index.fqn in sources
+            else item
+            for item in self.create_local_plan().items
+        ]
 
     def put(self, name: str, value: Any) -> None:
         """Sets a plain value in the state dict."""
@@ -119,9 +140,12 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
     planner = _Planner()
     try:
         planner.set_up_planner(states, metadata, is_first)
-        planner.reads = planner.create_local_plan().items
+        planner.plan(metadata)
     except (ValueError, RuntimeError) as error:  # torch's message names a key or a shape
-        raise LayoutError(f"{folder} does not fit the state dict: {error}") from error
+        missing = re.fullmatch(r"Missing key in checkpoint state_dict: (.*)\.", str(error))
+        raise LayoutError(
+            f"{folder} does not fit the state dict: {error}{lacking(missing[1]) if missing else ''}"
+        ) from error
     if strict:
         _check_unexpected(states, planner, metadata)
     return planner
@@ -131,10 +155,11 @@ def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metad
     """Raises LayoutError for checkpoint entries under the state dict's outer keys that the state dict lacks."""
     nested = {key for key, value in states.items() if isinstance(value, dict | list | tuple)}
     paths = metadata.planner_data or {}
+    known = {*planner.whole, *planner.matches.sources.values(), *planner.matches.extra}
     extra = [
         name
         for name in metadata.state_dict_metadata
-        if name not in planner.state_dict and (not nested or str(paths.get(name, (name,))[0]) in nested)
+        if name not in known and (not nested or str(paths.get(name, (name,))[0]) in nested)
     ]
     if extra:
         more = ", ..." if len(extra) > 3 else ""
@@ -170,6 +195,10 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
             _take(loaded, item, value, metadata)
     for destination in loaded.tensors.values():
         destination.check_complete()
+    for name in planner.matches.numbers:
+        found = [loaded.tensors.pop(index).value for index in list(loaded.tensors) if index.fqn == name]
+        value = found[0] if found else loaded.values[name]
+        loaded.values[name] = planner.matches.number(name, value, planner.whole[name])
     return loaded
 
 
@@ -204,7 +233,7 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
     if item.type == LoadItemType.BYTE_IO:
         loaded.values[name] = value
         return
-    chunks: Any = metadata.state_dict_metadata[name]
+    chunks: Any = metadata.state_dict_metadata[item.storage_index.fqn]
     chunk = next((c for c in chunks.chunks if c.offsets == item.storage_index.offset), None)
     if not isinstance(value, Tensor) or chunk is None or value.shape != chunk.sizes:
         stored = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -214,7 +243,7 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
         )
     if (dtype := chunks.properties.dtype) != value.dtype:
         raise DamagedError(f"{name}: {value.dtype} is stored, but {METADATA} says {dtype}")
-    whole = value.numel()
+    whole, value = value.numel(), taken(value)
     try:
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             if (offset, length) != (0, value.shape[dim]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,5 +102,61 @@ def test_amsgrad_is_refused() -> None:
     model = model_of(512)
     theirs = torch.optim.AdamW(with_gradients(model, 1), amsgrad=True)
     theirs.step()
-    with pytest.raises(ValueError, match="max_exp_avg_sq, but layoutc"):
-        layoutc.AdamW(model.parameters()).load_state_dict(theirs.state_dict())
+    ours, state = layoutc.AdamW(model.parameters()), theirs.state_dict()
+    with pytest.raises(ValueError, match=re.escape("set state['param_groups'][0]['amsgrad'] = False")):
+        ours.load_state_dict(state)
+    state["param_groups"][0]["amsgrad"] = False
+    ours.load_state_dict(state)
+    assert {*ours.state[model[0].weight]} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def fused_adam(model: nn.Module, step: Any, **options: Any) -> dict[str, Any]:
+    """What the state_dict of Transformer Engine's FusedAdam returns: moments in fp32, steps of groups."""
+    state = {
+        number: {
+            name: torch.randn(param.shape, generator=torch.Generator().manual_seed(number)).abs()
+            for name in ("exp_avg", "exp_avg_sq", "master_param")
+        }
+        for number, param in enumerate(model.parameters())
+    }
+    group = {"lr": 0.25, "bias_correction": True, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.0, **options}
+    return {"state": state, "param_groups": [{**group, "step": step, "params": [*state]}]}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "MasterWeights"])
+@pytest.mark.parametrize("step", [7, torch.tensor([7], dtype=torch.int32)], ids=["number", "tensor"])
+def test_fused_adam_of_transformer_engine_goes_on_here(kind: str, step: Any) -> None:
+    """Its masters, moments and steps."""
+    model = model_of(512).bfloat16()
+    saved = fused_adam(model, step)
+    of: Any = layoutc.AdamW if kind == "AdamW" else partial(layoutc.MasterWeights, torch.optim.AdamW)
+    ours = of(model.parameters())
+    ours.load_state_dict(saved)
+    for number, param in enumerate(model.parameters()):
+        found = ours.state[param]
+        assert found["step"] == 7
+        assert torch.equal(ours.masters()[param], saved["state"][number]["master_param"])
+        assert torch.equal(found["exp_avg_sq"], saved["state"][number]["exp_avg_sq"])
+    assert ours.param_groups[0]["betas"] == (0.5, 0.75)
+
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    ours.step()
+    assert {int(state["step"]) for state in ours.state.values()} == {8}
+    assert not any("step" in group for group in ours.param_groups)
+
+
+def test_what_can_not_go_on_is_refused() -> None:
+    model = model_of(512).bfloat16()
+    ours = layoutc.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="bias_correction=False"):
+        ours.load_state_dict(fused_adam(model, 7, bias_correction=False))
+    saved = fused_adam(model, 7)
+    del saved["param_groups"][0]["step"]
+    with pytest.raises(ValueError, match="exp_avg_sq, but no step"):
+        ours.load_state_dict(saved)
+    saved = fused_adam(model, 7)
+    saved["state"][1]["master_param"] = saved["state"][1]["master_param"].to(torch.int16)
+    with pytest.raises(ValueError, match="store_param_remainders=False"):
+        ours.load_state_dict(saved)
+    assert not ours.state

@@ -34,19 +34,24 @@ def translated(state_dict: Mapping[str, Any], moments: Sequence[str]) -> dict[st
 
     Raises ValueError for amsgrad states, which layoutc.AdamW does not support.
     """
+    for number, group in enumerate(state_dict["param_groups"]):
+        if group.get("amsgrad"):
+            raise ValueError(
+                f"parameter group {number} has amsgrad=True, which layoutc.AdamW does not support: to go on "
+                f"without it, set state['param_groups'][{number}]['amsgrad'] = False"
+            )
     return {
         **state_dict,
-        "state": {key: _of_parameter(key, saved, moments) for key, saved in state_dict["state"].items()},
+        "state": {key: _of_parameter(saved, moments) for key, saved in state_dict["state"].items()},
     }
 
 
-def _of_parameter(key: Any, saved: Any, moments: Sequence[str]) -> Any:
+def _of_parameter(saved: Any, moments: Sequence[str]) -> Any:
     if not isinstance(saved, Mapping):
         return saved
     state = {**saved, **saved.get(_WRAPPED, {})}
-    if "max_exp_avg_sq" in state:
-        raise ValueError(f"the state of parameter {key} has max_exp_avg_sq, but layoutc.AdamW does not support amsgrad")
     state.pop(_WRAPPED, None)
+    state.pop("max_exp_avg_sq", None)
     for number, name in enumerate(moments, 1):
         if f"state{number}" in state:
             state[name] = state.pop(f"state{number}")
@@ -54,10 +59,26 @@ def _of_parameter(key: Any, saved: Any, moments: Sequence[str]) -> Any:
             if table is not None:
                 codes = local_of(state[name])
                 held = Coded(codes, scales[: cdiv(codes.numel(), 256)], 256, table, codes.shape)
-                state[name] = _beside(state[name], _read(held))
-        elif isinstance(state.get(name), Tensor) and (found := _of_torchao(local_of(state[name]))) is not None:
-            state[name] = _beside(state[name], _read(found))
+                made = _in_recipe(held)
+                state[name] = _beside(state[name], _values(held) if made is None else made.clone())
+        elif isinstance(state.get(name), Tensor):
+            local = local_of(state[name])
+            if (found := taken(local)) is not local:
+                state[name] = _beside(state[name], found.clone())
     return state
+
+
+def as_recipe(value: Any) -> Any:
+    """torchao's state as a tensor of the recipe that has its layout, in its own memory; any other tensor as it is."""
+    held = _of_torchao(value)
+    found = None if held is None else _in_recipe(held)
+    return value if found is None else found
+
+
+def taken(value: Tensor) -> Tensor:
+    """As `as_recipe`; but torchao's states that no recipe has the layout of are fp32."""
+    held, found = _of_torchao(value), as_recipe(value)
+    return _values(held) if held is not None and found is value else found
 
 
 def _of_torchao(value: Any) -> Coded | None:
@@ -72,17 +93,17 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec_of(value), requires_grad=False) if isinstance(value, DTensor) else local  # type: ignore[no-untyped-call]
 
 
-def _read(held: Coded) -> Tensor:
-    """A moment with the same bytes in the recipe that has its layout; in fp32 if no recipe does."""
+def _in_recipe(held: Coded) -> QuantizedTensor | None:
+    """A moment in the recipe that has its layout, in the same memory; None if no recipe does."""
     for cls in (installed.find(name).Tensor for names in FORMS.values() for name in names):
         if _is_layout(cls, held):
             m, k = held.shape[:-1].numel(), held.shape[-1]
             planes = {}
             for (name, facts), source in zip(cls.LAYOUT.planes(m, k).items(), (held.codes, held.scales), strict=True):
-                planes[name] = source.view(facts.dtype).reshape(facts.shape).clone()
+                planes[name] = source.view(facts.dtype).view(facts.shape)
             made: QuantizedTensor = cls(planes, held.shape, torch.float32, matrix=(m, k))
             return made
-    return _values(held)
+    return None
 
 
 def _values(held: Coded) -> Tensor:

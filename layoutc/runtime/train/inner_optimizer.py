@@ -170,6 +170,41 @@ def step(inner: torch.optim.Optimizer) -> None:
         ) from error
 
 
+def in_own_words(inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as torch's optimizers name its entries: Transformer Engine's and apex's FusedAdam count steps for a
+    group, and call masters master_param.
+
+    Raises ValueError for what torch's optimizers can't go on from: moments without a step, steps without the correction
+    of bias, and masters as the 16 bits that bf16 weights lack.
+    """
+    if type(inner) not in ELEMENTWISE and not getattr(inner, "STEPS_SHARDS", False):
+        return dict(state_dict)  # others may keep anything under these names
+    groups, states = [dict(group) for group in state_dict["param_groups"]], dict(state_dict["state"])
+    for group in groups:
+        steps = group.pop("step", None)
+        if group.get("bias_correction", True) is False or group.get("bias_correction") == 0:
+            raise ValueError("the state is of an optimizer with bias_correction=False, and torch's correct the bias")
+        for key in group["params"]:
+            if not (state := dict(states.get(key) or {})):
+                continue
+            if (master := state.pop("master_param", None)) is not None:
+                if not master.is_floating_point():
+                    raise ValueError(
+                        f"the master of parameter {key} is {master.dtype}, the bits that its bf16 weight lacks: save "
+                        "the state of an optimizer with store_param_remainders=False"
+                    )
+                state["master"] = master
+            if steps is not None:
+                state.setdefault("step", torch.as_tensor(steps, dtype=torch.float32, device="cpu").reshape(()).clone())
+            if "exp_avg_sq" in state and "step" not in state:
+                raise ValueError(
+                    f"the state of parameter {key} has exp_avg_sq, but no step, by which its bias is corrected: set "
+                    f"state['state'][{key!r}]['step'] to the number of steps"
+                )
+            states[key] = state
+    return {**state_dict, "param_groups": groups, "state": states}
+
+
 def check_state(param: Tensor, master: Tensor, saved: dict[str, Any], key: object) -> None:
     """Raises ValueError if a parameter's saved state, unless it is empty, has no master, or one of another shape."""
     if master is param or not saved:

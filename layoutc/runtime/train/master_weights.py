@@ -187,10 +187,12 @@ class MasterWeights(FollowsParameters):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
-        It leaves parameters alone: they belong to the model's state. Raises ValueError, before anything is changed, if
-        groups or parameters do not match.
+        Also from Transformer Engine's and apex's FusedAdam, if the inner optimizer is torch's. It leaves parameters
+        alone: they belong to the model's state. Raises ValueError, before anything is changed, if groups or parameters
+        do not match.
         """
         self._follow()
+        state_dict = inner_optimizer.in_own_words(self.inner, state_dict)
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
