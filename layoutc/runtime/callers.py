@@ -12,6 +12,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from layoutc.runtime.torch_private import ddp_sends_weights
@@ -90,6 +91,14 @@ def is_called_from(package: str) -> bool:
 def parallelizes() -> bool:
     """True within torch.distributed.tensor.parallel, while it cuts a module's weights into parts."""
     return any(_module(frame).startswith("torch.distributed.tensor.parallel") for frame in _frames())
+
+
+def group_of_parts() -> dist.ProcessGroup | None:
+    """The ranks for which a placement of DTensor cuts the tensor of the running handler; None if no placement does."""
+    for frame in _frames():
+        if _module(frame) == "torch.distributed.tensor.placement_types" and "mesh_dim" in (known := frame.f_locals):
+            return known["mesh"].get_group(known["mesh_dim"])  # type: ignore[no-any-return]
+    return None
 
 
 def initializes() -> bool:

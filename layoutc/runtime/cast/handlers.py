@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from layoutc.ints.sizes import cdiv
@@ -24,7 +25,7 @@ from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parame
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import Settings, read_as
 from layoutc.runtime.products import autograd, experts
-from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.sharding import meshes, registry, shards
 from layoutc.runtime.torch_private import c10d_functional, in_backward, schema_of, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -46,11 +47,12 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
     """A view of the values. It records how it was made, so that a model can view the quantized weight."""
     tensor, *rest = args
     shown = func(tensor._plain, *rest, **kwargs)
-    if func in _CUTS and callers.parallelizes():
-        _check_part(tensor, shown if isinstance(shown, Tensor) else shown[0])
     if isinstance(shown, Tensor):
         return tensor.alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
-    return [tensor.alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+    pieces = [tensor.alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+    if func in _CUTS and (group := callers.group_of_parts()) is not None:
+        _cut_for_ranks(tensor, pieces, group)
+    return pieces
 
 
 def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
@@ -63,11 +65,27 @@ def _refuse_gathers_of_values(tensor: CastOnGather) -> None:
         )
 
 
-def _check_part(tensor: CastOnGather, part: Tensor) -> None:
-    """Raises LayoutError if tensor parallelism cuts blocks, on all ranks: each of them sees the same first part."""
-    for dim, (size, each) in enumerate(zip(tensor.shape, part.shape, strict=True)):
-        if each < size and each:
-            shards.check_parts(tensor.LAYOUT, tensor.shape, dim, cdiv(size, each), tensor.weight_name or "a weight")
+def _cut_for_ranks(tensor: CastOnGather, pieces: list[CastOnGather], group: dist.ProcessGroup) -> None:
+    """Has the parts that DTensor cuts for ranks share the amax of the whole weight, where a scale depends on it.
+
+    Raises LayoutError if tensor parallelism cuts blocks, on all ranks: each of them sees the same parts. Others may cut
+    them to move values; such a part is refused when it is quantized.
+    """
+    name, shape = tensor.weight_name or "a weight", tensor.shape
+    for dim, (size, each) in enumerate(zip(shape, pieces[0].shape, strict=True)):
+        if not 0 < each < size:
+            continue
+        peers, refusal = tensor.peers, tensor.refusal
+        try:
+            shards.check_parts(tensor.LAYOUT, shape, dim, cdiv(size, each), name)
+            if meshes.shares_amax(tensor.LAYOUT, shape, dim, name):
+                peers = (*(peers or ()), group.group_name)
+        except LayoutError as error:
+            if callers.parallelizes():
+                raise
+            refusal = str(error)
+        for piece in pieces:
+            piece.peers, piece.refusal = peers, refusal
 
 
 def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:

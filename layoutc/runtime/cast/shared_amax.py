@@ -141,6 +141,12 @@ class Agreed:
                 f"{tensor.label()} shares one amax with other weights ({self.fused[1]}), which a traced graph does "
                 "not see: shard them with fully_shard, whose gathers run outside of graphs"
             )
+        if tensor.peers:
+            raise UnsupportedOperator(
+                f"{tensor.label()} is a part, and shares an amax with those of other ranks, which a traced graph does "
+                "not see: shard it with fully_shard, whose gathers run outside of graphs, or leave its module "
+                "uncompiled"
+            )
         if tensor.LAYOUT.history:
             raise UnsupportedOperator(
                 f"{tensor.label()} takes its scale from a history of amaxes, which a traced graph would never "

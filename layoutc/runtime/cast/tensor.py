@@ -22,6 +22,7 @@ from layoutc.runtime.cast import gather_group, into_row
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import all_gather
 from layoutc.runtime.product_mode import Settings
@@ -73,6 +74,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     weight_name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
+    refusal: str | None = None  # of a part that can't be quantized by itself: why
     own_products: Settings | None  # as of a QuantizedTensor
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _copied: CopiedView | None  # of a copy of a view of a weight
@@ -115,13 +117,14 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         other.transposed, other._detached = self.transposed != transposed, self.is_detached
         other.weight_name, other._agreed, other._source = self.weight_name, self._agreed, self._source
         other.own_products, other._copied = self.own_products, self._copied
+        other.peers, other.refusal = self.peers, self.refusal
         return other
 
     def _fresh(self, values: Tensor) -> Self:
         """Other values with the same metadata."""
         other = type(self)(values)
         other.weight_name, other._detached, other.own_products = self.weight_name, self.is_detached, self.own_products
-        other._agreed.fused = self._agreed.fused
+        other._agreed.fused, other.peers, other.refusal = self._agreed.fused, self.peers, self.refusal
         return other
 
     # ------------------------------------------------------------------------------------------------------- what it is
@@ -203,6 +206,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Quantizes values, with the amax that the weight's shards share."""
         row_sharding, matrix = shards.row_sharding(self), self._matrix_of(values)
+        if self.refusal is not None and registry.find(self) is None:
+            raise LayoutError(self.refusal)
         amax, extra = self._agreed.decide(self, matrix, values.shape)
         (matrix,) = with_halos([self.LAYOUT], [matrix], [row_sharding])
         planes = operators.quantize(self.QUANTIZED, matrix, amax, orientations) | extra
@@ -280,9 +285,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views from there."""
-        products = self.own_products, product_mode.setting(self)  # see flattening.Context
+        products, part = (self.own_products, product_mode.setting(self)), (self.peers, self.refusal)  # see flattening
         views = () if self._is_shard else self._views
-        return ["_whole"], (views, self.transposed, self.is_detached, self.weight_name, *products)
+        return ["_whole"], (views, self.transposed, self.is_detached, self.weight_name, part, *products)
 
     @property
     def _whole(self) -> Tensor:
@@ -299,13 +304,13 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__."""
-        views, transposed, detached, name, products, _ = context
+        views, transposed, detached, name, part, products, _ = context
         values = inner["_whole"]
         for func, args, index in views:
             values = func(values, *args) if index is None else func(values, *args)[index]
         self = cls._wrap(Values(values=inner["_whole"]), values)
         self._views, self.transposed, self._detached, self.weight_name = views, transposed, detached, name
-        self.own_products = products
+        self.own_products, (self.peers, self.refusal) = products, part
         return self
 
     def _stable_hash_for_caching(self) -> str:

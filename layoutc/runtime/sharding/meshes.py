@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import gcd, prod
 from typing import Any
 
@@ -70,13 +70,18 @@ def amax_groups(layout: Layout, tensor: Tensor, name: str) -> list[dist.ProcessG
         assert isinstance(tensor, DTensor)
         if tensor.device_mesh.size(mesh_dim) == 1:
             continue
-        of_columns = dim == tensor.dim() - 1 and dim > 0
-        if of_columns and layout.shared_along_rows - layout.shared:
-            raise LayoutError(_of_whole_rows(layout, name, tensor))
-        whole = layout.amax_of_matrices and dim < tensor.dim() - 2
-        if layout.shares_amax and not whole and not (of_columns and layout.amax_columns is not None):
+        if shares_amax(layout, tensor.shape, dim, name):
             groups.append(tensor.device_mesh.get_group(mesh_dim))
     return groups
+
+
+def shares_amax(layout: Layout, shape: Sequence[int], dim: int, name: str) -> bool:
+    """Whether parts of a weight of `shape`, cut on a dim, share amaxes. Raises LayoutError as amax_groups does."""
+    of_columns = dim == len(shape) - 1 and dim > 0
+    if of_columns and layout.shared_along_rows - layout.shared:
+        raise LayoutError(_of_whole_rows(layout, name, shape))
+    whole = layout.amax_of_matrices and dim < len(shape) - 2
+    return layout.shares_amax and not whole and not (of_columns and layout.amax_columns is not None)
 
 
 def resolve(names: Iterable[str]) -> list[dist.ProcessGroup]:
@@ -116,7 +121,7 @@ def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
 def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name: str) -> None:
     multiple, each = layout.column_multiple, cdiv(size, world)
     if world > 1 and layout.shared_along_rows - layout.shared:
-        raise LayoutError(_of_whole_rows(layout, name, weight))
+        raise LayoutError(_of_whole_rows(layout, name, weight.shape))
     if each >= size or each % multiple == 0:
         return
     raise ShardAlignmentError(
@@ -126,9 +131,9 @@ def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name:
     )
 
 
-def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
+def _of_whole_rows(layout: Layout, name: str, shape: Sequence[int]) -> str:
     return (
-        f"{name}: shape {tuple(weight.shape)} in {layout.name} can't be sharded by columns: one scale covers a whole "
+        f"{name}: shape {tuple(shape)} in {layout.name} can't be sharded by columns: one scale covers a whole "
         "row, and a rank sees only a part of that; shard dim 0, or use a recipe with blocks of columns"
     )
 
