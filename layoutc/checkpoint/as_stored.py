@@ -13,7 +13,7 @@ from layoutc.checkpoint.gguf import planning as of_gguf
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.planning import Rename
 from layoutc.runtime.bindings.names import groups_of
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -50,6 +50,7 @@ def quantize_as_stored(
         >>> checkpoint.quantize_as_stored(nn.Sequential(nn.Linear(128, 128, bias=False)), "stored")
         {'0.weight': 'fp8_block'}
     """
+    check_model(model, "quantize_as_stored")
     path, is_file = Path(path), Path(path).is_file()
     if is_file and share_amax:
         raise LayoutError(

@@ -30,7 +30,7 @@ from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
 from layoutc.checkpoint.optimizers import Matches, lacking
 from layoutc.checkpoint.reading import METADATA, read_metadata
-from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.errors import DamagedError, LayoutError, check_state
 from layoutc.runtime.optim.foreign_states import as_recipe, taken
 from layoutc.runtime.torch_private import set_element
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -78,6 +78,7 @@ def load(
         >>> checkpoint.save({"model": model.state_dict()}, "step_3")
         >>> checkpoint.load({"model": model.state_dict()}, "step_3")
     """
+    check_state(state_dict, "load")
     path, group = Path(folder), process_group
     states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}
     metadata, path = from_first(lambda: _metadata(path), group)

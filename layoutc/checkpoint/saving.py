@@ -27,7 +27,7 @@ from torch.futures import Future
 from layoutc.checkpoint.common import folders
 from layoutc.checkpoint.manifest import write_manifest
 from layoutc.checkpoint.reading import directory_crc_of
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_state
 
 _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # keyed by the default group
 _last: WeakKeyDictionary[dist.ProcessGroup, futures.Future[Any]] = WeakKeyDictionary()  # each group's last save
@@ -57,6 +57,7 @@ def save(
         >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
         >>> checkpoint.save({"model": model.state_dict()}, "step_1")
     """
+    check_state(state_dict, "save")
     writer = prepare(folder, overwrite, process_group)
     try:
         state_dict_saver.save(state_dict, storage_writer=writer, process_group=process_group, **options)
@@ -91,6 +92,7 @@ def async_save(
         >>> future = checkpoint.async_save({"model": model.state_dict()}, "step_2")
         >>> _ = future.result()
     """
+    check_state(state_dict, "async_save")
     group = _group_apart(process_group)
     writer = prepare(folder, overwrite, group)
     # Without a stager, torch stages with the writer, whose zeros_like copies make dense tensors.

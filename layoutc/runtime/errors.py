@@ -3,6 +3,10 @@
 Each message names the recipe, the parameter if it is known, and what would work.
 """
 
+from collections.abc import Mapping
+
+from torch import nn
+
 
 def printable(text: str) -> str:
     """Makes text with names from files safe for a terminal: escapes unprintable characters except line breaks."""
@@ -42,6 +46,20 @@ class DamagedError(LayoutError, ValueError):
 
 class UnsupportedTorch(LayoutError):
     """The installed torch has changed a private name that layoutc needs to find shards."""
+
+
+def check_model(given: object, caller: str, or_state: bool = False) -> None:
+    """Raises TypeError unless a model is given; or, with or_state, its state dict."""
+    if not isinstance(given, (nn.Module, Mapping) if or_state else nn.Module):
+        what = "a model (nn.Module) or its state dict" if or_state else "a model (nn.Module)"
+        raise TypeError(f"{caller} takes {what}, and got {type(given).__name__}: pass the module, and several in turn")
+
+
+def check_state(given: object, caller: str) -> None:
+    """Raises TypeError unless a dict of what is saved, or loaded, is given."""
+    if not isinstance(given, Mapping):
+        call = f"checkpoint.{caller}({{'model': model.state_dict()}}, folder)"
+        raise TypeError(f"{caller} takes a dict, and got {type(given).__name__}: call {call}")
 
 
 def whole_instead(recipe: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.cast.tensor import CastOnGather
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.torch_private import local_tensor, storage_key
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -17,6 +17,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name. If several names share memory, only the first is kept. Raises LayoutError for PEFT's names: no
     reader knows them, and PEFT layers compute more than their base."""
+    check_model(source, "an export", or_state=True)
     state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
     if wrapped := next((name for name in state if ".base_layer." in name), None):
         raise LayoutError(

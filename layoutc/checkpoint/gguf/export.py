@@ -28,7 +28,7 @@ from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
 from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -81,6 +81,7 @@ def export_gguf(
         >>> done = checkpoint.load_gguf(model, "Llama-3.gguf")
         >>> types = checkpoint.export_gguf(model, "tuned.gguf", source="Llama-3.gguf")
     """
+    check_model(model_or_state_dict, "export_gguf", or_state=True)
     problems: list[Problem] = []
     path, items, every = Path(file), list[Item](), list[Kind]()
     first, digest = rank_of(process_group) == 0, ""

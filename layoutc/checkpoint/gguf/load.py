@@ -17,6 +17,7 @@ from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.load import check, joint_amaxes, rounds, say_rounded, write
 from layoutc.checkpoint.safetensors.planning import Rename
+from layoutc.runtime.errors import check_model
 
 
 @torch.no_grad()
@@ -55,6 +56,7 @@ def load_gguf(
         >>> recipes = checkpoint.quantize_as_stored(model, "Llama-3.gguf")
         >>> done = checkpoint.load_gguf(model, "Llama-3.gguf")
     """
+    check_model(model, "load_gguf")
     problems: list[Problem] = []
     rounded = list[str]()
     made: tuple[Plan, Mapped] | None = None

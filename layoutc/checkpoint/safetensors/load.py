@@ -27,7 +27,7 @@ from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
 from layoutc.runtime.bindings.names import joined
 from layoutc.runtime.cast.tensor import CastOnGather
-from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.errors import DamagedError, LayoutError, check_model
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize import completing, weights
 from layoutc.runtime.quantize.amax import reduce_max
@@ -84,6 +84,7 @@ def load_safetensors(
         >>> checkpoint.load_safetensors(model, "exported").missing
         ()
     """
+    check_model(model, "load_safetensors")
     problems: list[Problem] = []
     steps: list[Step] = []
     contents, loaded = Contents({}, {}, ""), Loaded((), ())

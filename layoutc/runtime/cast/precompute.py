@@ -10,6 +10,7 @@ from torch import nn
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast.shared_amax import measured
 from layoutc.runtime.cast.tensor import CastOnGather, find_cast
+from layoutc.runtime.errors import check_model
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import gathered
 
@@ -36,6 +37,7 @@ def precompute_amaxes(model: nn.Module) -> None:
         ['0.weight']
         >>> layoutc.precompute_amaxes(fully_shard(model))
     """
+    check_model(model, "precompute_amaxes")
     gathered_as_values = gathered.weights_of_values() if hooks.holds_values() else {}  # no, after most steps
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.fsdp2.gradient_rows import Turns, in_rows
 from layoutc.runtime.fsdp2.replicas import By, Replicas, Sender, scaling_of
 from layoutc.runtime.installed import Recipe
@@ -238,6 +238,7 @@ def exchange_gradients(
         >>> model = nn.Sequential(nn.Linear(128, 128, bias=False))
         >>> layoutc.exchange_gradients(fully_shard(model), "grad_fp8")
     """
+    check_model(model, "exchange_gradients")
     names = {module: name for name, module in model.named_modules()}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -352,6 +353,7 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
         >>> layoutc.explain_gradients(fully_shard(model))  # one rank sends nothing
         []
     """
+    check_model(model, "explain_gradients")
     found = []
     for name, module in model.named_modules():
         for one in reductions(module):

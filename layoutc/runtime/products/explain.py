@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from layoutc.runtime import product_mode as mode
+from layoutc.runtime.errors import check_model
 from layoutc.runtime.facts import Operand
 from layoutc.runtime.product_mode import Mode, Settings, checked
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Sizes, Way, choose, kernel, recipes_of
@@ -68,6 +69,7 @@ def explain_products(
         >>> print(layoutc.explain_products(model, device="cpu")[0])
         0.weight 128x128 fp8_block forward: dequantize: CPUs have no kernel for it
     """
+    check_model(model, "explain_products")
     found: list[ExplainedProduct] = []
     wanted = mode if mode == "reference" else checked(mode).products or _wanted()
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]

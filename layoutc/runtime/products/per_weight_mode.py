@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from layoutc.runtime.errors import check_model
 from layoutc.runtime.product_mode import Mode, Settings, Where, checked
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry
@@ -54,6 +55,7 @@ def set_products_(
         >>> layoutc.set_products_(model, "low_precision")
         ['0.weight']
     """
+    check_model(model, "set_products_")
     own: Settings | None = checked(mode, dequantize)
     own = None if own == (None, None) else own
     every: list[str] = []

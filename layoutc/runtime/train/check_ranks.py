@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.cast.tensor import CastOnGather
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.sharding import cards, meshes, registry, shards
 from layoutc.runtime.torch_private import current_card, local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -63,6 +63,7 @@ def check_ranks(model: nn.Module) -> int:
         >>> fully_shard(model) and layoutc.check_ranks(model)
         1
     """
+    check_model(model, "check_ranks")
     _check_cards(model)
     claims: dict[int, Claim] = {}
     named: dict[str, list[str]] = defaultdict(list)

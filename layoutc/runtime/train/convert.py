@@ -20,6 +20,7 @@ from layoutc.runtime.cast.plain_state_dicts import give_plain, take_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import take_sent
+from layoutc.runtime.errors import check_model
 from layoutc.runtime.facts import Group, Layout
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.amax import reduce_max
@@ -106,7 +107,7 @@ def quantize_(
         >>> model[0].weight.shape
         torch.Size([128, 128])
     """
-    _check_model(model, "quantize_")
+    check_model(model, "quantize_")
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     filters = Filters(filter_fn, param_filter)
@@ -136,7 +137,7 @@ def cast_on_gather_(
         >>> model[0].weight.dtype
         torch.float32
     """
-    _check_model(model, "cast_on_gather_")
+    check_model(model, "cast_on_gather_")
     package = installed.find(recipe)
     package.LAYOUT.check_weights()
     casts: type[CastOnGather] = package.CastTensor
@@ -235,11 +236,6 @@ def _why_none(roots: list[nn.Module], every: list[Use], filters: Filters, caller
     weights = [use.name for use in uses(roots) if use.param.dim() > 1]
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     return f"{caller}: {what} no weight of the model, which has {len(weights)} of two dims or more: {shown or 'none'}"
-
-
-def _check_model(model: object, caller: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}(model, recipe) takes the model first, not a {type(model).__name__}")
 
 
 def _is_ours(param: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import find_cast
+from layoutc.runtime.errors import check_model
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.installed import Recipe
 from layoutc.runtime.quantize.weights import FLOATS
@@ -104,6 +105,7 @@ def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
         16,384 of 16,384 elements of linear layers and experts (100.0%)
           0.weight  128x128  16,384  nvfp4
     """
+    check_model(model, "coverage")
     places: dict[int, list[Use]] = {}
     for use in uses([model]):
         places.setdefault(id(use.param), []).append(use)
