@@ -28,6 +28,7 @@ from layoutc.checkpoint.common import folders
 from layoutc.checkpoint.manifest import write_manifest
 from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.runtime.errors import LayoutError, check_state
+from layoutc.runtime.sharding.meeting import meet
 
 _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()  # keyed by the default group
 _last: WeakKeyDictionary[dist.ProcessGroup, futures.Future[Any]] = WeakKeyDictionary()  # each group's last save
@@ -124,6 +125,7 @@ def _group_apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None  # there is a default group
     if group is None and world not in _apart:
+        meet(world)
         _apart[world] = dist.new_group(backend="gloo")
     group = group or _apart[world]
     if (last := _last.get(group)) is not None:

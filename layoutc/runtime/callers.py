@@ -144,6 +144,17 @@ def of_collective() -> str | None:
     return None
 
 
+def called() -> str:
+    """The function of layoutc that other code has called."""
+    found = ""
+    for frame in _frames():
+        name = _module(frame)
+        if not name.startswith(("layoutc.", "torch.utils.", "contextlib")):
+            break
+        found = frame.f_code.co_name if name.startswith("layoutc.") else found
+    return found
+
+
 def find(module: str, function: str) -> FrameType | None:
     """The innermost frame of a function on the stack; None if there is none."""
     of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)

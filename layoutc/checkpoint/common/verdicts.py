@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from layoutc.runtime.errors import DamagedError, LayoutError, printable
+from layoutc.runtime.sharding.meeting import meet
 
 T = TypeVar("T")
 SHOWN = 8  # problems that a message lists
@@ -49,9 +50,10 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def everywhere(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of a group, in rank order. Collective: one all_gather_object."""
+    """The values of all ranks of a group, in rank order. Collective: one all_gather_object, for which ranks meet."""
     if size_of(group) == 1:
         return [value]
+    meet(group)
     values: list[Any] = [None] * size_of(group)
     dist.all_gather_object(values, value, group=group)
     return values

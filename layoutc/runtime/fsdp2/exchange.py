@@ -25,6 +25,7 @@ from layoutc.runtime.kernels.launch import FLOATS
 from layoutc.runtime.kernels.rank_chunks import Chunks
 from layoutc.runtime.kernels.rank_sums import Codes, rank_sum
 from layoutc.runtime.random_bits import seed_of
+from layoutc.runtime.sharding.meeting import meet
 from layoutc.runtime.torch_private import local_tensor, no_torch_function
 from layoutc.runtime.torch_private.fsdp2 import Reduced, reduce_among, reductions
 
@@ -385,6 +386,7 @@ def explain_gradients(model: nn.Module) -> list[ExplainedReduction]:
 
 def _hosts(group: Any) -> int:
     """The number of hosts that a group's ranks run on. This is a collective of the group."""
+    meet(group)
     names: list[Any] = [None] * group.size()
     dist.all_gather_object(names, socket.gethostname(), group=group)
     return len(set(names))

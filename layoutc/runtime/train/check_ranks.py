@@ -23,6 +23,7 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.sharding import cards, meshes, registry, shards
+from layoutc.runtime.sharding.meeting import meet
 from layoutc.runtime.torch_private import current_card, local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -64,6 +65,8 @@ def check_ranks(model: nn.Module) -> int:
         1
     """
     check_model(model, "check_ranks")
+    if several := dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        meet()
     _check_cards(model)
     claims: dict[int, Claim] = {}
     named: dict[str, list[str]] = defaultdict(list)
@@ -77,7 +80,7 @@ def check_ranks(model: nn.Module) -> int:
     for ranks, names in named.items():
         positions = {str(position): name for position, name in enumerate(names)}
         claims[_number(ranks, "")] = Claim("the order of parameters", positions, len(ranks.split()))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several:
         _compare(claims)
     return sum(map(len, named.values()))
 
