@@ -430,7 +430,7 @@ def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     templates = sorted((ROOT / "layoutc" / "emit" / "templates").glob("*.j2"))
     assert templates
     # Tables of what users type.
-    examples = {"layoutc.spec.checks.pydantic_errors", "layoutc.runtime.optim.states", "layoutc.runtime.installed"}
+    examples = {"layoutc.spec.checks.pydantic_errors", "layoutc.runtime.optim.states"}
     code = [
         path for name, path in NAMES.items() if room_of(name) in {*COMPILER, *RUNTIME, "cli"} and name not in examples
     ]

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import warnings
@@ -28,16 +29,6 @@ SPECS = Path("specs")  # the default of --specs
 SUFFIXES = (".yaml", ".yml")
 WAYS = "give a name, the folder that `layoutc build` wrote for it, its spec's path, or its imported module"
 
-_ELSEWHERE = {  # recipes of Transformer Engine, Megatron and torchao, by their classes and options
-    **dict.fromkeys(("delayedscaling", "delayed"), "fp8_delayed"),
-    **dict.fromkeys(("float8currentscaling", "tensorwise", "fp8", "float8", "float8linearconfig"), "fp8_current"),
-    **dict.fromkeys(("float8blockscaling", "blockwise"), "fp8_block"),
-    **dict.fromkeys(("mxfp8blockscaling", "mxlinearconfig", "mx"), "mxfp8"),
-    **dict.fromkeys(("nvfp4blockscaling", "fp4"), "nvfp4"),
-    "rowwise": "fp8_rowwise_all",
-    "rowwise_with_gw_hp": "fp8_rowwise",
-}
-
 
 def find(recipe: Recipe) -> ModuleType:
     """The module of a recipe. Raises ValueError, with the ways to name one, for anything else."""
@@ -45,7 +36,7 @@ def find(recipe: Recipe) -> ModuleType:
         return _checked(recipe)
     if not isinstance(recipe, str | os.PathLike):
         kind = recipe.__name__ if isinstance(recipe, type) else type(recipe).__name__
-        meant = _ELSEWHERE.get(kind.casefold())
+        meant = _elsewhere(kind)
         raise ValueError(f"a {kind} names no recipe: {f'pass {meant!r}, or ' if meant else ''}{WAYS}")
     path = Path(recipe)
     if path.suffix in SUFFIXES:
@@ -124,6 +115,12 @@ def _checked(module: object) -> ModuleType:
     raise ValueError(f"{what}; {WAYS}")
 
 
+def _elsewhere(name: str) -> str | None:
+    """The recipe that Transformer Engine, Megatron or torchao have a class or an option of that name for."""
+    table = json.loads(Path(__file__).with_name("elsewhere.json").read_text(encoding="utf-8"))
+    return table.get(name.casefold())  # type: ignore[no-any-return]
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest name, as a suggestion; None if none is close."""
     folded = {one.replace("_", "-"): one for one in sorted(names)}
@@ -132,7 +129,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def _unknown(name: str, others: list[str]) -> str:
-    meant = _ELSEWHERE.get(name.casefold()) or nearest(name, [*_own().RECIPES, *others])
+    meant = _elsewhere(name) or nearest(name, [*_own().RECIPES, *others])
     there = f"There are {', '.join(others)}, and layoutc's own, which" if others else "Those that there are,"
     hint = f"Did you mean {meant}?" if meant else f"{there} `layoutc list` names."
     return (
