@@ -92,7 +92,8 @@ def export_safetensors(
     and layers that the model's class ignores are copied, and so are texts and codes of unchanged scales. A warning
     names tensors that are left out.
     max_shard_bytes: maximum file size, unless one weight is larger. rename: maps a state dict name to the name in the
-    files. Only the first of tied weights is written; values that are not tensors are left out.
+    files; layoutc.integrations.transformers.names_in_files(model) gives those of transformers' save_pretrained. Only
+    the first of tied weights is written; values that are not tensors are left out.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Ranks that see
     the folder take turns writing, a weight at a time, into a temporary folder, which is renamed when complete.
