@@ -27,7 +27,7 @@ from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.kernels.rank_chunks import GRADS, Chunks
 
 TILE, WARPS = 4096, 8
-CODES_TILE, CODES_PIECES, CODES_WARPS = 2048, 4, 2  # pieces: 32 values of 16 bits in a thread, which mixes them alone
+CODES_TILE, CODES_PIECES, CODES_WARPS = 1024, 4, 1  # pieces: 32 values of 16 bits in a thread, which mixes them alone
 
 
 def rank_sum(parts: Tensor, out: Tensor, divisor: int) -> None:

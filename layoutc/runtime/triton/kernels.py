@@ -225,15 +225,47 @@ def quantize_rows_kernel(
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr,  # the recipe's tile functions
     TILE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes what is sent to each rank: a program reads TILE values of a row and writes their codes and scales."""
-    row, column = tile_of(ranks, k, 1, TILE)
-    tile = _load_chunks(
-        (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15),
-        (end0, end1, end2, end3, end4, end5, end6, end7, end8, end9, end10, end11, end12, end13, end14, end15),
-        (size0, size1, size2, size3, size4, size5, size6, size7, size8, size9, size10, size11, size12, size13, size14,
-         size15),
-        row, column, TILE, PIECES,
+    """Quantizes what is sent to each rank: a program reads TILE values of a row and writes their codes and scales.
+
+    The row is each gradient's chunk, one after the other (kernels/rank_chunks.py); zeros follow the gradient's end.
+    Most programs read one gradient, without masks.
+    """
+    grads = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)
+    ends = (end0, end1, end2, end3, end4, end5, end6, end7, end8, end9, end10, end11, end12, end13, end14, end15)
+    sizes = (
+        size0, size1, size2, size3, size4, size5, size6, size7,
+        size8, size9, size10, size11, size12, size13, size14, size15,
     )  # fmt: skip
+    row, column = tile_of(ranks, k, 1, TILE)
+    planes = (p0, p1, p2, gap0, gap1, gap2, none)
+    x, start, end, size = x0, end0 * 0, end0, size0
+    for index in tl.static_range(1, 16):
+        if grads[index] is not None:
+            begun = column >= ends[index - 1]
+            x = tl.where(begun, grads[index], x)
+            start = tl.where(begun, ends[index - 1], start)
+            end = tl.where(begun, ends[index], end)
+            size = tl.where(begun, sizes[index], size)
+    first = row * (end - start) + column - start
+    at = (row, column, ranks, n, k)
+    if (column + TILE <= end) & (first + TILE <= size):
+        tile = load_runs(x, (0, first, 1, size), (size, 1), (1, TILE), PIECES, True)
+        _quantize_row(tile, rest, planes, (seed, input_max), at, QUANTIZE, DEQUANTIZE, EVEN, CVT_LEVEL)
+    else:
+        tile = _load_chunks(grads, ends, sizes, row, column, TILE, PIECES)
+        _quantize_row(tile, rest, planes, (seed, input_max), at, QUANTIZE, DEQUANTIZE, EVEN, CVT_LEVEL)
+
+
+@triton.jit
+def _quantize_row(
+    tile, rest, planes, options, at,
+    QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
+):  # fmt: skip
+    """Writes the codes and scales of a tile of a row."""
+    p0, p1, p2, gap0, gap1, gap2, none = planes
+    seed, input_max = options
+    row, column, ranks, n, k = at
+    TILE: tl.constexpr = tile.shape[1]
     if rest is not None:
         tile = to_float(tile) + load_runs(rest, (row, column, ranks, n), (n, 1), (1, TILE), 1, EVEN)
     p0 += row * gap0  # tile functions assume that there are no gaps
