@@ -1,7 +1,8 @@
 """Whether a kernel was measured to be faster than dequantizing, for products of experts.
 
 measured.json has one object per card, as `layoutc bench --experts --json` prints it: microseconds of a product
-including the quantization of tokens, and of the same product with dequantized weights, both in a CUDA graph.
+including the quantization of tokens, and of the same product with dequantized weights, both in a CUDA graph. Without
+`grad_weight`: its kernel also halves the memory of activations, which backward reads as codes.
 """
 
 from __future__ import annotations
