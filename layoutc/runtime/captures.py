@@ -6,9 +6,18 @@ replay does not see what Python computed after the capture.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from layoutc.runtime.torch_private import current_card
+
+_kept: list[Any] = []
+
+
+def keep(*tensors: torch.Tensor) -> None:
+    """Keeps tensors that a captured graph reads while the process lives: nothing tells when a graph is gone."""
+    _kept.extend(tensors)
 
 
 def capturing(device: torch.device) -> bool:

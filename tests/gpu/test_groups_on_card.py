@@ -200,8 +200,8 @@ def test_tables_follow_streams_and_survive_eviction() -> None:
         assert found.tolist() == [index * 10.0 + one + 1 for one in range(3)]
 
 
-def test_under_a_captured_graph_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a replay gives the bytes of the values at that time. Kernels are loaded before, as a graph wants."""
+def test_a_captured_graph_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay gives the bytes of the values at that time. Kernels are loaded before, as a graph wants."""
     targets, others = batch_of(["nvfp4", "mxfp8", "fp8_current"], 6)
     values = [torch.randn(target.shape, device="cuda") for target in targets]
     batch = list(zip(targets, values, strict=True))

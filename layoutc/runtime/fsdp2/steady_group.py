@@ -2,7 +2,7 @@
 
 FSDP2 calls the hooks of every weight, copies gathered bytes into a tensor for each, and calls hooks again. Here a
 `GatherPlan` sends the same bytes in FSDP2's order, so ranks may mix both ways. FSDP2 itself makes the first gather,
-which allocates, and gathers in CUDA graphs, under transforms, and of what no plan can send.
+which allocates, and gathers under transforms, and of what no plan can send.
 `planned_groups` has the steps.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import product_mode
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import gather_plan, hooks
@@ -73,10 +74,12 @@ class SteadyGroup(PlannedGroup):
         if self._plans is None or not self._is_at_rest():
             return None
         which = FORWARD if self._of_codes is None else self._of_codes.codes_in(self.for_backward)
-        plan = self._plans.get(which)
+        plan, captured = self._plans.get(which), capturing(self.device)
+        if captured and (plan is None or plan.quantizing is not None):
+            return None  # what quantizes into rows keeps launches by their addresses
         if plan is not None and plan.holds():
             return plan
-        if plan is None and which in self._plans:
+        if captured or (plan is None and which in self._plans):
             return None
         if not all(outputs_of(param) and gathered_of(param) is not None for param in self.fsdp_params):
             return None  # FSDP2 has not gathered all of them yet

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
+from layoutc.runtime.captures import capturing, keep
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.plans import Plans
@@ -143,9 +143,8 @@ def tables_of(
     strided: tuple[int, ...] = (),
 ) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of matrices on one device, and the indices of those that take a launch each. Arguments as for _tables."""
-    if capturing(device):  # the table could be freed before the graph is replayed
-        return (), range(len(covers))
-    return _tables(device, stream_of(device), tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
+    tables = _tables.__wrapped__ if capturing(device) else _tables  # a replay fills what a capture uploads
+    return tables(device, stream_of(device), tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
 def fit(xs: Sequence[Tensor]) -> bool:
@@ -230,5 +229,8 @@ def _uploaded(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[
     fields = [(*field, *[0] * filling) for field in list(zip(*rows, strict=True))[1:]]
     table = torch.cat([head.view(torch.int64), torch.tensor(fields, dtype=torch.int64, device="cpu").flatten()])
     if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+        pinned = table.pin_memory()
+        table = pinned.to(device, non_blocking=True)
+        if capturing(device):
+            keep(pinned, table)
     return table, size, programs

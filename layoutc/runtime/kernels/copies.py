@@ -19,7 +19,7 @@ MOVING = 8  # the most tensors of a launch that each call may give
 def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> LaunchPlan | None:
     """The plan that writes tensors of one dtype into a row like `row`, as `dtype`. starts: in elements of `dtype`.
 
-    None without a kernel, or while a CUDA graph is captured, which could outlive the table.
+    None without a kernel.
     """
     if not (launch.usable(row) and batches.fit(sources)):
         return None

@@ -36,9 +36,9 @@ class Plans(dict[Hashable, Any]):
             self[key] = found = make()
         return found
 
-    def at(self, place: Place | None, make: Callable[[], Plan]) -> Plan | None:
-        """The plan of a place; None for None."""
-        return None if place is None else self.of(place, make)
+    def at(self, place: Hashable | None, make: Callable[[], Plan]) -> Plan:
+        """The plan of a place; for None, one that is not kept."""
+        return make() if place is None else self.of(place, make)
 
     def __setitem__(self, key: Hashable, plan: Any) -> None:
         if len(self) >= self.most:
@@ -52,5 +52,5 @@ cache = Plans(2048)  # tokens may differ from step to step
 
 def place_of(tensors: Sequence[Tensor], device: torch.device) -> Place | None:
     """The key of a plan with tables of these tensors: their addresses, and the current stream, on which tables are
-    copied to the card. None while a CUDA graph is captured, which could outlive a table."""
+    copied to the card. None while a CUDA graph is captured, whose replays copy them."""
     return None if capturing(device) else (*map(Tensor.data_ptr, tensors), stream_of(device))

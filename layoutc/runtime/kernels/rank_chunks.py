@@ -51,9 +51,9 @@ class Chunks(NamedTuple):
 def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
     """Copies gradients into `out`, (ranks, n / ranks), of their dtype or fp32: the rows of `Chunks`.
 
-    Returns False, and does nothing, without a kernel or while a CUDA graph is captured.
+    Returns False, and does nothing, without a kernel.
     """
-    if capturing(out.device) or not (launch.usable(out) and batches.fit(grads)):
+    if not (launch.usable(out) and batches.fit(grads)):
         return False
     dtype = grads[0].dtype
     if dtype not in launch.FLOATS or out.dtype not in (dtype, torch.float32):
@@ -61,8 +61,8 @@ def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
     aligned = reduce(or_, map(Tensor.data_ptr, grads)) % 16 == 0
     like = ranks, aligned, dtype, out.dtype, out.shape[1], *[grad.shape for grad in grads]
     # Tables are copied on the current stream before they are read.
-    key = "rank_chunks", out.device, stream_of(out.device), like
-    parts = plans.cache.of(key, lambda: _plans(grads, ranks, out, aligned))
+    key = None if capturing(out.device) else ("rank_chunks", out.device, stream_of(out.device), like)
+    parts = plans.cache.at(key, lambda: _plans(grads, ranks, out, aligned))
     for plan, members in parts:
         plan(out, *[grads[member] for member in members])
     return bool(parts)

@@ -18,7 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
 from layoutc.runtime import streams
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.torch_private import changed, profiling, say_changed, say_left, transform, without_torch_function
 from layoutc.runtime.torch_private.fsdp2 import name_of
 
@@ -76,8 +75,8 @@ class PlannedGroup(FSDPParamGroup):
         return torch.profiler.record_function(self.named(label)) if profiling() else nullcontext()
 
     def is_eager(self) -> bool:
-        """False under transforms, during CUDA graph capture, and while torch.compile traces."""
-        return transform() is None and not capturing(self.device) and not torch.compiler.is_compiling()
+        """False under transforms and while torch.compile traces."""
+        return transform() is None and not torch.compiler.is_compiling()
 
     # --------------------------------------------------------------------------------------------------------- gathers
     def _plan(self) -> Plan | None:

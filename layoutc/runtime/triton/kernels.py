@@ -258,12 +258,12 @@ def quantize_rows_kernel(
 
 @triton.jit
 def _quantize_row(
-    tile, rest, planes, options, at,
+    tile, rest, planes, inputs, at,
     QUANTIZE: tl.constexpr, DEQUANTIZE: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Writes the codes and scales of a tile of a row."""
     p0, p1, p2, gap0, gap1, gap2, none = planes
-    seed, input_max = options
+    seed, input_max = inputs
     row, column, ranks, n, k = at
     TILE: tl.constexpr = tile.shape[1]
     if rest is not None:
