@@ -549,3 +549,22 @@ def test_plain_experts_one_by_one_are_stacked_as_rename_says(tmp_path: Path) -> 
     layoutc.quantize_(model, "fp8_block", param_filter=["experts.up"])
     with pytest.raises(LayoutError, match=r"hold stacks whole, not as experts.*: leave out rename=, or pass files="):
         export_safetensors(model, tmp_path / "own", rename=names.__getitem__)
+
+
+def test_tensors_that_an_index_leaves_out_are_read_as_others_read_them(tmp_path: Path) -> None:
+    """Other loaders read whole files; a conversion that went by the index alone would lose a weight."""
+    values = {name: torch.full((2, 2), float(number)) for number, name in enumerate(("a", "b", "c"))}
+    save_file({"a": values["a"], "c": values["c"]}, tmp_path / "1.safetensors")
+    save_file({"b": values["b"]}, tmp_path / "2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.float32)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    save_file({"b": values["b"], "c": values["a"]}, tmp_path / "2.safetensors")
+    with pytest.raises(DamagedError, match=r"holds c, as another file does, and .* does not say which is meant"):
+        convert_safetensors(tmp_path, tmp_path / "other", dtype=torch.float32)
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
+    convert_safetensors(tmp_path, tmp_path / "other", dtype=torch.float32)
+    assert torch.equal(load_file(tmp_path / "other" / "model.safetensors")["c"], values["c"])

@@ -60,6 +60,7 @@ def read_folder(folder: Path) -> Contents:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'})")
     contents, digest = Contents({}, {}, ""), hashlib.sha256()
+    named = {one for wanted in files.values() for one in wanted or ()}
     for name, wanted in files.items():
         path = folder / name
         if not path.is_file():
@@ -75,7 +76,13 @@ def read_folder(folder: Path) -> Contents:
         if lost := sorted(planes - tensors.keys()):
             raise DamagedError(f"{path} describes {lost[0]}, but does not hold it")
         contents.described.update(described)
-        contents.tensors.update({one: tensors[one] for one in (tensors if wanted is None else wanted)})
+        # Loaders read whole files, so that what an index leaves out is there all the same.
+        beside = [one for one in tensors if one not in named]
+        if twice := [one for one in beside if one in contents.tensors]:
+            raise DamagedError(
+                f"{path} holds {twice[0]}, as another file does, and {INDEX} does not say which is meant"
+            )
+        contents.tensors.update({one: tensors[one] for one in (*(wanted or ()), *beside)})
     return contents._replace(digest=digest.hexdigest())
 
 
