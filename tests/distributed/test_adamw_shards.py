@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels import direct, launch
+from layoutc.runtime.optim import reference
 
 
 class Lion(torch.optim.Optimizer):
@@ -156,6 +157,42 @@ def test_a_rank_of_whole_blocks_exchanges_edges_with_the_others(four: Ranks) -> 
     """All ranks take part in the all-gather of a weight whose blocks are cut on any: none writes codes before it."""
     assert four.run(how_codes_are_written, 192) == [*["its shards cut blocks"] * 3, "here is no shard"]
     assert four.run(how_codes_are_written, 384) == [*[""] * 3, "here is no shard"]
+
+
+def amaxes_of_ranks(recipe: str, form: dict[str, Any]) -> None:
+    """By kernels, on three ranks: weights whose cuts split blocks, and one of which the last rank has no row."""
+    pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    mesh = mesh_of(3)
+    if mesh.get_coordinate() is None:
+        return
+    found, launched, run = [], set[str](), direct.run
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, m, bias=False, dtype=torch.bfloat16) for m in (48, 32, 2)))
+        for layer, one in zip(model, [recipe, recipe, "fp8_current"], strict=True):
+            layoutc.quantize_(layer, one)
+        optimizer = optimizer_of(fully_shard(model, mesh=mesh) if is_sharded else model, form)
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(reference, "sqrt", reference.exact_sqrt))
+            if is_sharded:
+                counted = lambda kernel, *rest: (launched.add(kernel.__name__), run(kernel, *rest))[1]  # noqa: E731
+                usable = lambda x, dtype=None: type(x) is Tensor and x.numel() > 0  # noqa: E731
+                stack.enter_context(mock.patch.object(direct, "run", counted))
+                stack.enter_context(mock.patch.object(launch, "usable", usable))
+            for step in range(2):
+                give_gradients(model, step)
+                optimizer.step()
+        found.append(values_of(model, optimizer))
+    assert_same(*found)
+    assert launched == {"scalars_kernel", "update_kernel", "quantize_kernel"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("recipe", "form"), [("nvfp4", "fp32"), ("fp8_current", "bf16 masters"), ("fp8_delayed", "Lion")]
+)
+def test_amaxes_of_three_ranks_are_those_of_one(four: Ranks, recipe: str, form: str) -> None:
+    four.run(amaxes_of_ranks, recipe, {**FORMS[form], "least": 1})
 
 
 def sharded_with(form: dict[str, Any], recipe: str, copies: int) -> tuple[nn.Module, Any]:

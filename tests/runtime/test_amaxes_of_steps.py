@@ -12,8 +12,10 @@ from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime.kernels import direct
-from layoutc.runtime.optim import reference
+from layoutc.runtime.kernels import batches, direct
+from layoutc.runtime.optim import by_rule, launches, reference
+from layoutc.runtime.quantize import prepared
+from layoutc.runtime.train import steps as train_steps
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -127,12 +129,18 @@ def test_weights_that_share_one_amax(recipe: str, monkeypatch: pytest.MonkeyPatc
         assert [name for name in other if not torch.equal(one[name], other[name])] == []
 
 
-def test_amaxes_are_read_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step launches the same, and no other reads masters for an amax; copies go on as the original does."""
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of launches, which take the place of references."""
     use_kernels(monkeypatch)
-    launched: list[str] = []
+    found: list[str] = []
     run = direct.run
-    monkeypatch.setattr(direct, "run", lambda kernel, *rest: (launched.append(kernel.__name__), run(kernel, *rest))[1])
+    monkeypatch.setattr(direct, "run", lambda kernel, *rest: (found.append(kernel.__name__), run(kernel, *rest))[1])
+    return found
+
+
+def test_amaxes_are_found_by_the_update(launched: list[str]) -> None:
+    """No other launch reads masters for an amax; copies go on as the original does."""
     model = build("fp8_current")
     optimizer = layoutc.AdamW(model.parameters(), lr=0.01)
     launched.clear()
@@ -146,3 +154,30 @@ def test_amaxes_are_read_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         trained.step()
     one, other = bytes_of(model, optimizer), bytes_of(twin, its_own)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_a_graph_quantizes_all_weights_at_once(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tables of the step before, which live as long as the optimizer, also when copies and steps drop them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 16, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    layoutc.quantize_(model, "nvfp4")
+    optimizer, steps = layoutc.AdamW(model.parameters(), lr=0.01), []
+    twin, its_own = copy.deepcopy((model, optimizer))
+    for captured in (False, True):
+        with monkeypatch.context() as patched:
+            for module in (batches, prepared, train_steps, by_rule, launches) if captured else ():
+                patched.setattr(module, "capturing", lambda device: True)
+            launched.clear()
+            give_gradients(model, 0)
+            optimizer.step()
+            steps.append(launched.copy())
+        give_gradients(twin, 0)
+        its_own.step()
+    assert steps == [["scalars_kernel", "update_kernel", "quantize_kernel"]] * 2
+    one, other = bytes_of(model, optimizer), bytes_of(twin, its_own)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    rewriting: Any = optimizer._rewriting
+    used = [*optimizer._updates.values(), *(batch.prepared for batch in rewriting._batches)]
+    copy.deepcopy(optimizer)
+    assert [*map(id, optimizer._captured)] == [*map(id, used)]
+    assert optimizer._rewriting is None
