@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness import Ranks, mesh_of
 from models import RECIPES, Model, local, my_share, shard, train_step, width_for
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -141,6 +142,10 @@ def written(recipe: str, shape: tuple[int, ...], how: str, folder: str) -> None:
     else:
         model = quantized(torch.ones(shape), recipe)
         fully_shard(model)
+    if how == "broadcast":  # and then loaded in place
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, {"weight": values} if dist.get_rank() == 0 else {}, options=options)
+        set_model_state_dict(model, get_model_state_dict(model))
     param: Any = model.weight
     with torch.no_grad():
         if how == "convert":
@@ -153,12 +158,12 @@ def written(recipe: str, shape: tuple[int, ...], how: str, folder: str) -> None:
             param.mul_(0.9)
             param.add_(0.1)
             values = torch.full(shape, 0.75).mul_(0.9).add_(0.1)
-        else:
+        elif how != "broadcast":
             param.copy_(distribute_tensor(values, param.device_mesh, param.placements))
     masters_are(model, values)
 
 
-@pytest.mark.parametrize("how", ["copy", "meta", "steps", "convert", "safetensors"])
+@pytest.mark.parametrize("how", ["copy", "meta", "steps", "convert", "safetensors", "broadcast"])
 @pytest.mark.parametrize(
     ("recipe", "shape"), [("nvfp4", (48, 64)), ("fp8_current", (17, 64)), ("fp8_block", (200, 64))]
 )

@@ -289,6 +289,14 @@ def test_quantized_bytes_drop_values(how: str) -> None:
     assert torch.equal(master_of(module), expected)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_state_dict_that_shares_the_memory_leaves_values(recipe: str) -> None:
+    """As a load in place and set_state_dict leave it: the weight is copied into itself."""
+    module = quantized(recipe, values_of())
+    module.load_state_dict(module.state_dict())
+    assert torch.equal(master_of(module), values_of())
+
+
 def test_a_weight_that_was_replaced_still_keeps_plain_values() -> None:
     """By the bytes of a tensor that is no weight."""
     module, other = quantized("mxfp8", values_of()), import_module("layoutc.recipes.mxfp8").quantize(values_of(1))
