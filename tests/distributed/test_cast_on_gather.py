@@ -501,6 +501,33 @@ def test_autocast_trains_as_in_one_process(two: Ranks, recipe: str, use: str, ba
     two.run(trains_under_autocast, recipe, use, backend)
 
 
+def compiled_writes(recipe: str) -> None:
+    """A compiled optimizer's writes to parameters, to flat views of them, and to parts of shards."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    def grow(target: Tensor) -> None:
+        target.add_(1)
+
+    views: list[Callable[[Any], Tensor]] = [
+        lambda param: param,
+        lambda param: param.view(-1),
+        lambda param: param.to_local().view(-1)[::2],
+        lambda param: param.to_local().t(),
+    ]
+    torch._dynamo.reset()
+    cast, plain = shard(build_cast(recipe, 128)), shard(build_plain(128))
+    for view in views:
+        with torch.no_grad():
+            grow(view(cast.head.weight))
+            view(plain.head.weight).add_(1)
+        assert torch.equal(*(raw(model.head.weight.to_local()) for model in (cast, plain)))  # type: ignore[operator]
+
+
+@pytest.mark.thorough
+def test_compiled_functions_write_shards_and_their_views(two: Ranks) -> None:
+    two.run(compiled_writes, "mxfp8")
+
+
 def gathers_what_was_loaded(recipe: str) -> None:
     """FSDP2 pads short shards anew after a load; a rank may have no rows."""
     rows = recipe_module(recipe).LAYOUT.multiple_m

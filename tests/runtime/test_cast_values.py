@@ -246,6 +246,48 @@ def test_graphs_see_what_eager_calls_see(recipe: str) -> None:
         assert torch.equal(model(x, weight, weight), compiled(x, weight, weight))
 
 
+@torch.compile(backend="aot_eager", fullgraph=True)
+def add(first: Tensor, second: Tensor) -> None:
+    """As a compiled optimizer writes."""
+    first.add_(1)
+    second.mul_(2)
+
+
+@torch.no_grad()
+def test_graphs_write_to_views() -> None:
+    """Of every kind, and to two of one weight, and leave the rest alone."""
+    for first, second in (
+        (lambda w: w.data[:32], lambda w: w.data[32:]),
+        (lambda w: w.view(-1)[:2048], lambda w: w.detach().view(-1)[2048:]),
+        (lambda w: w.t()[:, :32], lambda w: w.data.t()[:, 48:]),
+        (lambda w: w[:, :32], lambda w: w.data[::2, 48:]),
+    ):
+        weight, expected = nn.Parameter(module_of("mxfp8").CastTensor(values_for())), values_for()
+        torch._dynamo.reset()
+        add(first(weight), second(weight))
+        first(expected).add_(1)
+        second(expected).mul_(2)
+        assert torch.equal(weight.data[:].plain, expected)
+
+
+@torch.no_grad()
+def test_graphs_that_write_and_multiply_a_view_they_are_given_are_refused() -> None:
+    """Blocks of the view would be those of the weight from before. Views that the graph makes itself are right."""
+
+    def inside(x: Tensor, weight: Tensor) -> Tensor:
+        return outside(x, weight[:32])
+
+    def outside(x: Tensor, rows: Tensor) -> Tensor:
+        rows.add_(1)
+        return F.linear(x, rows)
+
+    weights = [nn.Parameter(module_of("mxfp8").CastTensor(values_for())) for _ in range(2)]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"give it the weight, and view that in the function"):
+        torch.compile(outside, backend="aot_eager")(X, weights[0][:32])
+    assert torch.equal(torch.compile(inside, backend="aot_eager")(X, weights[0]), inside(X, weights[1]))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_copy_has_values_of_its_own(recipe: str) -> None:
     """Writing to either leaves the other as it was."""

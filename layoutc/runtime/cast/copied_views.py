@@ -16,9 +16,16 @@ from layoutc.runtime.errors import LayoutError
 
 
 class Values(dict[str, Tensor]):
-    """{"values": all values of a weight}, as a dict with weak references."""
+    """{"values": all values of a weight}, as a dict with weak references.
 
-    __slots__ = ("__weakref__",)
+    is_apart: a graph was given a view's values beside these, and writes to one do not show in the other.
+    """
+
+    __slots__ = ("__weakref__", "is_apart")
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(values=values)
+        self.is_apart = False
 
 
 class CopiedView:

@@ -30,7 +30,7 @@ from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers
+from layoutc.runtime.torch_private import no_torch_function, passed_over_by_compilers, traced
 from layoutc.runtime.weight import flattening, operators
 from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.reported_memory import ReportedMemory
@@ -95,11 +95,11 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         return made
 
     @classmethod
-    def _wrap(cls, planes: Values, values: Tensor, *, requires_grad: bool = False) -> Self:
+    def _wrap(cls, planes: Values, values: Tensor, *, requires_grad: bool = False, strides: Any = None) -> Self:
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
-            strides=values.stride(),
+            strides=values.stride() if strides is None else strides,
             storage_offset=values.storage_offset(),
             dtype=values.dtype,
             device=values.device,
@@ -153,6 +153,11 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         Raises ValueError for shapes that the recipe refuses, UnsupportedOperator for a view that cuts a block.
         """
         chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
+        if self.store.is_apart and self._agreed.writes and traced(self._plain):
+            raise LayoutError(
+                f"{self.label()} is a view that a compiled function was given, has written and multiplies: give it the "
+                "weight, and view that in the function"
+            )
         with torch.no_grad():
             if registry.find(self) is not None:
                 return self._quantized(self._plain, chosen)
@@ -284,20 +289,28 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         self._views, self.transposed, self._copied = new._views, new.transposed, new._copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The name of the tensor of all values, and the views from there."""
+        """The names of the tensor of all values and, for a view, of its own; and the views from one to the other.
+
+        A graph can write to what it is given, and not to a view of that.
+        """
         products, part = (self.own_products, product_mode.setting(self)), (self.peers, self.refusal)  # see flattening
-        views = () if self._is_shard else self._views
-        return ["_whole"], (views, self.transposed, self.is_detached, self.weight_name, part, *products)
+        _, views = self._held
+        names = ["_whole", "_plain"] if views else ["_whole"]
+        return names, (views, self.transposed, self.is_detached, self.weight_name, part, *products)
 
     @property
     def _whole(self) -> Tensor:
-        return self._plain if self._is_shard else self.store["values"]
+        return self._held[0]
 
     @property
-    def _is_shard(self) -> bool:
-        """Whether FSDP2 holds these values as a view, of memory that it pads. They stand for themselves: a compiled
-        optimizer can write to what its graph is given, and not to a view of it."""
-        return bool(self._views) and not self.transposed and registry.find(self) is not None
+    def _held(self) -> tuple[Tensor, tuple[View, ...]]:
+        """All values, and the views from there. Shards stand for themselves: FSDP2 holds them as views of memory that
+        it pads."""
+        sharding = registry.find(self) if self._views else None
+        shard: Any = None if sharding is None else sharding.local()
+        if shard is None or shard.store is not self.store or self._views[: len(shard._views)] != shard._views:
+            return self.store["values"], self._views
+        return shard._plain, self._views[len(shard._views) :]
 
     @classmethod
     def __tensor_unflatten__(
@@ -305,10 +318,10 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     ) -> Self:
         """Inverse of __tensor_flatten__."""
         views, transposed, detached, name, part, products, _ = context
-        values = inner["_whole"]
-        for func, args, index in views:
-            values = func(values, *args) if index is None else func(values, *args)[index]
-        self = cls._wrap(Values(values=inner["_whole"]), values)
+        values = inner.get("_plain", inner["_whole"])
+        # A graph's new values of a view have other strides than the view if those leave gaps.
+        self = cls._wrap(Values(values=inner["_whole"]), values, strides=outer_stride if views else None)
+        self.store.is_apart = bool(views)
         self._views, self.transposed, self._detached, self.weight_name = views, transposed, detached, name
         self.own_products, (self.peers, self.refusal) = products, part
         return self
