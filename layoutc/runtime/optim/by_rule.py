@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,6 +21,7 @@ from layoutc.runtime.optim.f24 import F24Tensor
 from layoutc.runtime.optim.launches import Member, Updates
 from layoutc.runtime.optim.reference import Chance
 from layoutc.runtime.optim.states import Forms, State, as_matrix
+from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.master_weights import MasterWeights
 from layoutc.runtime.train.steps import Entry, gradient_of, local_of, rounded
@@ -55,6 +57,15 @@ def form_of(tensor: Tensor) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
+class _Kept(NamedTuple):
+    """A parameter's member, and the objects and addresses that it was made of."""
+
+    held: tuple[Any, ...]
+    where: tuple[Any, ...]
+    member: Member
+    has_kernels: bool
+
+
 class _Moments(torch.optim.Optimizer):
     """Holds parameter groups and moments. ByRule updates them."""
 
@@ -68,11 +79,12 @@ class _Moments(torch.optim.Optimizer):
 class ByRule(MasterWeights):
     """The optimizer that `MasterWeights(optimizer_class, params, state=..., masters=...)` makes; base of AdamW."""
 
-    _KEPT = (*MasterWeights._KEPT, "_updates")
+    _KEPT = (*MasterWeights._KEPT, "_members", "_updates")
     _step_supports_amp_scaling = True  # GradScaler lets the launch unscale gradients and skip steps
 
     inner: _Moments
     _updates: Mapping[torch.device, Updates] = MappingProxyType({})
+    _members: dict[Entry, _Kept]
 
     def __init__(
         self,
@@ -124,7 +136,7 @@ class ByRule(MasterWeights):
 
     def _forget_entries(self) -> None:
         super()._forget_entries()
-        self._updates = {}
+        self._updates, self._members = {}, {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like MasterWeights.load_state_dict. Converts states from fp32, other recipes, and torchao's and bitsandbytes'
@@ -179,9 +191,9 @@ class ByRule(MasterWeights):
         together: dict[torch.device, list[tuple[Entry, Member, Tensor]]] = defaultdict(list)
         for entry in stepped:
             number, grad = numbers[entry], gradient_of(entry)
-            member = self._member(entry, number, groups[number])
+            member, has_kernels = self._member(entry, number, groups[number])
             is_readable = type(grad) is Tensor and grad.dtype in launch.FLOATS and grad.is_contiguous()
-            if is_readable and _has_kernels(launches.planes_of(member.master)[0], member.moments):
+            if is_readable and has_kernels:
                 together[member.master.device].append((entry, member, grad))
             elif found_inf is None or not bool(found_inf):
                 self._update(member, grad if scale is None else grad / scale)
@@ -197,23 +209,30 @@ class ByRule(MasterWeights):
         self._collect_state()
         self._write_back(rewriting, done)
 
-    def _member(self, entry: Entry, number: int, group: int) -> Member:
-        """The tensors that a parameter's step reads and writes. Makes its state if there is none."""
+    def _member(self, entry: Entry, number: int, group: int) -> tuple[Member, bool]:
+        """The tensors that a parameter's step reads and writes, and whether kernels do. Makes its state if there is
+        none. Kept from step to step while they are the same."""
         stepped = entry.stepped
-        state, master, target = self.inner.state[stepped], local_of(stepped), None
+        state, shard, local = self.inner.state[stepped], local_tensor(stepped), None
         if "step" not in state:
+            master = local_of(stepped)
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state.update(
                 {name: states.zeros(master, self._forms.recipe(entry.param, name)) for name in self._rule.moments}
             )
         if entry.trains and self._moves(self.param_groups[group]):
             local = entry.local
-            if not isinstance(local, QuantizedTensor):
-                target = local if local.is_contiguous() else None
-            elif not launches.why_apart(local, entry.row_sharding):
-                target = local
-        moments = tuple([local_of(state[name]) for name in self._rule.moments])
-        return Member(master, moments, state["step"], target, group, number, entry.place)
+        planes = local.store.planes if isinstance(local, QuantizedTensor) else None
+        held = stepped, shard, local, planes, state["step"], *[state[name] for name in self._rule.moments]
+        where = number, group, None if isinstance(shard, QuantizedTensor) else shard.data_ptr()
+        kept = self._members.get(entry)
+        if kept is None or kept.where != where or not all(map(is_, kept.held, held)):
+            target = local if local is None or _is_written(local, entry) else None
+            moments = tuple([local_of(state[name]) for name in self._rule.moments])
+            member = Member(local_of(stepped), moments, state["step"], target, group, number, entry.place)
+            has_kernels = _has_kernels(launches.planes_of(member.master)[0], moments)
+            self._members[entry] = kept = _Kept(held, where, member, has_kernels)
+        return kept.member, kept.has_kernels
 
     def _moves(self, group: dict[str, Any]) -> bool:
         return isinstance(group["lr"], Tensor) or bool(group["lr"])
@@ -261,6 +280,13 @@ class ByRule(MasterWeights):
 
 
 MasterWeights.BY_RULE = ByRule
+
+
+def _is_written(local: Tensor, entry: Entry) -> bool:
+    """Whether the launch that updates a master also writes the weight's shard."""
+    if not isinstance(local, QuantizedTensor):
+        return local.is_contiguous()
+    return not launches.why_apart(local, entry.row_sharding)
 
 
 def _has_kernels(master: Tensor, moments: Iterable[Tensor]) -> bool:
