@@ -1,8 +1,8 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
-kernels, `all/KERNEL` for those of each recipe, `amaxes` (of batches; in `all`), `updates` of AdamW, and `checks`: what
-compares a card's conversions with arithmetic.
+kernels, `all/KERNEL` for those of each recipe, `amaxes` (of batches; in `all`), `updates` of AdamW or `updates/KERNEL`,
+and `checks`: what compares a card's conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
 (RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A
@@ -291,7 +291,7 @@ def spanning(kernels: Any, asked: list[bool]) -> tuple[int, int, int]:
     return rowwise, columnwise, sum(1 << bit for bit, name in enumerate(names) if name in kernels.row_ranges)
 
 
-def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
+def update_variants(capability: int, patterns: list[str]) -> Iterator[tuple[str, Any, Tile]]:
     """(name, kernel, tile) of what updates large weights of fp8_block, or of a recipe that another launch quantizes:
     "amax", if by one amax of the whole weight."""
     forms = [
@@ -309,6 +309,9 @@ def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
         ("4bit", "f24", "amax"),
     ]
     for state, masters, target in forms:
+        name = f"{state} {masters} {target}"
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
         measures = target == "amax"
         recipes = [*FORMS.get(state, (None, None)), None if measures else target]
         modules = [one and importlib.import_module(f"layoutc.recipes.{one}") for one in recipes]
@@ -335,7 +338,7 @@ def update_variants(capability: int) -> Iterator[tuple[str, Any, Tile]]:
         )
         options = {"num_warps": plan.warps, "maxnreg": plan.registers, "enable_fp_fusion": False}
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        yield f"{state} {masters} {target}", kernel, Tile(plan.span_m, plan.span_k, plan.warps)
+        yield name, kernel, Tile(plan.span_m, plan.span_k, plan.warps)
 
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
@@ -447,7 +450,7 @@ def answer(arguments: list[str]) -> None:
 
     for name, kernel, constants, tile, dtype in amax_variants() if {"all", "amaxes"} & asked.keys() else ():
         tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
-    for name, kernel, tile in update_variants(capability) if "updates" in asked else ():
+    for name, kernel, tile in update_variants(capability, asked.get("updates", [])):
         tell("updates", name, kernel, tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in asked else ():
