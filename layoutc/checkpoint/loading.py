@@ -144,8 +144,9 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
         planner.plan(metadata)
     except (ValueError, RuntimeError) as error:  # torch's message names a key or a shape
         missing = re.fullmatch(r"Missing key in checkpoint state_dict: (.*)\.", str(error))
+        advice = lacking(missing[1]) if missing else ""
         raise LayoutError(
-            f"{folder} does not fit the state dict: {error}{lacking(missing[1]) if missing else ''}"
+            f"{folder} does not fit the state dict: {str(error).rstrip('.') if advice else error}{advice}"
         ) from error
     if strict:
         _check_unexpected(states, planner, metadata)

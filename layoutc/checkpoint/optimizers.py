@@ -114,7 +114,11 @@ def lacking(name: str) -> str:
             f". No entry of the checkpoint is the weight {state[2]} alone, from which its master could start: save the "
             "model's weights beside the optimizer's state, both with get_state_dict's names"
         )
-    return ". A job that holds other state begins it anew: leave the optimizer out of the state dict"
+    return (
+        ". bitsandbytes' states load in one process: dcp_to_torch_save(folder, file), of "
+        "torch.distributed.checkpoint.format_utils, then optimizer.load_state_dict(torch.load(file)['optimizer']). "
+        "To begin such state anew, leave the optimizer out of the state dict"
+    )
 
 
 def _steps(prefix: str, weight: str, live: Mapping[str, Any]) -> Iterator[str]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import layoutc
 import layoutc.recipes
+from layoutc import checkpoint
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.optim.states import read
 
 FORMS = {"adam_m8": "8bit", "moment_fp8": "fp8", "adam_m4": "4bit"}
@@ -160,3 +166,20 @@ def test_what_can_not_go_on_is_refused() -> None:
     with pytest.raises(ValueError, match="store_param_remainders=False"):
         ours.load_state_dict(saved)
     assert not ours.state
+
+
+def test_a_folder_of_bitsandbytes_says_what_loads_it(tmp_path: Path) -> None:
+    """By torch's checkpoints, in one process: its moments have other names, so the load names the calls."""
+    optim: Any = pytest.importorskip("bitsandbytes.optim", reason="needs bitsandbytes")
+    model = model_of(512)
+    theirs = optim.AdamW8bit(with_gradients(model, 1), lr=1e-3)
+    theirs.step()
+    theirs.zero_grad()
+    dcp.save({"optimizer": get_optimizer_state_dict(model, theirs)}, checkpoint_id=tmp_path / "saved")
+    ours = layoutc.AdamW(model.parameters(), state="8bit")
+    with pytest.raises(LayoutError, match=r"exp_avg\. bitsandbytes' states .* dcp_to_torch_save\(folder, file\)"):
+        checkpoint.load({"optimizer": get_optimizer_state_dict(model, ours)}, tmp_path / "saved")
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "file")
+    ours.load_state_dict(torch.load(tmp_path / "file")["optimizer"])
+    weight = model[0].weight
+    assert torch.equal(ours.state[weight]["exp_avg"].planes()["rowwise_data"], theirs.state[weight]["state1"])
