@@ -279,7 +279,7 @@ BARRIERS = {
     "fp32 fp32 amax": (8, 0),
     "8bit fp32 amax": (10, 0),
     "fp32 bf16 amax": (8, 0),
-    "8bit bf16 amax": (8, 0),
+    "8bit bf16 amax": (8, 8),
     "4bit f24 amax": (8, 56),
 }
 
