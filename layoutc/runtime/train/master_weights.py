@@ -76,7 +76,7 @@ class MasterWeights(FollowsParameters):
         After fully_shard masters are as small as shards.
         """
         groups = inner_optimizer.groups_of(type(self).__name__, optimizer_class, params)
-        self._masters, self._recipes, self._written, self._coarse = {}, {}, {}, {}
+        self._masters, self._recipes, self._written, self._coarse, self._stepped = {}, {}, {}, {}, {}
         self._loaded = False
         self._adopt([param for group in groups for param in group["params"]])
         self._places = places(self._masters)
@@ -343,14 +343,17 @@ class MasterWeights(FollowsParameters):
         self._step_masters()
 
     def _step_masters(self) -> None:
-        """Makes the inner optimizer step the parameters' current masters."""
-        entries = iter(self._entries())
-        for inner in self.inner.param_groups:
-            for position, old in enumerate(inner["params"]):
-                entry = next(entries)
-                if (new := entry.stepped) is not old:
+        """Makes the inner optimizer step the parameters' current masters, in the order of the groups."""
+        entries, changed = iter(self._entries()), not self._stepped
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            params, now = inner["params"], [entry.stepped for entry in islice(entries, len(outer["params"]))]
+            if len(params) != len(now) or not all(map(is_, params, now)):
+                params[:], changed = now, True
+        if changed:
+            before, self._stepped = self._stepped, {entry.param: entry.stepped for entry in self._entries()}
+            for param, new in self._stepped.items():
+                if (old := before.get(param, new)) is not new:
                     inner_optimizer.step_instead(self.inner, old, new)
-                    inner["params"][position] = new
 
     def _collect_state(self) -> None:
         """Shows the inner optimizer's state, and masters, as the state of the parameters."""

@@ -103,6 +103,7 @@ class FollowsParameters(torch.optim.Optimizer):
     _written: dict[Tensor, Any]
     _coarse: dict[Tensor, None]  # parameters whose masters were made from codes
     _places: Places
+    _stepped: dict[Tensor, Tensor]  # what the inner optimizer steps for each parameter
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         raise NotImplementedError
@@ -130,7 +131,7 @@ class FollowsParameters(torch.optim.Optimizer):
                         + "; create a new optimizer with the parameters that it is to train"
                     )
                 was_coarse = old in self._coarse
-                for record in (masters, self._written, self._recipes, self._coarse, self.state):
+                for record in (masters, self._written, self._recipes, self._coarse, self._stepped, self.state):
                     record.pop(old, None)
                 self._adopt([param])
                 made = inner["params"][position] = masters[param]
