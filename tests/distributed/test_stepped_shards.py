@@ -248,3 +248,44 @@ def autograd_sees_the_step() -> None:
 
 def test_autograd_knows_what_was_stepped(two: Ranks) -> None:
     two.run(autograd_sees_the_step)
+
+
+def edited_states(kind: str) -> list[str]:
+    """States that are set or deleted go on as those of whole parameters; what is refused of plain tensors."""
+    alone, sharded = model_of("fp8_block", 256), model_of("fp8_block", 256)
+    fully_shard(sharded)
+    makes: dict[str, Any] = {
+        "masters": lambda params: layoutc.MasterWeights(torch.optim.AdamW, params, lr=0.01),
+        "by rule": lambda params: layoutc.AdamW(params, lr=0.01, state="8bit", least=0),
+    }
+    models, optimizers = (alone, sharded), [makes[kind](list(one.parameters())) for one in (alone, sharded)]
+    for seed in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            params: list[Any] = list(model.parameters())
+            if seed == 1:
+                optimizer.state[params[0]]["exp_avg"] = torch.zeros_like(optimizer.masters()[params[0]])
+                optimizer.state[params[1]]["master"] = torch.ones_like(optimizer.masters()[params[1]])
+            elif seed == 2:
+                optimizer.param_groups[0]["params"].reverse()
+            elif seed == 3:
+                optimizer.state.clear()
+            give_gradients(params, seed)
+            optimizer.step()
+        for param, shard in zip(*(one.parameters() for one in models), strict=True):
+            for name, value in optimizers[0].state[param].items():
+                found = whole(optimizers[1].state[shard][name])
+                plain = [one.dequantize() if hasattr(one, "dequantize") else one for one in (value, found)]
+                assert torch.equal(*plain), (kind, seed, name)
+    weight: Any = sharded[0].weight
+    optimizers[1].state[weight]["exp_avg"] = torch.zeros(weight.shape)
+    try:
+        optimizers[1].step()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+def test_states_of_shards_are_edited(two: Ranks, kind: str) -> None:
+    for said in two.run(edited_states, kind):
+        assert "has Tensor exp_avg of shape (256, 64) for 0.weight of shape (256, 64)" in said[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +51,157 @@ def reversed_params(optimizer: Any, params: Any) -> None:
     optimizer.param_groups[0]["params"].reverse()
 
 
-@pytest.mark.parametrize("edit", [reversed_params])
+def nothing(optimizer: Any, params: Any) -> None:
+    """Steps are those of torch's."""
+
+
+def cleared(optimizer: Any, params: Any) -> None:
+    optimizer.state.clear()
+
+
+def set_anew(optimizer: Any, params: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def deleted(optimizer: Any, params: Any) -> None:
+    del optimizer.state[params[0]], optimizer.state[params[3]]
+
+
+def emptied(optimizer: Any, params: Any) -> None:
+    optimizer.state[params[1]].clear()
+
+
+def moments_set(optimizer: Any, params: Any) -> None:
+    for param in params[1:]:
+        optimizer.state[param]["exp_avg"] = values_of(7, *param.shape)
+        optimizer.state[param]["exp_avg_sq"] = values_of(8, *param.shape).square()
+
+
+def steps_set(optimizer: Any, params: Any) -> None:
+    for param in params:
+        optimizer.state[param]["step"] = torch.tensor(100.0)
+
+
+def states_put(optimizer: Any, params: Any) -> None:
+    """As a function does that copies the states of another optimizer."""
+    for param in params:
+        moment = values_of(9, *param.shape)
+        optimizer.state[param] = {"step": torch.tensor(9.0), "exp_avg": moment, "exp_avg_sq": moment.square()}
+
+
+def moved_and_set(optimizer: Any, params: Any) -> None:
+    reversed_params(optimizer, params)
+    moments_set(optimizer, params)
+
+
+def copied_and_cleared(optimizer: Any, params: Any) -> None:
+    copy.deepcopy(optimizer)
+    optimizer.state.clear()
+
+
+GROUPS = [reversed_params]
+STATES = [nothing, cleared, set_anew, deleted, emptied, moments_set, steps_set, states_put, moved_and_set]
+
+
+@pytest.mark.sample(30)
+@pytest.mark.parametrize("edit", [*GROUPS, *STATES, copied_and_cleared])
 @pytest.mark.parametrize("kind", ["masters", "by rule"])
-def test_groups_that_are_edited(kind: str, edit: Edit) -> None:
+def test_steps_go_on_as_those_of_torch(kind: str, edit: Edit) -> None:
     for ours, expected in zip(edited(kind, edit), edited("torch", edit), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_states_are_put_before_the_first_step_and_into_copies(kind: str, copied: bool) -> None:
+    """A copy, whose states are cleared, steps as a new optimizer that starts from its masters."""
+    found = []
+    for name in ("torch", kind):
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        layer.weight.data = values_of(0, WIDTH, WIDTH)
+        if name != "torch":
+            layoutc.quantize_(layer, "fp8_block")
+        optimizer = ADAMW[name]([layer.weight])
+        for step in range(STEPS):
+            if copied and step == 2:
+                layer, optimizer = copy.deepcopy((layer, optimizer))
+                optimizer.state.clear()
+            elif step == 0 and not copied:
+                states_put(optimizer, [layer.weight])
+            layer.weight.grad = values_of(step, WIDTH, WIDTH)
+            optimizer.step()
+        found.append(optimizer.masters()[layer.weight] if name == kind else layer.weight.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+def test_a_master_that_is_set_is_stepped(kind: str) -> None:
+    def master_set(optimizer: Any, params: Any) -> None:
+        if not isinstance(optimizer, layoutc.MasterWeights):
+            params[0].data.copy_(values_of(5, WIDTH, WIDTH))
+            return
+        optimizer.state[params[0]]["master"] = values_of(5, WIDTH, WIDTH)
+        assert torch.equal(optimizer.masters()[params[0]], values_of(5, WIDTH, WIDTH))
+
+    for ours, expected in zip(edited(kind, master_set), edited("torch", master_set), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_moments_that_are_set_are_converted_to_their_recipes() -> None:
+    """To what they are if they are written in place."""
+    found = []
+    for in_place in (False, True):
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        layer.weight.data = values_of(0, WIDTH, WIDTH)
+        layoutc.quantize_(layer, "fp8_block")
+        optimizer = layoutc.AdamW([layer.weight], lr=1e-2, state="8bit", least=0)
+        for step in range(STEPS):
+            if step == 2 and in_place:
+                optimizer.state[layer.weight]["exp_avg"].copy_(values_of(9, WIDTH, WIDTH))
+            elif step == 2:
+                optimizer.state[layer.weight]["exp_avg"] = values_of(9, WIDTH, WIDTH)
+            layer.weight.grad = values_of(step, WIDTH, WIDTH)
+            optimizer.step()
+        assert layoutc.recipes.adam_m8.Tensor is type(optimizer.state[layer.weight]["exp_avg"])
+        found.append(optimizer.masters()[layer.weight])
+    assert torch.equal(*found)
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "said"),
+    [
+        (
+            "masters",
+            "master",
+            torch.zeros(8, 64),
+            r"has Tensor master of shape \(8, 64\) for weight of shape \(64, 64\)",
+        ),
+        (
+            "masters",
+            "exp_avg",
+            torch.zeros(8, 64),
+            r"exp_avg of shape \(8, 64\).*torch\.zeros_like\(optimizer\.masters",
+        ),
+        ("by rule", "exp_avg", torch.zeros(()), r"exp_avg of shape \(\)"),
+        ("by rule", "exp_avg_sq", 0, r"has int exp_avg_sq for"),
+        ("by rule", "exp_avg_sq", None, r"has no exp_avg_sq for weight"),
+        ("by rule", "step", None, r"no step, by which their bias is corrected"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_before_the_step(kind: str, name: str, value: Any, said: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    layoutc.quantize_(layer, "fp8_block")
+    optimizer: Any = ADAMW[kind]([layer.weight])
+    layer.weight.grad = values_of(1, WIDTH, WIDTH)
+    optimizer.step()
+    before = optimizer.masters()[layer.weight].clone()
+    kept = optimizer.state[layer.weight].pop(name)
+    if value is not None:
+        optimizer.state[layer.weight][name] = value
+    with pytest.raises(ValueError, match=said):
+        optimizer.step()
+    optimizer.state[layer.weight][name] = kept
+    assert torch.equal(optimizer.masters()[layer.weight], before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from types import MappingProxyType
@@ -155,6 +155,16 @@ class ByRule(MasterWeights):
         if state:  # torch's SGD does not count steps
             step = torch.as_tensor(state.get("step", 1), dtype=torch.float32, device="cpu")
             state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
+
+    def _check_edit(self, entry: Entry, edit: dict[str, Any], names: Collection[str] = ()) -> None:
+        """Also if a moment or the step is missing from a state that is not empty."""
+        moments = self._rule.moments if edit.keys() - {"master"} else ()
+        if "exp_avg_sq" in moments and "step" not in edit:
+            raise ValueError(
+                "optimizer.state[param] has moments, but no step, by which their bias is corrected: set "
+                'optimizer.state[param]["step"] = torch.tensor(0.0), or delete optimizer.state[param]'
+            )
+        super()._check_edit(entry, edit, moments)
 
     def explain(self) -> list[Held]:
         """What this rank stores for each parameter, and whether the update writes the weight's codes, or why not."""

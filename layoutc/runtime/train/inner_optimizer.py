@@ -50,7 +50,12 @@ def groups_of(owner: str, optimizer_class: object, params: Iterable[Any]) -> lis
 
 def steps_shard(inner: torch.optim.Optimizer, master: Tensor) -> bool:
     """Whether an optimizer steps a master's shard as a plain tensor, not the master."""
-    return isinstance(master, DTensor) and (type(inner) in ELEMENTWISE or getattr(inner, "STEPS_SHARDS", False))
+    return isinstance(master, DTensor) and is_elementwise(inner)
+
+
+def is_elementwise(inner: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps each element by itself, and keeps state of a parameter's shape."""
+    return type(inner) in ELEMENTWISE or getattr(inner, "STEPS_SHARDS", False)
 
 
 def step_instead(inner: torch.optim.Optimizer, old: Tensor, new: Tensor) -> None:
@@ -177,7 +182,7 @@ def in_own_words(inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
     Raises ValueError for what torch's optimizers can't go on from: moments without a step, steps without the correction
     of bias, and masters as the 16 bits that bf16 weights lack.
     """
-    if type(inner) not in ELEMENTWISE and not getattr(inner, "STEPS_SHARDS", False):
+    if not is_elementwise(inner):
         return dict(state_dict)  # others may keep anything under these names
     groups, states = [dict(group) for group in state_dict["param_groups"]], dict(state_dict["state"])
     for group in groups:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.replaced_parameters import FollowsParameters, places
-from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
+from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, same, stamp
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -39,6 +38,7 @@ class MasterWeights(FollowsParameters):
 
     `param_groups` and `state` are keyed by the model's parameters, so learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and "master".
+    The next step takes over what is set or deleted there; a state without a master goes on from the one that it had.
 
     Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
     A step raises LayoutError if its parameters no longer belong to a model, or if a quantized weight was made plain.
@@ -221,6 +221,7 @@ class MasterWeights(FollowsParameters):
         A parameter that is its own master (it is fp32, or does not train) maps to itself. Steps use these tensors:
         call `write_back` after you write into them. Weights written since the last step become masters first.
         """
+        self._follow()
         if not self._loaded:
             self._refresh_masters()
         return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
@@ -228,7 +229,7 @@ class MasterWeights(FollowsParameters):
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, unlike Optimizer's method. A copy, or a restored optimizer, starts from its masters: its
         weights have new stamps, but were made from these."""
-        self._forget_entries()
+        self._take_edits()
         state = {name: value for name, value in self.__dict__.items() if name not in self._KEPT}
         return state | {"_loaded": True, "_places": {}}
 
@@ -238,6 +239,8 @@ class MasterWeights(FollowsParameters):
         self._forget_entries()
         for name in self._KEPT:
             self.__dict__.pop(name, None)
+        if self.state:
+            self._collect_state()
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters. Raises LayoutError for gathered ones."""
@@ -313,9 +316,13 @@ class MasterWeights(FollowsParameters):
     def _entries(self) -> Sequence[Entry]:
         """All parameters with their masters, in the order of the groups."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if len(params) != len(self._kept) or not all(map(is_, params, [entry.param for entry in self._kept])):
+        if not same(params, [entry.param for entry in self._kept]):
+            known = {entry.param: entry for entry in self._kept}
             self._forget_entries()
-            self._kept = [Entry(param, self._masters[param], self.inner, self._written[param]) for param in params]
+            self._kept = [
+                known.get(param) or Entry(param, self._masters[param], self.inner, self._written[param])
+                for param in params
+            ]
         return self._kept
 
     def _forget_entries(self) -> None:
@@ -325,12 +332,14 @@ class MasterWeights(FollowsParameters):
 
     def _refresh_masters(self) -> None:
         """Makes masters for parameters that now train, and updates those of weights that other code has written."""
+        made_any = False
         for entry in self._entries():
             param = entry.param
             if not entry.trains:
                 if not param.requires_grad or (made := self._master(param)) is param:
                     continue
                 entry.master = self._masters[param] = made
+                made_any = True
             else:
                 now = stamp(param)
                 if entry.stamp == now or is_moved(entry.stamp, now):
@@ -340,20 +349,8 @@ class MasterWeights(FollowsParameters):
                 elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local.store)  # loaded masters win
             entry.stamp = stamp(param)
-        self._step_masters()
-
-    def _step_masters(self) -> None:
-        """Makes the inner optimizer step the parameters' current masters, in the order of the groups."""
-        entries, changed = iter(self._entries()), not self._stepped
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            params, now = inner["params"], [entry.stepped for entry in islice(entries, len(outer["params"]))]
-            if len(params) != len(now) or not all(map(is_, params, now)):
-                params[:], changed = now, True
-        if changed:
-            before, self._stepped = self._stepped, {entry.param: entry.stepped for entry in self._entries()}
-            for param, new in self._stepped.items():
-                if (old := before.get(param, new)) is not new:
-                    inner_optimizer.step_instead(self.inner, old, new)
+        if made_any:
+            self._step_masters()
 
     def _collect_state(self) -> None:
         """Shows the inner optimizer's state, and masters, as the state of the parameters."""

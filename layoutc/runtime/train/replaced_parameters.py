@@ -7,7 +7,8 @@ takes over its part of the old one's master, which is finer than what the parame
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.train.steps import local_of
+from layoutc.runtime.train import inner_optimizer
+from layoutc.runtime.train.steps import Entry, local_of, same
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Places = dict[Tensor, tuple[dict[str, Any], str]]
@@ -103,16 +105,25 @@ class FollowsParameters(torch.optim.Optimizer):
     _written: dict[Tensor, Any]
     _coarse: dict[Tensor, None]  # parameters whose masters were made from codes
     _places: Places
+    _kept: Sequence[Entry]
     _stepped: dict[Tensor, Tensor]  # what the inner optimizer steps for each parameter
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         raise NotImplementedError
 
+    def _entries(self) -> Sequence[Entry]:
+        raise NotImplementedError
+
+    def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     @torch.no_grad()
     def _follow(self) -> None:
-        """Switches to the parameters that its groups hold now, and to those by which fully_shard replaced them.
+        """Switches to the parameters that its groups hold now, and to those by which fully_shard replaced them. Takes
+        over states that users have replaced or deleted.
 
-        Raises LayoutError for a parameter of another shape, and after a step, since state belongs to the old shards.
+        Raises LayoutError for a parameter of another shape, and after a step, since state belongs to the old shards;
+        ValueError for a state that does not fit.
         """
         masters = self._masters
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -137,6 +148,52 @@ class FollowsParameters(torch.optim.Optimizer):
                 made = inner["params"][position] = masters[param]
                 if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
                     self._coarse.pop(param, None)
+        self._step_masters()
+        self._take_edits()
+
+    def _step_masters(self) -> None:
+        """Makes the inner optimizer step the parameters' current masters, in the order of the groups."""
+        entries, changed = iter(self._entries()), not self._stepped
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            params, now = inner["params"], [entry.stepped for entry in islice(entries, len(outer["params"]))]
+            if not same(params, now):
+                params[:], changed = now, True
+        if changed:
+            before, self._stepped = self._stepped, {entry.param: entry.stepped for entry in self._entries()}
+            for param, new in self._stepped.items():
+                if (old := before.get(param, new)) is not new:
+                    inner_optimizer.step_instead(self.inner, old, new)
+
+    def _take_edits(self) -> None:
+        """Gives the inner optimizer the states that are not as they were shown."""
+        edits = [(entry, edit) for entry in self._kept if (edit := entry.edited(self.state)) is not None]
+        for entry, edit in edits:
+            self._check_edit(entry, edit)
+        for entry, edit in edits:
+            self._load_one(entry.param, edit)
+            entry.hide()
+            if self.state.get(entry.param):  # torch's checkpoints initialize states that are empty
+                entry.show(self.inner.state.get(entry.stepped), self.state)
+
+    def _check_edit(self, entry: Entry, edit: dict[str, Any], names: Collection[str] = ()) -> None:
+        """Raises ValueError, on all ranks, if one of `names`, or another elementwise value, is not like the master."""
+        master = entry.master
+        elementwise = {"master"} & edit.keys()
+        if inner_optimizer.is_elementwise(self.inner):
+            elementwise |= {name for name, value in edit.items() if isinstance(value, Tensor) and value.dim()}
+        for name in sorted(elementwise.union(names)):
+            value = edit.get(name)
+            alike = isinstance(value, DTensor) == isinstance(master, DTensor)
+            if isinstance(value, Tensor) and alike and value.shape == master.shape:
+                continue
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            kind = "DTensor" if isinstance(master, DTensor) else "tensor"
+            raise ValueError(
+                f"optimizer.state[param] has {'no' if value is None else type(value).__name__} {name}{shape} for "
+                f"{getattr(local_of(entry.param), 'weight_name', None) or 'a parameter'} of shape "
+                f"{tuple(master.shape)}: set a {kind} as torch.zeros_like(optimizer.masters()[param]) makes it, or "
+                "delete optimizer.state[param], and the next step starts its state anew"
+            )
 
     def _check_kinds(self) -> None:
         """Raises LayoutError, on all ranks, for parameters whose kind has changed since their masters were made."""

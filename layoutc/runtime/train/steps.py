@@ -43,10 +43,18 @@ def rounded(master: Any) -> Tensor:
     return next(iter(local.store.planes.values())).view(local.shape)
 
 
+def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both are of the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
 class Entry:
     """A parameter with its master."""
 
-    __slots__ = ("_local", "_place", "_rows", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
+    __slots__ = (
+        *("_held", "_local", "_place", "_rows", "_seen", "_shown", "_shown_master"),
+        *("master", "param", "spec", "stamp", "steps_shard"),
+    )
 
     def __init__(self, param: Tensor, master: Tensor, inner: torch.optim.Optimizer, stamp: Any) -> None:
         self.param, self.master, self.stamp = param, master, stamp
@@ -56,7 +64,9 @@ class Entry:
         self._place: tuple[int, int] | None = None
         self.spec: Any = None  # of gradients that are sharded like the master
         self._shown: dict[str, Any] | None = None  # the inner optimizer's state as users see it, with the master
-        self._seen: tuple[Any, ...] = ()  # the contents of both when it was last shown
+        self._seen: tuple[Any, ...] = ()  # its contents then,
+        self._held: tuple[Any, ...] = ()  # and those of the inner optimizer's state
+        self._shown_master: Tensor | None = None
 
     @property
     def trains(self) -> bool:
@@ -102,22 +112,34 @@ class Entry:
 
     def show(self, state: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
         """Puts the inner optimizer's state, if any, and the master into `states`, as the parameter's."""
-        if state is None:
-            if not self.trains:
-                return
-            state = {}
-        shown: dict[str, Any] | None = states.get(self.param)
-        if shown is None or shown is not self._shown:
-            states[self.param] = self._shown = shown = {"master": self.master.detach()} if self.trains else {}
-        else:
-            held = (*state, *state.values(), *shown.values())
-            if len(held) == len(self._seen) and all(map(is_, held, self._seen)):
-                return
-        new = inner_optimizer.shown_state(self.master, self.stepped, state)
-        for name in shown.keys() - new.keys() - {"master"}:
-            del shown[name]
-        shown.update(new)
-        self._seen = (*state, *state.values(), *shown.values())
+        if state is None and not self.trains:
+            self.hide()
+            return
+        state = state or {}
+        held, shown = (*state, *state.values()), states.get(self.param)
+        if shown is not None and shown is self._shown and same(held, self._held):
+            return
+        if shown is None:
+            shown = states[self.param] = {}
+        if self.trains and self._shown_master is None:
+            self._shown_master = self.master.detach()
+        shown.clear()
+        shown.update({"master": self._shown_master} if self.trains else {})
+        shown.update(inner_optimizer.shown_state(self.master, self.stepped, state))
+        self._shown, self._held, self._seen = shown, held, (*shown, *shown.values())
+
+    def hide(self) -> None:
+        """Nothing is shown."""
+        self._shown, self._seen = None, ()
+
+    def edited(self, states: dict[Tensor, Any]) -> dict[str, Any] | None:
+        """The parameter's state in `states` if it is not what was shown there; without the master that was."""
+        shown = states.get(self.param)
+        if shown is self._shown and (shown is None or same((*shown, *shown.values()), self._seen)):
+            return None
+        if not shown and not self._seen:
+            return None
+        return {name: value for name, value in (shown or {}).items() if value is not self._shown_master}
 
 
 def stamp(param: Tensor) -> Any:
@@ -167,7 +189,7 @@ class Gradients:
                 values.append(local_tensor(grad))
         if not narrow:
             return
-        if len(narrow) != len(self._entries) or not all(map(is_, narrow, self._entries)):
+        if not same(narrow, self._entries):
             self._prepare(narrow, values)
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
@@ -314,8 +336,7 @@ class WriteBack:
 
     def holds(self, moved: list[Entry]) -> bool:
         """True if it was made for these parameters and they have not changed."""
-        same = len(moved) == len(self._moved) and all(map(is_, moved, self._moved))
-        return same and not any(isinstance(entry.local, QuantizedTensor) for entry in self._rounded)
+        return same(moved, self._moved) and not any(isinstance(entry.local, QuantizedTensor) for entry in self._rounded)
 
     @property
     def captured(self) -> list[Requantization]:
