@@ -36,7 +36,7 @@ def alone(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, call in CALLS.items():
             patch.setattr(meeting, "SOON", timedelta(seconds=0.05))
-            patch.setattr(meeting, "AT_LAST", timedelta(seconds=0.05))
+            patch.setattr(meeting, "timeout_of", lambda group: timedelta(seconds=0.05))
             if dist.get_rank() == 0:
                 said = rf"^{name} waits for rank 1: it is collective, so all 2 ranks of its group call it"
                 with pytest.warns(UserWarning, match=said), pytest.raises(LayoutError, match=said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -448,6 +449,9 @@ def test_ranks_count_the_collectives_of_a_group_and_share_a_store() -> None:
     before = private.collectives_so_far(group)
     dist.broadcast(torch.zeros(1), 0)
     assert private.collectives_so_far(group) == before + 1
+    later = dist.new_group([0], timeout=timedelta(hours=2))
+    assert isinstance(later, dist.ProcessGroup)
+    assert private.timeout_of(later) == timedelta(hours=2)
     store = private.store_of_all()
     assert not store.check(["layoutc/a word"])
     store.set("layoutc/a word", "")

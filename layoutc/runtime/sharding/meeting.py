@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.torch_private import store_of_all
+from layoutc.runtime.torch_private import store_of_all, timeout_of
 
-SOON, AT_LAST = timedelta(seconds=20), timedelta(minutes=10)
+SOON = timedelta(seconds=60)
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # how many times a group's ranks have met
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
-    """Waits for all ranks of a group (default: all). Warns of those that don't come, at last raises LayoutError."""
+    """Waits for all ranks of a group (default: all). Warns of those that don't come; raises LayoutError when the
+    group's own timeout is over."""
     group = group or dist.group.WORLD
     assert group is not None
     count, store = _met.get(group, 0), store_of_all()
@@ -35,7 +36,7 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
             store.set(f"{here}/all", "")
     if not _waits(store, f"{here}/all", SOON):
         warnings.warn(_lacking(store, here, group), stacklevel=3)
-        if not _waits(store, f"{here}/all", AT_LAST):
+        if not _waits(store, f"{here}/all", timeout_of(group)):
             raise LayoutError(_lacking(store, here, group))
     _met[group] = count + 1
     for name in (f"{before}/{group.rank()}", *((before, f"{before}/all") if group.rank() == 0 else ())):

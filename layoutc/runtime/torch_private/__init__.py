@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -178,6 +179,13 @@ def process_group(name: str) -> dist.ProcessGroup:
 def store_of_all() -> Any:
     """The key-value store with which the default group was set up."""
     return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a group's collectives wait: the longest of its backends' timeouts."""
+    backends: Any = [group._get_backend(device) for device in group._device_types]  # type: ignore[attr-defined]
+    given = [getattr(getattr(one, "options", None), "_timeout", None) for one in backends]
+    return max([one or dist.distributed_c10d.default_pg_timeout for one in given])
 
 
 def collectives_so_far(group: dist.ProcessGroup) -> int:
