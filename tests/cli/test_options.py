@@ -72,7 +72,8 @@ def test_numbers_are_finite_in_all_commands() -> None:
         for one in getattr(command, "params", ())
         if isinstance(one.type, click.types.FloatParamType)
     ]
-    assert options == [(name, option) for name in ("estimate", "plan") for option in ("--latency", "--host")]
+    both = [(name, option) for name in ("estimate", "plan") for option in ("--latency", "--host")]
+    assert sorted(options) == sorted([*both, ("plan", "--memory")])
     for name, option in options:
         for word in ("nan", "-NaN", "inf", "1e400"):
             shown = CliRunner().invoke(main, [name, option, word])

@@ -383,6 +383,6 @@ def test_plans_that_are_kept_are_bounded() -> None:
         assert kept.of(index, lambda index=index: (made.append(index), index)[1]) == index  # type: ignore[misc]
         assert len(kept) <= 4
     assert made == [0, 1, 2, 3, 4, 1]
-    assert kept.at(None, lambda: 5) is None
+    assert (kept.at(None, lambda: 5), kept.at(None, lambda: 6)) == (5, 6)  # no place: not kept
     assert [kept.of("none", lambda: made.append(9)) for _ in range(2)] == [None, None]
     assert made[-2:] == [1, 9]

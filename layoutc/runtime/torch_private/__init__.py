@@ -183,7 +183,7 @@ def store_of_all() -> Any:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a group's collectives wait: the longest of its backends' timeouts."""
-    backends: Any = [group._get_backend(device) for device in group._device_types]  # type: ignore[attr-defined]
+    backends: Any = [group._get_backend(device) for device in group._device_types]
     given = [getattr(getattr(one, "options", None), "_timeout", None) for one in backends]
     return max([one or dist.distributed_c10d.default_pg_timeout for one in given])
 
