@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
+from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.optim import reference
 
 WIDTH = 64
 STEPS = 4
@@ -28,7 +31,8 @@ def values_of(seed: int, *shape: int) -> Tensor:
 
 
 def edited(kind: str, edit: Edit) -> list[Tensor]:
-    """What three weights and a bias are after steps, edited after the second; two weights are quantized."""
+    """Three weights, of which two are quantized, and a bias after steps; edited after the second. Those that are in a
+    group then."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=index == 2) for index in range(3)))
     params = list(model.parameters())
     for seed, param in enumerate(params):
@@ -43,8 +47,13 @@ def edited(kind: str, edit: Edit) -> list[Tensor]:
         for seed, param in enumerate(params):
             param.grad = values_of(100 * step + seed, *param.shape)
         optimizer.step()
-    masters = optimizer.masters() if isinstance(optimizer, layoutc.MasterWeights) else {}
-    return [masters.get(param, param).detach() for param in params]
+    held = [
+        param for param in params if any(param is one for group in optimizer.param_groups for one in group["params"])
+    ]
+    masters = (
+        optimizer.masters() if isinstance(optimizer, layoutc.MasterWeights) else dict(zip(held, held, strict=True))
+    )
+    return [masters[param].detach() for param in held]
 
 
 def reversed_params(optimizer: Any, params: Any) -> None:
@@ -99,11 +108,72 @@ def copied_and_cleared(optimizer: Any, params: Any) -> None:
     optimizer.state.clear()
 
 
-GROUPS = [reversed_params]
+def dropped(optimizer: Any, params: Any) -> None:
+    """As for pruned or frozen weights."""
+    optimizer.param_groups[0]["params"] = [params[0], params[2]]
+
+
+def dropped_and_deleted(optimizer: Any, params: Any) -> None:
+    dropped(optimizer, params)
+    del optimizer.state[params[1]]
+
+
+def group_dropped(optimizer: Any, params: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+def groups_swapped(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups.reverse()
+
+
+def moved_to_another_group(optimizer: Any, params: Any) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = params[1:3], [params[3], params[0]]
+
+
+def moved_to_a_new_group(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0]["params"] = params[:2]
+    optimizer.add_param_group({"params": [params[2]], "lr": 0.5})
+
+
+def group_replaced(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+
+
+def emptied_and_dropped(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0]["params"] = []
+    optimizer.step()
+    del optimizer.param_groups[0]
+
+
+def put_back(optimizer: Any, params: Any) -> None:
+    """After a step without it."""
+    dropped(optimizer, params)
+    optimizer.step()
+    optimizer.param_groups[1]["params"].append(params[1])
+
+
+def written_and_put_back(optimizer: Any, params: Any) -> None:
+    dropped(optimizer, params)
+    optimizer.step()
+    with torch.no_grad():
+        params[1].copy_(torch.ones(WIDTH, WIDTH))
+    optimizer.param_groups[0]["params"].append(params[1])
+
+
+def put_back_as_a_group(optimizer: Any, params: Any) -> None:
+    group_dropped(optimizer, params)
+    optimizer.step()
+    optimizer.add_param_group({"params": params[:3], "lr": 1e-2})
+
+
+GROUPS = [reversed_params, dropped, dropped_and_deleted, group_dropped, groups_swapped, moved_to_another_group]
+GROUPS += [moved_to_a_new_group, group_replaced, emptied_and_dropped]
+GROUPS += [put_back, written_and_put_back, put_back_as_a_group]
 STATES = [nothing, cleared, set_anew, deleted, emptied, moments_set, steps_set, states_put, moved_and_set]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("edit", [*GROUPS, *STATES, copied_and_cleared])
 @pytest.mark.parametrize("kind", ["masters", "by rule"])
 def test_steps_go_on_as_those_of_torch(kind: str, edit: Edit) -> None:
@@ -205,3 +275,58 @@ def test_states_that_do_not_fit_are_refused_before_the_step(kind: str, name: str
         optimizer.step()
     optimizer.state[layer.weight][name] = kept
     assert torch.equal(optimizer.masters()[layer.weight], before)
+
+
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+def test_what_is_dropped_keeps_its_bytes_and_is_forgotten_with_its_state(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state dict is without it; put back, it starts as a new parameter, and the step says from what."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    monkeypatch.setattr(update_warnings, "_warned", set())
+    layoutc.quantize_(model, "fp8_block")
+    first, second = params = list(model.parameters())
+    optimizer: Any = ADAMW[kind](params)
+
+    def step(seed: int) -> None:
+        for param in params:
+            param.grad = values_of(seed, WIDTH, WIDTH)
+        optimizer.step()
+
+    step(0)
+    optimizer.param_groups[0]["params"] = [first]
+    before = {name: plane.clone() for name, plane in second.planes().items()}
+    step(1)
+    assert all(
+        torch.equal(plane.view(torch.uint8), before[name].view(torch.uint8)) for name, plane in second.planes().items()
+    )
+    assert list(optimizer.state_dict()["state"]) == [0]
+    assert list(optimizer.masters()) == [first]
+    assert second in optimizer.state
+    del optimizer.state[second]
+    optimizer.add_param_group({"params": [second]})
+    with pytest.warns(UserWarning, match="start as the dequantized weights"):
+        step(2)
+
+
+def test_launches_follow_a_weight_into_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With that group's options, though no parameter has changed its position."""
+    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            use_kernels(monkeypatch)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        for seed, layer in enumerate(layers):
+            layer.weight.data = values_of(seed, WIDTH, WIDTH)
+            layoutc.quantize_(layer, "fp8_block")
+        first, second = (layer.weight for layer in layers)
+        optimizer = layoutc.AdamW([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=1e-2)
+        for step in range(3):
+            if step == 1:
+                optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [first, second], []
+            first.grad, second.grad = values_of(step, WIDTH, WIDTH), values_of(step + 9, WIDTH, WIDTH)
+            optimizer.step()
+        found.append(list(optimizer.masters().values()))
+        assert bool(optimizer._updates) == kernels
+    assert all(map(torch.equal, *found))

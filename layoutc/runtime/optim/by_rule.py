@@ -134,8 +134,8 @@ class ByRule(MasterWeights):
                     states.refuse_bf16_masters(param, name)
         super()._adopt(params)
 
-    def _forget_entries(self) -> None:
-        super()._forget_entries()
+    def _forget(self) -> None:
+        super()._forget()
         self._updates, self._members = {}, {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,6 +168,7 @@ class ByRule(MasterWeights):
 
     def explain(self) -> list[Held]:
         """What this rank stores for each parameter, and whether the update writes the weight's codes, or why not."""
+        self._follow()
         found = []
         for entry in self._entries():
             state, local, master = self.inner.state.get(entry.stepped, {}), entry.local, local_of(entry.stepped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -41,6 +42,7 @@ class MasterWeights(FollowsParameters):
     The next step takes over what is set or deleted there; a state without a master goes on from the one that it had.
 
     Parameters that replace others before the first step, by fully_shard or in `param_groups`, take over their masters.
+    Parameters may change their groups, leave them and come back: state and master stay until they are deleted.
     A step raises LayoutError if its parameters no longer belong to a model, or if a quantized weight was made plain.
 
     With `state` or `masters`, as for layoutc.AdamW, recipes hold the moments and masters of torch's AdamW and Adam, of
@@ -84,18 +86,8 @@ class MasterWeights(FollowsParameters):
         self.inner = optimizer_class(inner_groups, **options)
         inner_optimizer.own_options(self.inner.param_groups)
         super().__init__(groups, self.inner.defaults)
+        self._followed = list(self.param_groups)
         self._step_masters()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as Optimizer.add_param_group does, and makes masters for its parameters."""
-        super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        if len(self.inner.param_groups) < len(self.param_groups):
-            self._adopt(added["params"])
-            self._places |= places(added["params"])
-            self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
-            inner_optimizer.own_options(self.inner.param_groups[-1:])
-            self._step_masters()
 
     @left_by_compilers  # a step works on Python objects: stamps, entries, batches of launches
     @torch.no_grad()
@@ -182,7 +174,12 @@ class MasterWeights(FollowsParameters):
     def state_dict(self) -> dict[str, Any]:
         """Returns what Optimizer.state_dict does, for the parameters that the groups hold now."""
         self._follow()
-        return super().state_dict()
+        states = self.state
+        self.state = defaultdict(dict, {param: state for param, state in states.items() if param in self._masters})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
@@ -236,9 +233,9 @@ class MasterWeights(FollowsParameters):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._step_masters()  # masters and their shards were copied separately
-        self._forget_entries()
         for name in self._KEPT:
             self.__dict__.pop(name, None)
+        self._entries()
         if self.state:
             self._collect_state()
 
@@ -256,7 +253,7 @@ class MasterWeights(FollowsParameters):
                 if not param.requires_grad:
                     initial_values.free(local.store)
             self._masters[param] = self._master(param)
-            self._written[param] = stamp(param)
+            self._written.setdefault(param, stamp(param))
 
     def _master(self, param: Tensor) -> Tensor:
         """A copy of a parameter, sharded as it is; the parameter itself if it is fp32, wider, or does not train."""
@@ -317,18 +314,18 @@ class MasterWeights(FollowsParameters):
         """All parameters with their masters, in the order of the groups."""
         params = [param for group in self.param_groups for param in group["params"]]
         if not same(params, [entry.param for entry in self._kept]):
+            self._forget()
             known = {entry.param: entry for entry in self._kept}
-            self._forget_entries()
             self._kept = [
                 known.get(param) or Entry(param, self._masters[param], self.inner, self._written[param])
                 for param in params
             ]
         return self._kept
 
-    def _forget_entries(self) -> None:
-        """Drops what is kept from step to step, except the stamps of parameters."""
+    def _forget(self) -> None:
+        """Drops what is kept from step to step of these parameters and groups, except entries."""
         self._written.update({entry.param: entry.stamp for entry in self._kept if entry.param in self._masters})
-        self._kept, self._gradients, self._rewriting = (), Gradients(), None
+        self._gradients, self._rewriting = Gradients(), None
 
     def _refresh_masters(self) -> None:
         """Makes masters for parameters that now train, and updates those of weights that other code has written."""

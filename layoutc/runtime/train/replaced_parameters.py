@@ -1,4 +1,4 @@
-"""Parameters that replaced others in an optimizer's groups, or in modules.
+"""Parameters that replaced others in an optimizer's groups, or in modules, and groups and states that users edit.
 
 accelerate does the first when it shards a model after the optimizer was made, fully_shard the second. The new parameter
 takes over its part of the old one's master, which is finer than what the parameter dequantizes to.
@@ -106,9 +106,19 @@ class FollowsParameters(torch.optim.Optimizer):
     _coarse: dict[Tensor, None]  # parameters whose masters were made from codes
     _places: Places
     _kept: Sequence[Entry]
+    _followed: Sequence[dict[str, Any]] = ()  # the groups that the inner optimizer's belong to
     _stepped: dict[Tensor, Tensor]  # what the inner optimizer steps for each parameter
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as Optimizer.add_param_group does, and makes masters for its parameters."""
+        super().add_param_group(param_group)
+        if self._followed:
+            self._follow()
+
+    def _forget(self) -> None:
         raise NotImplementedError
 
     def _entries(self) -> Sequence[Entry]:
@@ -119,37 +129,83 @@ class FollowsParameters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Switches to the parameters that its groups hold now, and to those by which fully_shard replaced them. Takes
-        over states that users have replaced or deleted.
+        """Switches to the groups and parameters that it holds now, and to those by which fully_shard replaced them.
+        Takes over states that users have replaced or deleted.
 
         Raises LayoutError for a parameter of another shape, and after a step, since state belongs to the old shards;
         ValueError for a state that does not fit.
         """
-        masters = self._masters
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for position, (param, stepped) in enumerate(zip(outer["params"], inner["params"], strict=True)):
-                if param in masters:
-                    if (now := _sharded_since(self._places, param)) is None:
-                        continue
-                    _hand_gradient_over(param, now)
-                    outer["params"][position] = param = now
-                old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is local_of(m))
-                if tuple(param.shape) != tuple(old.shape) or self.inner.state.get(stepped):
-                    raise LayoutError(
-                        f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place "
-                        f"of {getattr(local_of(old), 'weight_name', None) or 'one'} of shape {tuple(old.shape)}"
-                        + (", after a step" if self.inner.state.get(stepped) else "")
-                        + "; create a new optimizer with the parameters that it is to train"
-                    )
-                was_coarse = old in self._coarse
-                for record in (masters, self._written, self._recipes, self._coarse, self._stepped, self.state):
-                    record.pop(old, None)
-                self._adopt([param])
-                made = inner["params"][position] = masters[param]
-                if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
-                    self._coarse.pop(param, None)
+        groups, params = self.param_groups, [param for group in self.param_groups for param in group["params"]]
+        if (
+            self._places
+            or not same(params, [entry.param for entry in self._kept])
+            or not same(groups, self._followed)
+            or [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.inner.param_groups]
+        ):
+            self._take_edits()
+            self._forget()
+            self._follow_parameters()
+            self._follow_groups()
         self._step_masters()
         self._take_edits()
+
+    def _follow_parameters(self) -> None:
+        """Makes masters for the parameters that came, and drops those of parameters that are gone."""
+        masters, came = self._masters, list[Tensor]()
+        held = {param for group in self.param_groups for param in group["params"]}
+        at = {id(outer): inner["params"] for outer, inner in zip(self._followed, self.inner.param_groups, strict=True)}
+        param_of = {id(stepped): param for param, stepped in self._stepped.items()}
+        for outer in self.param_groups:
+            before = [param_of[id(stepped)] for stepped in at.get(id(outer), ())]
+            for position, param in enumerate(outer["params"]):
+                if (now := _sharded_since(self._places, param)) is not None:
+                    _hand_gradient_over(param, now)
+                    outer["params"][position] = now
+                    self._replace(param, now)
+                elif param not in masters and position < len(before) and (old := before[position]) not in held:
+                    self._replace(old, param)
+                elif param not in masters:
+                    came.append(param)
+        self._adopt(came)
+        self._places |= places(came) if came else {}
+        held = {param for group in self.param_groups for param in group["params"]}
+        for param in masters.keys() - held:
+            self.inner.state.pop(self._stepped.pop(param), None)
+            for record in (masters, self._recipes, self._coarse):
+                record.pop(param, None)
+        # Users may put a parameter back: its state has the master.
+        self._written = {param: now for param, now in self._written.items() if param in masters or param in self.state}
+
+    def _replace(self, old: Tensor, param: Tensor) -> None:
+        """Makes a master for a parameter, with the values of that of the old one."""
+        if tuple(param.shape) != tuple(old.shape) or self.inner.state.get(self._stepped[old]):
+            raise LayoutError(
+                f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place "
+                f"of {getattr(local_of(old), 'weight_name', None) or 'one'} of shape {tuple(old.shape)}"
+                + (", after a step" if self.inner.state.get(self._stepped[old]) else "")
+                + "; create a new optimizer with the parameters that it is to train"
+            )
+        was_coarse, master = old in self._coarse, self._masters[old]
+        self.state.pop(old, None)
+        self._adopt([param])
+        made = self._masters[param]
+        if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
+            self._coarse.pop(param, None)
+
+    def _follow_groups(self) -> None:
+        """Gives the inner optimizer the same groups, still without parameters."""
+        inner = self.inner
+        known = {id(outer): group for outer, group in zip(self._followed, inner.param_groups, strict=True)}
+        for group in known.values():
+            group["params"].clear()
+        inner.param_groups.clear()
+        for outer in self.param_groups:
+            if id(outer) in known:
+                inner.param_groups.append(known[id(outer)])
+            else:
+                inner.add_param_group({**outer, "params": [self._masters[param] for param in outer["params"]]})
+                inner_optimizer.own_options(inner.param_groups[-1:])
+        self._followed = list(self.param_groups)
 
     def _step_masters(self) -> None:
         """Makes the inner optimizer step the parameters' current masters, in the order of the groups."""
