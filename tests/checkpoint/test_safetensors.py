@@ -374,6 +374,11 @@ def test_a_folder_without_files_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"):
         load_safetensors(nn.Linear(2, 2), tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"\): copy model\.safetensors\.index\.json too, or rename a single file"
+    ):
+        load_safetensors(nn.Linear(2, 2), tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load_safetensors(nn.Linear(2, 2), tmp_path / "nowhere")
 

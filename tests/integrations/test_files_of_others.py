@@ -6,6 +6,7 @@ the package's own loader.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -464,6 +465,33 @@ def test_files_that_fit_several_recipes_or_none_say_which(written: Callable[[str
             (tmp_path / name).write_text(text)
     with pytest.raises(LayoutError, match=r"quantization_config that no installed recipe knows: .*of-my-own"):
         quantize_as_stored(model_of("mxfp8"), tmp_path)
+
+
+@pytest.mark.thorough
+def test_files_of_torchao_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    """transformers' integration writes them; the call that the error gives puts the values into quantized weights."""
+    pytest.importorskip("torchao", reason="needs torchao: pip install torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    model.save_pretrained(tmp_path / "plain")
+    quantization = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    read = partial(AutoModelForCausalLM.from_pretrained, device_map="cpu")
+    read(tmp_path / "plain", quantization_config=quantization).save_pretrained(tmp_path / "theirs")
+    layoutc.quantize_(model, "fp8_block", param_filter=["*_proj.weight"])
+    with pytest.raises(LayoutError, match=r"quant_method = 'torchao'\n.*model\.load_state_dict\(\{name: one\.") as said:
+        load_safetensors(model, tmp_path / "theirs")
+    assert "files=" not in str(said.value)
+    theirs = read(tmp_path / "theirs")
+    model.load_state_dict({name: one.dequantize() for name, one in theirs.state_dict().items()})
+    name = "model.layers.0.mlp.up_proj.weight"
+    found: Any = model.get_parameter(name)
+    values = theirs.get_parameter(name).dequantize().detach()
+    expected = importlib.import_module("layoutc.recipes.fp8_block").quantize(values)
+    for plane, one in expected.planes().items():
+        assert torch.equal(found.planes()[plane].view(torch.uint8), one.view(torch.uint8))
 
 
 def changed(source: Path, folder: Path, name: str, tensor: Tensor) -> Path:

@@ -96,9 +96,12 @@ def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> L
         f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}",
         *(["The nearest are", *but] if near else []),
         *[plain] * bool(plain),
-        f"If the tensors are those of a binding all the same, name it, as files={name!r} or layoutc convert --from "
-        f"{name}; `layoutc show RECIPE --files` prints the tensors of a recipe's",
     ]
+    if near or not plain:
+        lines.append(
+            f"If the tensors are those of a binding all the same, name it, as files={name!r} or layoutc convert --from "
+            f"{name}; `layoutc show RECIPE --files` prints the tensors of a recipe's"
+        )
     if mine := in_working_directory():
         lines.append(f"Recipes in {BUILT}/ here ({', '.join(mine)}) are read only if named: files='{mine[0]}/BINDING'")
     return LayoutError("\n".join(lines))

@@ -58,7 +58,8 @@ def read_folder(folder: Path) -> Contents:
         if folder.is_file():
             raise FileNotFoundError(f"{folder} is a file, not a folder; load_gguf loads GGUF files")
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'})")
+        fix = f": copy {INDEX} too, or rename a single file to {SINGLE}" if ".safetensors" in there else ""
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'}){fix}")
     contents, digest = Contents({}, {}, ""), hashlib.sha256()
     named = {one for wanted in files.values() for one in wanted or ()}
     for name, wanted in files.items():
