@@ -31,7 +31,7 @@ PAGES = [
 FILE = re.compile(r"[\w./-]+\.(?:py|md|yaml|toml|txt|json)|[\w-]+(?:/[\w-]+)*/")
 OTHERS = {  # torch's, transformers', accelerate's, Lightning's, torchtitan's, YAML's
     *("triton_op", "redistribute", "transformers", "Trainer", "null", "optimizer_cls_and_kwargs", "save_model"),
-    "get_memory_footprint",
+    *("get_memory_footprint", "dcp_to_torch_save"),
     *("quant_predicate", "global_scale", "qtensor"),  # MLX's, ModelOpt's
     *(
         "from_pretrained",
