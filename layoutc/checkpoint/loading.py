@@ -245,13 +245,14 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
         )
     if (dtype := chunks.properties.dtype) != value.dtype:
         raise DamagedError(f"{name}: {value.dtype} is stored, but {METADATA} says {dtype}")
-    whole, value = value.numel(), taken(value)
+    whole, target = value.numel(), loaded.tensors[item.dest_index]
+    value = value if type(value) is type(target.live) else taken(value)  # which may round
     try:
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             if (offset, length) != (0, value.shape[dim]):
                 value = value.narrow(dim, offset, length)
         # Copy if the view would keep much more memory alive than it covers.
         value = value.clone() if 5 * value.numel() < 4 * whole else value
-        loaded.tensors[item.dest_index].take(value, item.dest_offsets, item.lengths)
+        target.take(value, item.dest_offsets, item.lengths)
     except LayoutError as error:
         raise error if str(error).startswith(name) else type(error)(f"{name}: {error}") from error

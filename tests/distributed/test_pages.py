@@ -18,6 +18,7 @@ import gguf_files
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from click.testing import CliRunner
 from harness import Ranks
@@ -105,6 +106,10 @@ def names() -> dict[str, Any]:
     layoutc.quantize_(experts, "fp8_rowwise")
     plain: Any = fully_shard(Transformer())
     checkpoint.save({"model": plain.state_dict()}, "run/bf16")
+    stepped = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    plain(torch.randn(8, 128)).square().mean().backward()
+    stepped.step()
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(plain, stepped), strict=True)), checkpoint_id="step_1000")
     checkpoint.export_safetensors(plain, "llama")
     checkpoint.export_safetensors(quantized_plain(), "DeepSeek-V3", files="deepseek")
     if GGUF:

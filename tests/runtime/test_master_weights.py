@@ -387,7 +387,7 @@ def test_averages_by_hand_are_told_once_that_they_are_quantized(
                 update(average, weight)
 
     (message,) = warned(act)
-    assert "0.weight of shape (128, 128)" in message
+    assert "weight of shape (128, 128)" in message
     assert "average what optimizer.masters() gives" in message
 
 
