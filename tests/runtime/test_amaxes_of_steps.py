@@ -180,4 +180,3 @@ def test_a_graph_quantizes_all_weights_at_once(launched: list[str], monkeypatch:
     used = [*optimizer._updates.values(), *(batch.prepared for batch in rewriting._batches)]
     copy.deepcopy(optimizer)
     assert [*map(id, optimizer._captured)] == [*map(id, used)]
-    assert optimizer._rewriting is None

@@ -6,10 +6,10 @@ are in `fsdp2`, `reductions` and `planned_groups`. `callers` reads call stacks.
 
 from __future__ import annotations
 
+import datetime
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -181,7 +181,7 @@ def store_of_all() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long a group's collectives wait: the longest of its backends' timeouts."""
     backends: Any = [group._get_backend(device) for device in group._device_types]
     given = [getattr(getattr(one, "options", None), "_timeout", None) for one in backends]
