@@ -4,11 +4,13 @@ one with experts under each form of its weights.
     python tests/programs/form_curves.py --steps 1000 --seeds 5 [--forms "fp32;8bit;..."] [--recipe nvfp4] [--json FILE]
     python tests/programs/form_curves.py --steps 500 --seeds 3 --cards --dim 512 --layers 4 \\
         --forms "experts fp8_rowwise;experts nvfp4"
+    python tests/programs/form_curves.py --cards --forms "grad_fp8;grad_int4"
 
-A run is a process of its own, and one whose gradients travel is two ranks over gloo, of which one is forked from the
-other. Prints a line for each form: the mean of the last tenth of its losses over all seeds, how far that is from its
-base's, and the seeds' own distances. Exits with 1 if a form's are higher by more than its bound. Runs are on the CPU,
-or with --cards on the machine's cards in turn. `tests/programs/test_form_curves.py` runs short ones.
+A run is a process of its own, and one whose gradients travel is two ranks, of which one is forked from the other.
+Prints a line for each form: the mean of the last tenth of its losses over all seeds, how far that is from its base's,
+and the seeds' own distances. Exits with 1 if a form's are higher by more than its bound. Runs are on the CPU and over
+gloo, or with --cards on the machine's cards in turn and over NCCL. `tests/programs/test_form_curves.py` runs short
+ones.
 """
 
 from __future__ import annotations
@@ -132,11 +134,14 @@ def one(config: Config, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # which is faster than several for a model as small as this
     text, file = corpus(), Path(tempfile.mkdtemp(), "store")
     other = os.fork() if forms[0].ranks > 1 else None
+    rank, backend = int(other == 0), "nccl" if given.cards else "gloo"
+    torch.set_default_device(f"cuda:{rank}" if given.cards else "cpu")
+    if given.cards:
+        torch.cuda.set_device(rank)
     if other is not None:
-        dist.init_process_group("gloo", store=dist.FileStore(str(file), 2), rank=int(other == 0), world_size=2)
+        dist.init_process_group(backend, store=dist.FileStore(str(file), 2), rank=rank, world_size=2)
     elif forms[0].experts:
-        dist.init_process_group("nccl" if given.cards else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.set_default_device("cuda" if given.cards else "cpu")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found = list[list[float]]()
     for form in forms:
         with layoutc.products("low_precision") if form.recipe else nullcontext():
@@ -153,8 +158,9 @@ def one(config: Config, given: argparse.Namespace) -> None:
 def started(arguments: Sequence[str], seed: int, *names: str) -> list[list[float]]:
     """The losses of runs on as many ranks, in processes of theirs. Raises RuntimeError with what a failure printed."""
     command = [sys.executable, __file__, *arguments, "--one", ";".join(names), "--seed", str(seed)]
-    card = str(seed % torch.cuda.device_count()) if "--cards" in arguments else ""
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": card}
+    cards = (str((seed + rank) % torch.cuda.device_count()) for rank in range(FORMS[names[0]].ranks))
+    visible = ",".join(cards) if "--cards" in arguments else ""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": visible}
     done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
     if done.returncode:
         raise RuntimeError(f"{', '.join(names)}, seed {seed}:\n{done.stderr[-4000:]}")
