@@ -25,7 +25,7 @@ from weight_recipes import WEIGHTS
 import layoutc
 from layoutc.checkpoint import convert_safetensors, export_safetensors, inspect, load_safetensors, quantize_as_stored
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
-from layoutc.checkpoint.safetensors import writing
+from layoutc.checkpoint.safetensors import files, writing
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Plane
@@ -568,8 +568,26 @@ def test_tensors_that_an_index_leaves_out_are_read_as_others_read_them(tmp_path:
     assert found.keys() == values.keys()
     assert all(torch.equal(found[name], value) for name, value in values.items())
     save_file({"b": values["b"], "c": values["a"]}, tmp_path / "2.safetensors")
-    with pytest.raises(DamagedError, match=r"holds c, as another file does, and .* does not say which is meant"):
+    with pytest.raises(DamagedError, match=r"2\.safetensors and 1\.safetensors hold different tensors c\."):
         convert_safetensors(tmp_path, tmp_path / "other", dtype=torch.float32)
-    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
-    convert_safetensors(tmp_path, tmp_path / "other", dtype=torch.float32)
-    assert torch.equal(load_file(tmp_path / "other" / "model.safetensors")["c"], values["c"])
+
+
+def test_a_tensor_in_two_files_is_one_tensor_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs read all files, others what the index names: they would read different models."""
+    monkeypatch.setattr(files, "CHUNK", 64)
+    weight, last = torch.arange(64.0).view(8, 8), torch.arange(64.0).view(8, 8)
+    last[-1, -1] = -1
+    save_file({"a": torch.zeros(2), "0.weight": weight}, tmp_path / "1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for named in ("1.safetensors", "2.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "0.weight": named}}))
+        for other in (last, weight.half(), weight.view(4, 16)):
+            save_file({"b": torch.ones(2), "0.weight": other}, tmp_path / "2.safetensors")
+            model = nn.Sequential(nn.Linear(8, 8, bias=False))
+            before = model[0].weight.detach().clone()
+            with pytest.raises(DamagedError, match=r"hold different tensors 0\.weight\. .* remove the wrong one"):
+                load_safetensors(model, tmp_path, strict=False)
+            assert torch.equal(model[0].weight, before)
+        save_file({"b": torch.ones(2), "0.weight": weight}, tmp_path / "2.safetensors")
+        load_safetensors(model, tmp_path, strict=False)
+        assert torch.equal(model[0].weight, weight)

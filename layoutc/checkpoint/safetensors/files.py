@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -61,7 +61,6 @@ def read_folder(folder: Path) -> Contents:
         fix = f": copy {INDEX} too, or rename a single file to {SINGLE}" if ".safetensors" in there else ""
         raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'}){fix}")
     contents, digest = Contents({}, {}, ""), hashlib.sha256()
-    named = {one for wanted in files.values() for one in wanted or ()}
     for name, wanted in files.items():
         path = folder / name
         if not path.is_file():
@@ -77,13 +76,14 @@ def read_folder(folder: Path) -> Contents:
         if lost := sorted(planes - tensors.keys()):
             raise DamagedError(f"{path} describes {lost[0]}, but does not hold it")
         contents.described.update(described)
-        # Loaders read whole files, so that what an index leaves out is there all the same.
-        beside = [one for one in tensors if one not in named]
-        if twice := [one for one in beside if one in contents.tensors]:
-            raise DamagedError(
-                f"{path} holds {twice[0]}, as another file does, and {INDEX} does not say which is meant"
-            )
-        contents.tensors.update({one: tensors[one] for one in (*(wanted or ()), *beside)})
+        # Loaders read whole files: also what an index leaves out, or says to be in another file.
+        for one, stored in tensors.items():
+            if one in contents.tensors and not _is_equal(contents.tensors[one], stored):
+                raise DamagedError(
+                    f"{path} and {contents.tensors[one].path.name} hold different tensors {one}. Programs that read "
+                    "whole files take the later one, others the one that the index names: remove the wrong one"
+                )
+        contents.tensors.update(tensors)
     return contents._replace(digest=digest.hexdigest())
 
 
@@ -235,12 +235,25 @@ def bytes_of(stored: Stored) -> Tensor:
 
 def crc32_of(stored: Stored) -> int:
     """The CRC-32 of a tensor's bytes in its file, read CHUNK bytes at a time."""
-    checksum, left = 0, stored.end - stored.begin
+    checksum = 0
+    for piece in _chunks(stored):
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _is_equal(one: Stored, other: Stored) -> bool:
+    """True if two files hold the same tensor. Reads CHUNK bytes of each at a time."""
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
+
+
+def _chunks(stored: Stored) -> Iterator[bytes]:
+    left = stored.end - stored.begin
     with open_file(stored.path) as file:
         file.seek(stored.begin)
         while left:
             piece = file.read(min(left, CHUNK))
             if not piece:
                 raise DamagedError(f"{stored.path} was truncated while it was read; something else writes into it")
-            checksum, left = zlib.crc32(piece, checksum), left - len(piece)
-    return checksum
+            left -= len(piece)
+            yield piece
