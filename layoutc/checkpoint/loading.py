@@ -28,7 +28,7 @@ from layoutc.checkpoint.common.folders import INCOMPLETE, previous, resolved
 from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, together
 from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
-from layoutc.checkpoint.optimizers import Matches, lacking
+from layoutc.checkpoint.optimizers import Matches, lacking, number, option
 from layoutc.checkpoint.reading import METADATA, read_metadata
 from layoutc.runtime.errors import DamagedError, LayoutError, check_state
 from layoutc.runtime.optim.foreign_states import as_recipe, taken
@@ -92,7 +92,7 @@ def load(
             if name in collective and isinstance(live := as_recipe(local_of(value)), QuantizedTensor):
                 requantize(live, [destination for destination in loaded.tensors.values() if destination.name == name])
     for name, value in loaded.values.items():
-        planner.put(name, value)
+        planner.put(name, option(name, value, planner.whole[name]))
     for key, live in state_dict.items():
         if isinstance(live, Stateful):
             live.load_state_dict(states[key])
@@ -200,7 +200,7 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
     for name in planner.matches.numbers:
         found = [loaded.tensors.pop(index).value for index in list(loaded.tensors) if index.fqn == name]
         value = found[0] if found else loaded.values[name]
-        loaded.values[name] = planner.matches.number(name, value, planner.whole[name])
+        loaded.values[name] = number(name, value, planner.whole[name])
     return loaded
 
 

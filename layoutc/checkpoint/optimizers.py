@@ -96,13 +96,23 @@ class Matches:
         renamed = {name: there[source] for name, source in self.sources.items()}
         return entries, replace(metadata, state_dict_metadata={**there, **renamed})
 
-    def number(self, name: str, value: Any, live: Any) -> Any:
-        """A loaded number as the state dict has it: a number, or a tensor like its own."""
-        if isinstance(value, Tensor):
-            value = value.reshape(()).item()
-        if not _is_number(value):
-            raise LayoutError(f"{name} is {type(value).__name__} in the checkpoint, not a number")
-        return torch.full_like(live, value) if isinstance(live, Tensor) else value
+
+def number(name: str, value: Any, live: Any) -> Any:
+    """A loaded number as the state dict has it: a number, or a tensor like its own."""
+    if isinstance(value, Tensor):
+        value = value.reshape(()).item()
+    if not _is_number(value):
+        raise LayoutError(f"{name} is {type(value).__name__} in the checkpoint, not a number")
+    return torch.full_like(live, value) if isinstance(live, Tensor) else value
+
+
+def option(name: str, value: Any, live: Any) -> Any:
+    """A loaded plain value as the state dict has it: with tensors where it has them, as for betas, else numbers."""
+    if isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value):
+        return type(live)([option(name, one, own) for one, own in zip(value, live, strict=True)])
+    if not all(_is_number(one) or (isinstance(one, Tensor) and one.numel() == 1) for one in (value, live)):
+        return value
+    return number(name, value, live) if isinstance(value, Tensor) or isinstance(live, Tensor) else value
 
 
 def lacking(name: str) -> str:

@@ -27,7 +27,9 @@ preload("torchao.optim")
 WIDTH = 256  # columns of whole blocks of torchao's 8-bit states
 FORMS: dict[str, Any] = {
     "plain": torch.optim.AdamW,
-    "tensor": partial(torch.optim.AdamW, lr=torch.tensor(0.25), foreach=False),
+    "tensor": partial(
+        torch.optim.AdamW, lr=torch.tensor(0.25), betas=(torch.tensor(0.5), torch.tensor(0.75)), foreach=False
+    ),
     "fused": partial(torch.optim.AdamW, lr=torch.tensor(0.25), fused=True),
     "maximize": partial(torch.optim.AdamW, maximize=True),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
@@ -98,6 +100,7 @@ def loads(form: str, recipe: str, folder: str, flat: bool, exact: bool, convert:
     with mock.patch.object(torch, "compile", lambda function, **_: function):
         model, optimizer = job(form, recipe, 1)
         state = state_of(model, optimizer, flat)
+        own = [type(one) for one in optimizer.param_groups[0]["betas"]]
         checkpoint.load(state, folder, convert=convert)
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
@@ -111,7 +114,8 @@ def loads(form: str, recipe: str, folder: str, flat: bool, exact: bool, convert:
             param.grad = torch.zeros_like(param)
         optimizer.step()
     group = optimizer.param_groups[0]
-    return {key: float(group.get(key, False)) for key in ("lr", "maximize")}
+    assert [type(one) for one in group["betas"]] == own
+    return {"beta": float(group["betas"][0]), **{key: float(group.get(key, False)) for key in ("lr", "maximize")}}
 
 
 @pytest.mark.sample(3)
@@ -149,6 +153,7 @@ def test_a_job_goes_on_with_another_optimizer(
     two.run(saves, there, of, folder, flat)
     for found in four.run(loads, here, to, folder, flat, exact, convert):
         assert found["lr"] == pytest.approx(0.25 if there in ("tensor", "fused") else 1e-3, rel=1e-7)
+        assert found["beta"] == pytest.approx(0.5 if there == "tensor" else 0.9, rel=1e-7)
         assert found["maximize"] == (there == "maximize")
 
 
