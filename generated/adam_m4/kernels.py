@@ -20,12 +20,7 @@ ELEMENT_VALUES = tl.constexpr(reference.ELEMENT_VALUES)
 @triton.jit
 def encode(x, codebooks):
     """fp32 -> dynamic4 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F,
-        SLOPES=(32.364227294921875, 6.939542293548584, 1.2549017667770386),
-        ENDS=(1.0, 1.2144200801849365, 1.2196078300476074),
-        SPANS=(1.9014341831207275, 1.6011301279067993, 3.541666269302368), ZERO=7, AT=16, codebooks=codebooks,
-    )  # fmt: skip
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=16, NAN=0x0F, AT=16, codebooks=codebooks)
 
 
 @triton.jit

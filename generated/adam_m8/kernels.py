@@ -20,15 +20,7 @@ ELEMENT_CODES = tl.constexpr(reference.ELEMENT_CODES)
 @triton.jit
 def encode(x, codebooks):
     """fp32 -> dynamic8 codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=0xFF,
-        SLOPES=(323642.3125, 69395.4453125, 12121.2109375, 1111.1107177734375, 111.11104583740234, 11.111111640930176,
-        1.111545205116272),
-        ENDS=(1.0, 1.214420199394226, 1.2121211290359497, 1.111111044883728, 1.111111044883728, 1.1111111640930176,
-        1.111154556274414),
-        SPANS=(1.9014341831207275, 1.6011297702789307, 3.6666669845581055, 8.000000953674316, 16.0, 31.999998092651367,
-        63.974998474121094), ZERO=127, AT=256, codebooks=codebooks,
-    )  # fmt: skip
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=0xFF, AT=256, codebooks=codebooks)
 
 
 @triton.jit

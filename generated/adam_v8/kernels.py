@@ -20,15 +20,7 @@ ELEMENT_CODES = tl.constexpr(reference.ELEMENT_CODES)
 @triton.jit
 def encode(x, codebooks):
     """fp32 -> dynamic8_unsigned codes; rounded to nearest, ties to even; saturating."""
-    return lt.to_codebook(
-        x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=0xFF,
-        SLOPES=(1081669.5, 110186.703125, 11111.1083984375, 1111.1107177734375, 111.1111831665039, 11.111114501953125,
-        1.1113277673721313),
-        ENDS=(1.0, 1.1018671989440918, 1.1111111640930176, 1.111111044883728, 1.1111111640930176, 1.111111044883728,
-        1.1111327409744263),
-        SPANS=(2.385798215866089, 4.033556938171387, 8.0, 16.0, 31.9999942779541, 64.0, 127.97496795654297), ZERO=0,
-        AT=256, codebooks=codebooks,
-    )  # fmt: skip
+    return lt.to_codebook(x, STEPS=ELEMENT_STEPS, CODES=ELEMENT_CODES, COUNT=256, NAN=0xFF, AT=256, codebooks=codebooks)
 
 
 @triton.jit

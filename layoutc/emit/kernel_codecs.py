@@ -104,7 +104,7 @@ def _codec(
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
     assert decoding is not None  # recipes with a format that kernels can't decode have no kernels
     if steps is not None:
-        constants = {**encoding.software.constants, **conversions.lines_of(fmt), "AT": steps}
+        constants = {**encoding.software.constants, "AT": steps}
         encoding = Codec(replace(encoding.software, constants=constants, takes_codebooks=True))
     software = encoding.software
     taken = ", bits" if software.takes_bits else ", codebooks" if software.takes_codebooks else ""

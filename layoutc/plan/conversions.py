@@ -5,13 +5,11 @@ Functions are those of `layoutc.runtime.triton`; constants are their parameters.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, f32
+from layoutc.spec.formats import Format, codebook_order
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Table:
     name: str
 
 
-Constant = int | float | bool | str | tuple[float, ...] | Dtype | NanCode | Table
+Constant = int | float | bool | str | Dtype | NanCode | Table
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,6 @@ _NAMED_BY_TORCH = {
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
 LARGEST_HELD = 16  # the most values of an element codebook that programs hold; longer ones are looked up in memory
-_ROOM = 0.99  # the error that a guess by lines may have, in codes
-_MOST_LINES = 8  # more are slower than a binary search
 SMALL_CODEBOOK = 4  # up to this many values, dequantized by comparisons, not from shared memory; not timed on any card
 
 
@@ -123,8 +119,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
     nan = NanCode(fmt.nan_code)
     if fmt.values:
         tables: dict[str, Constant] = {"STEPS": Table("STEPS"), "CODES": Table("CODES")}
-        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": nan, **(lines_of(fmt) if is_long(fmt) else {})}
-        return Codec(Conversion("to_codebook", tables))
+        return Codec(Conversion("to_codebook", {**tables, "COUNT": len(codebook_order(fmt)), "NAN": nan}))
     last = fmt.last
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
     if rounding == "stochastic":
@@ -147,50 +142,6 @@ def encoding(fmt: Format, rounding: str) -> Codec:
         form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SUBNORMALS": fmt.subnormals, "SIGN_BIT": sign_bit}
         software = Conversion("to_codes", {**form, "LAST": last, "NAN": nan, "ROUNDING": rounding})
     return Codec(software, hardware, level)
-
-
-def lines_of(fmt: Format) -> dict[str, Constant]:
-    """The constants with which `steps_reached` guesses a code. The minimum of the lines at |x| is at most the number of
-    steps above 0 that x reaches, and less than one below it, with room for fp32 rounding. ZERO: the steps below 0.
-
-    The minimum is a sum over the parts of |x| in which each line is the lowest. A part spans SPANS steps, of which
-    SPANS * clamp(ENDS - SLOPES * |x|, 0, 1) are not reached. Lines exist for codebooks that are piecewise linear with
-    wider steps farther from 0, such as dynamic maps.
-    """
-    steps = codebook_thresholds(fmt)
-    zero = sum(step <= 0 for step in steps)
-    numbered = [(step, number + 1 - zero) for number, step in enumerate(steps) if step > 0]
-    lines = list[tuple[float, float]]()
-    for (low, number), (high, _) in itertools.pairwise(numbered):
-        slope = 1 / (high - low)
-        if not lines or slope < lines[-1][0] * (1 - 1e-3):
-            lines.append((slope, number - slope * low))
-    counted = numbered + [(-step, zero - number) for number, step in enumerate(steps) if step <= 0]
-
-    def spread(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        beside = [min(slope * step + start for slope, start in lines) - count for step, count in counted]
-        return min(beside, default=0), max(beside, default=math.inf)
-
-    while len(lines) > 1:  # drop the line that is missed least, while one look at the steps suffices
-        fewer = [[*lines[:at], *lines[at + 1 :]] for at in range(len(lines))]
-        least, widest = min(((high - low, at) for at, (low, high) in enumerate(map(spread, fewer))))
-        if least > _ROOM:
-            break
-        lines = fewer[widest]
-    low, high = spread(lines) if lines else (0, math.inf)
-    middle = (low + high + 1) / 2
-    if high - low > _ROOM or len(lines) > _MOST_LINES or min(start for _, start in lines) < middle:
-        return {}
-    most = len(steps) - zero - 0.5
-    ends = [(after[1] - start) / (slope - after[0]) for (slope, start), after in itertools.pairwise(lines)]
-    ends.append((most + middle - lines[-1][1]) / lines[-1][0])
-    widths = [high - low for low, high in itertools.pairwise([0.0, *ends])]
-    return {
-        "SLOPES": tuple(f32(1 / width) for width in widths),
-        "ENDS": tuple(f32(end / width) for end, width in zip(ends, widths, strict=True)),
-        "SPANS": tuple(f32(slope * width) for (slope, _), width in zip(lines, widths, strict=True)),
-        "ZERO": zero,
-    }
 
 
 def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:

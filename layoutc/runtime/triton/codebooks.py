@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import approximately, bits_of, float_of, isnan, like, power_above
+from layoutc.runtime.triton.codes import bits_of, isnan, like, power_above
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-NO_LINES = tl.constexpr(())  # Triton 3.6 does not accept a bare tuple as a default
 COMPARED = tl.constexpr(16)  # the longest codebook whose steps are compared one by one; others are searched
 
 
@@ -19,18 +18,6 @@ def in_order(codes):
     """Whether codes count up from the first and wrap to 0 after the largest, like two's complement."""
     size = 1 << max(codes).bit_length()
     return all(code == (codes[0] + place) % size for place, code in enumerate(codes))
-
-
-@triton.constexpr_function
-def count_of(values):
-    """len(), as a constexpr function."""
-    return len(values)
-
-
-@triton.constexpr_function
-def reaches_nan(slopes, codes, nan):
-    """Whether the search by SLOPES finds the right code for NaN."""
-    return len(slopes) > 0 and codes[-1] == nan
 
 
 @triton.constexpr_function
@@ -43,8 +30,8 @@ def bits_of_size(x):
 
 @triton.constexpr_function
 def buckets_of(STEPS):
-    """(shift from a key to its bucket, first bucket, least, largest) for `words_of`. x is clamped to [least, largest].
-    Shift 0: no buckets, because steps are subnormal, -1 or below, or too close for one per bucket.
+    """(shift from a key to its bucket, first bucket, least, largest, whether steps are negative) for `words_of`. x is
+    clamped to [least, largest]. Shift 0: no buckets: steps are subnormal, -1 or below, or too close for one per bucket.
 
     The key of x is bits(x). If steps are negative, it is bits(x) - bits(-x), each of at least the least number.
     """
@@ -53,8 +40,8 @@ def buckets_of(STEPS):
         least = (min(sizes) - 1) >> shift << shift
         if len({key >> shift for key in keys_of(STEPS, least)}) == len(STEPS) and least >= 1 << 23 and min(STEPS) > -1:
             first = (least - bits_of_size(1.0) if min(STEPS) < 0 else least) >> shift
-            return shift, first, of_bits(least), max(STEPS)
-    return 0, 0, 0, 0
+            return shift, first, of_bits(least), max(STEPS), min(STEPS) < 0
+    return 0, 0, 0, 0, False
 
 
 @triton.constexpr_function
@@ -76,7 +63,7 @@ def words_of(steps: Sequence[float]) -> list[int]:
 
     Empty if there are no buckets.
     """
-    shift, first, least, _ = buckets_of(steps)
+    shift, first, least, *_ = buckets_of(steps)
     if not shift:
         return []
     keys = keys_of(steps, bits_of_size(least))
@@ -97,21 +84,24 @@ def last_of_bits(codes):
 
 @triton.jit
 def to_codebook(
-    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr,
-    SLOPES: tl.constexpr = NO_LINES, ENDS: tl.constexpr = NO_LINES, SPANS: tl.constexpr = NO_LINES,
-    ZERO: tl.constexpr = 0, AT: tl.constexpr = 0, codebooks=None,
+    x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr, AT: tl.constexpr = 0,
+    codebooks=None,
 ):  # fmt: skip
     """fp32 -> codes of the nearest of COUNT values. CODES: by ascending value. From STEPS[i] on: value i + 1.
 
-    codebooks: memory with the steps from index AT on; None: they are constants. Other arguments: see `steps_reached`.
+    codebooks: memory with the steps, or their words, from index AT on; None: they are constants.
     """
     if COUNT > COMPARED or codebooks is not None:
-        reached = steps_reached(x, STEPS, COUNT, SLOPES, ENDS, SPANS, ZERO, codebooks, AT)
+        BY_WORDS: tl.constexpr = codebooks is not None and buckets_of(STEPS)[0] > 0
+        if BY_WORDS:
+            reached = steps_by_words(x, codebooks, AT, buckets_of(STEPS))
+        else:
+            reached = steps_reached(x, STEPS, COUNT, codebooks, AT)
         if in_order(CODES):
             codes = (reached + CODES[0]) & last_of_bits(CODES) if CODES[0] else reached
         else:
             codes = held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
-        if reaches_nan(SLOPES, CODES, NAN) and not INTERPRETED:
+        if BY_WORDS and CODES[COUNT - 1] == NAN and not INTERPRETED:
             return codes  # NaN, which has no sign on a card, has the largest value's code
         return tl.where(isnan(x), NAN, codes)
     codes = tl.full(x.shape, CODES[0], tl.int32)
@@ -138,32 +128,11 @@ def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.con
 
 
 @triton.jit
-def steps_reached(
-    x, STEPS: tl.constexpr, COUNT: tl.constexpr, SLOPES: tl.constexpr, ENDS: tl.constexpr, SPANS: tl.constexpr,
-    ZERO: tl.constexpr, codebooks, AT: tl.constexpr,
-):  # fmt: skip
-    """How many of COUNT - 1 ascending STEPS are at most x, int32: by one lookup, or by binary search without SLOPES.
-
-    SLOPES, ENDS, SPANS: line segments over |x|, whose sum approximates the number of steps above 0 that x reaches.
-    Truncated, it is that number or one less. ZERO: the number of steps below 0. plan/conversions.py finds the segments.
-    On cards, a multiply-add takes half as long as a comparison.
-    """
+def steps_reached(x, STEPS: tl.constexpr, COUNT: tl.constexpr, codebooks, AT: tl.constexpr):
+    """How many of COUNT - 1 ascending STEPS are at most x, int32: by binary search. NaN reaches none."""
     SIZE: tl.constexpr = power_above(COUNT)
-    if codebooks is not None and buckets_of(STEPS)[0] > 0:
-        return steps_by_words(x, codebooks, AT, buckets_of(STEPS), ZERO)
     # No x reaches the NaN steps that pad a table.
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32) if codebooks is None else codebooks
-    if count_of(SLOPES) > 0:
-        size = tl.abs(x) if ZERO else x
-        at = like(x, COUNT - 1.5 - ZERO)
-        for i in tl.static_range(count_of(SLOPES)):
-            at = tl.fma(from_0_to_1(-size, SLOPES[i], ENDS[i]), like(x, -SPANS[i]), at)
-        if ZERO:
-            at = float_of(bits_of(at) | (bits_of(x) & -0x80000000))  # `at` was not negative
-        below = whole_below(at) + ZERO
-        if ZERO:
-            below = tl.maximum(below, 0)
-        return below + tl.where(x < step_at(below, steps, AT), 0, 1)
     reached = tl.zeros(x.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):  # a code has at most 8 bits
         if 1 << bit < SIZE:
@@ -172,13 +141,13 @@ def steps_reached(
 
 
 @triton.jit
-def steps_by_words(x, codebooks, AT: tl.constexpr, BUCKETS: tl.constexpr, ZERO: tl.constexpr):
-    """`steps_reached`, by looking up the word of x's bucket (`words_of`). On a card, NaN reaches all steps."""
+def steps_by_words(x, codebooks, AT: tl.constexpr, BUCKETS: tl.constexpr):
+    """`steps_reached`, by one look-up: of the word of x's bucket (`words_of`). On a card, NaN reaches all steps."""
     SHIFT: tl.constexpr = BUCKETS[0]
     if INTERPRETED:
         x = tl.where(isnan(x), 0.0, x)
     key = bits_of(tl.maximum(tl.minimum(x, BUCKETS[3]), BUCKETS[2]))
-    if ZERO:
+    if BUCKETS[4]:
         key -= bits_of(tl.maximum(from_0_to_1(x, -1.0, 0.0), BUCKETS[2]))
     word = bits_of(gathered(codebooks, key >> SHIFT, AT - BUCKETS[1]))
     return upper_bytes(word + (key << (24 - SHIFT))).to(tl.int32)
@@ -216,15 +185,6 @@ def from_0_to_1(x, slope, start):
             is_pure=True,
             pack=1,
         )
-
-
-@triton.jit
-def whole_below(x):
-    """floor(x) of small x, int32, by an addition: cards do that faster than a conversion."""
-    if INTERPRETED:
-        return tl.floor(x).to(tl.int32)
-    else:
-        return bits_of(approximately("add.rm.f32 $0, $1, 0f4B400000;", x)) - 0x4B400000  # 1.5 * 2^23
 
 
 @triton.jit
