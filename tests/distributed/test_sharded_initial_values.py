@@ -205,15 +205,31 @@ def test_masters_follow_what_is_written(two: Ranks, recipe: str, shape: tuple[in
     two.run(refreshes, recipe, shape)
 
 
-def drops(recipe: str) -> None:
-    """A weight that is frozen after it was sharded, and those that collectives write in place."""
-    model = quantized(plain((64, 64)), recipe)
+def unfrozen(recipe: str) -> None:
+    """A weight that trains from the third step on, beside one that trains from the first."""
+    model = nn.Sequential(*(quantized(plain((64, 64)) + layer, recipe) for layer in range(2)))
+    model[0].requires_grad_(False)
     fully_shard(model)
-    model.requires_grad_(False)
-    shard_of: Any = local(model.weight)  # type: ignore[arg-type]
-    assert shard_of.store.writes.initial is not None
-    model(torch.ones(2, 64))
-    assert shard_of.store.writes.initial is None
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model[1].parameters(), lr=1e-3)
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": [model[0].weight]})
+            master: Any = optimizer.masters()[model[0].weight]  # type: ignore[index]
+            assert torch.equal(master.full_tensor(), plain((64, 64)))
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_weight_that_is_frozen_at_first_starts_from_its_values(two: Ranks, recipe: str) -> None:
+    """Though the optimizer had not been given it, and FSDP2 has gathered it."""
+    two.run(unfrozen, recipe)
+
+
+def drops(recipe: str) -> None:
+    """Weights that collectives write in place."""
     other = quantized(plain((64, 64)) + dist.get_rank(), recipe)
     copies = [Replicate()]
     other.weight = nn.Parameter(distribute_tensor(other.weight, mesh_of(2), copies))
@@ -230,8 +246,8 @@ def drops(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"])
-def test_values_end_with_training_and_with_their_bytes(two: Ranks, recipe: str) -> None:
-    """Frozen weights lose them as they are gathered; where bytes are sent, all ranks have the source's."""
+def test_values_end_with_their_bytes(two: Ranks, recipe: str) -> None:
+    """Where bytes are sent, all ranks have the source's."""
     two.run(drops, recipe)
 
 

@@ -27,7 +27,6 @@ from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoi
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding import cards
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
-from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.pending_writes import check_whole
 from layoutc.runtime.storage.planes import GatheredPlanes, Home
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -111,8 +110,6 @@ def gathering_of(shard: QuantizedTensor, sharding: Sharding | None, route: Route
         )
     if shard.store.writes.waiting:
         check_whole(shard.store, shard.label())
-    if sharding is not None and shard.store.writes.initial is not None and not sharding.parameter.requires_grad:
-        initial_values.free(shard.store)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
         # Gathered codes must keep their scale if the shard is requantized before they are read.
