@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -288,4 +289,45 @@ def edited_states(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["masters", "by rule"])
 def test_states_of_shards_are_edited(two: Ranks, kind: str) -> None:
     for said in two.run(edited_states, kind):
-        assert "has Tensor exp_avg of shape (256, 64) for 0.weight of shape (256, 64)" in said[0]
+        assert "has Tensor exp_avg of shape (256, 64) in torch.float32 for 0.weight of shape (256, 64)" in said[0]
+
+
+def updated(recipe: str, kind: str) -> list[str]:
+    """Weights that are decayed, clipped and put back after steps; what is refused of a state of another shape."""
+    alone, sharded = model_of(recipe), model_of(recipe)
+    fully_shard(sharded)
+    makes: dict[str, Any] = {"masters": partial(layoutc.MasterWeights, torch.optim.AdamW), "by rule": layoutc.AdamW}
+    models, optimizers = (alone, sharded), [makes[kind](list(one.parameters()), lr=0.01) for one in (alone, sharded)]
+    for seed in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            params: list[Any] = list(model.parameters())
+            give_gradients(params, seed)
+            optimizer.step()
+            with torch.no_grad():
+                kept = [param.detach().clone() for param in params]
+                torch._foreach_add_(params, [0.125 * param.grad for param in params])
+                for param, old in zip(params, kept, strict=True):
+                    param.copy_(old)
+                    param.mul_(0.999).clamp_(-0.1, 0.1)
+    for one, other in zip(*(optimizer.masters().values() for optimizer in optimizers), strict=True):
+        assert torch.equal(one, whole(other))
+    states, said = optimizers[1].state_dict(), list[str]()
+    for value in (
+        torch.zeros(96, 64),
+        distribute_tensor(torch.zeros(64, 96), init_device_mesh("cpu", (2,)), [Shard(0)]),
+    ):
+        states["state"][0] = {**states["state"][0], "exp_avg": value}
+        try:
+            optimizers[1].load_state_dict(states)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_shards_are_updated_in_place_as_whole_weights(two: Ranks, recipe: str, kind: str) -> None:
+    for plain, transposed in two.run(updated, recipe, kind):
+        assert "has Tensor exp_avg of shape (96, 64) in torch.float32" in plain
+        assert "set a DTensor as torch.zeros_like" in plain
+        assert "has DTensor exp_avg of shape (64, 96)" in transposed

@@ -247,7 +247,7 @@ def test_moments_that_are_set_are_converted_to_their_recipes() -> None:
             "masters",
             "master",
             torch.zeros(8, 64),
-            r"has Tensor master of shape \(8, 64\) for weight of shape \(64, 64\)",
+            r"has Tensor master of shape \(8, 64\) in torch\.float32 for weight of shape \(64, 64\)",
         ),
         (
             "masters",
@@ -275,6 +275,52 @@ def test_states_that_do_not_fit_are_refused_before_the_step(kind: str, name: str
         optimizer.step()
     optimizer.state[layer.weight][name] = kept
     assert torch.equal(optimizer.masters()[layer.weight], before)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.parametrize("value", [torch.zeros(8, 64), torch.zeros(4096), torch.zeros(())])
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+def test_loaded_moments_of_other_shapes_are_refused_before_a_change(kind: str, value: Tensor, position: int) -> None:
+    """Of quantized weights, and of a plain one. torch's AdamW refuses a number in its step."""
+    if kind == "masters" and not value.dim():
+        return
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    layoutc.quantize_(model, "fp8_block", param_filter=["0.weight", "1.weight"])
+    optimizer = ADAMW[kind](list(model.parameters()))
+    for seed, param in enumerate(model.parameters()):
+        param.grad = values_of(seed, WIDTH, WIDTH)
+    optimizer.step()
+    before, states = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
+    states["param_groups"][0]["lr"] = 0.5
+    states["state"] = {key: dict(state) for key, state in states["state"].items()}
+    states["state"][position]["exp_avg"] = value
+    states["state"][0]["master"] = values_of(9, WIDTH, WIDTH)
+    said = rf"state\['state'\]\[{position}\] has Tensor exp_avg of shape \({', '.join(map(str, value.shape))}"
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(states)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, state in before["state"].items():
+        assert all(torch.equal(state[name], after["state"][key][name]) for name in state)
+
+
+@pytest.mark.parametrize("kind", ["masters", "by rule"])
+def test_masters_that_a_wrapper_has_cast_are_refused(kind: str) -> None:
+    """torch's load_state_dict, of an optimizer that shares states, casts them to the dtype of parameters."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+    layoutc.quantize_(layer, "fp8_block")
+    optimizer = ADAMW[kind]([layer.weight])
+    wrapper = torch.optim.Optimizer(optimizer.param_groups, {})
+    wrapper.param_groups, wrapper.state = optimizer.param_groups, optimizer.state
+    layer.weight.grad = values_of(1, WIDTH, WIDTH).bfloat16()
+    optimizer.step()
+    wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))
+    optimizer.param_groups, optimizer.state = wrapper.param_groups, wrapper.state
+    with pytest.raises(
+        ValueError, match=r"master of shape \(64, 64\) in torch\.bfloat16.*base_optimizer\.load_state_dict"
+    ):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["masters", "by rule"])

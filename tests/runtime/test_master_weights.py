@@ -595,12 +595,14 @@ class SAM(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("inner", [SAM, torch.optim.LBFGS])
-def test_optimizers_that_evaluate_the_model_are_refused(inner: Any) -> None:
+def test_optimizers_that_evaluate_the_model_are_refused() -> None:
+    """As they are made, where their step tells."""
     model = model_of("nvfp4")
-    optimizer = layoutc.MasterWeights(inner, model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="LBFGS evaluates its closure at intermediate points"):
+        layoutc.MasterWeights(torch.optim.LBFGS, model.parameters(), lr=0.1)
+    optimizer = layoutc.MasterWeights(SAM, model.parameters(), lr=0.1)
     give_gradients(model, 0)
-    with pytest.raises(TypeError, match=f"{inner.__name__} evaluates its closure at intermediate points"):
+    with pytest.raises(TypeError, match="SAM evaluates its closure at intermediate points"):
         optimizer.step(lambda: torch.ones(()))
 
 

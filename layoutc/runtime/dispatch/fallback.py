@@ -38,7 +38,8 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
             f"{func}: {label} keeps its shape, order and memory; for another, call the operator without the underscore"
         )
     strict.count_dequantize(str(func), label)
-    targets = [value for value in outputs_of(func, args, kwargs) if isinstance(value, QuantizedTensor)]
+    outputs = outputs_of(func, args, kwargs)
+    targets = [value for value in outputs if isinstance(value, QuantizedTensor)]
     if targets:
         update_warnings.warn_inexact_update(func, targets, tree_leaves((args, kwargs)))
     else:
@@ -48,13 +49,20 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if targets and initializes:
         truncated.check_elements(label)
 
+    # A written tensor starts from its initial values, since initializers have several steps, or its master's.
+    starts = {id(one): one.initial_values(one.dtype, at_least=not initializes) for one in targets}
+    widens = any((start := starts[id(one)]) is not None and start.dtype != one.dtype for one in targets)
+
     def plain(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
-            return value
-        # A written tensor starts from its initial values: initializers have several steps, some of which only read.
-        is_written = any(value is target for target in targets)
-        values = value.initial_values(value.dtype) if is_written or initializes else None
-        return value.dequantize() if values is None else values
+            if not (widens and isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            return value if any(value is one for one in outputs) else value.float()
+        values = starts.get(id(value))
+        if values is None and initializes:
+            values = value.initial_values(value.dtype)
+        values = value.dequantize() if values is None else values
+        return values.float() if widens else values
 
     plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
     result = func(*plain_args, **plain_kwargs)
@@ -68,9 +76,11 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     written = outputs_of(func, plain_args, plain_kwargs)
     places = [value for argument, value in given(func, args, kwargs) if argument.name in ("index", "indices")]
     nowhere = any(isinstance(place, torch.Tensor) and place.numel() == 0 for place in tree_leaves(places))
-    for target, values in zip(outputs_of(func, args, kwargs), written, strict=True):
+    for target, values in zip(outputs, written, strict=True):
         if isinstance(target, QuantizedTensor):
             back[id(values)] = target
+            if starts[id(target)] is not None:
+                target.store.writes.read = None  # they were computed from finer values
             if nowhere:  # in many recipes, requantizing dequantized values changes codes
                 continue
             copy_(aten.copy_.default, (target, truncated.redrawn(func, target, values)), {})

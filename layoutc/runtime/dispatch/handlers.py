@@ -198,7 +198,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     truncated.check_elements(tensor.label())
     tensor.check_writable()
     tensor.refuse_gathered()
-    before = initial_values.lookup(tensor.store)
+    before = initial_values.around(tensor.store)
     row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
     is_cut = row_sharding is not None and row_sharding.splits_blocks(tensor.LAYOUT)
     if is_cut or (tensor.store.halo.rows and not tensor.is_meta):
@@ -326,7 +326,7 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
 
 
 def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    before = initial_values.lookup(target.store)
+    before = initial_values.around(target.store)
     for name in target.store.planes:
         target.entries(name).copy_(source.entries(name))
     written([target])

@@ -48,14 +48,16 @@ def warn_of_coarse(name: str, recipe: str, count: int) -> None:
 def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
     """Warns of an operator that updates quantized weights in place from other tensors of their shape.
 
-    Initializers have no such operands, and weights with initial values lose nothing.
+    Initializers have no such operands, and weights with initial values, or masters, lose nothing.
     """
     name = schema_of(func).name
     if not name.endswith("_") or name.endswith("copy_"):
         return
     plain = [one for one in others if isinstance(one, Tensor) and not any(one is target for target in targets)]
     shapes = {tuple(one.shape) for one in plain if one.is_floating_point() and one.dim()}
-    lose = [one for one in targets if tuple(one.shape) in shapes and initial_values.lookup(one.store) is None]
+    averages = any(isinstance(one, QuantizedTensor) for one in plain)
+    known = initial_values.lookup if averages else initial_values.finest  # codes are no finer than codes
+    lose = [one for one in targets if tuple(one.shape) in shapes and known(one.store) is None]
     if not lose or note_average(lose[0]) or callers.merging()[0] == "merge":
         return
     lose = [
@@ -63,11 +65,7 @@ def warn_inexact_update(func: Any, targets: Sequence[QuantizedTensor], others: S
         for one in lose
         if not one.store.writes.stepped and not (callers.merging()[0] and initial_values.base(one.store))
     ]
-    if (
-        lose
-        and not callers.merging()[0]
-        and (_was_read(lose[0]) or any(isinstance(one, QuantizedTensor) for one in plain))
-    ):
+    if lose and not callers.merging()[0] and (averages or _was_read(lose[0])):
         _warn_of_average(f"{func} averages into {lose[0].label()}")
     elif lose:
         what = f"{func} updates {', '.join(one.label() for one in lose)} in place, and {_LOSES}"

@@ -156,15 +156,17 @@ class ByRule(MasterWeights):
             step = torch.as_tensor(state.get("step", 1), dtype=torch.float32, device="cpu")
             state["step"] = step.reshape(()).to(local_of(stepped).device, copy=True)
 
-    def _check_edit(self, entry: Entry, edit: dict[str, Any], names: Collection[str] = ()) -> None:
+    def _check_state(
+        self, entry: Entry, state: dict[str, Any], names: Collection[str] = (), key: object = None
+    ) -> None:
         """Also if a moment or the step is missing from a state that is not empty."""
-        moments = self._rule.moments if edit.keys() - {"master"} else ()
-        if "exp_avg_sq" in moments and "step" not in edit:
+        moments = self._rule.moments if state.keys() & {"step", *self._rule.moments} else ()
+        if "exp_avg_sq" in moments and "step" not in state:
             raise ValueError(
                 "optimizer.state[param] has moments, but no step, by which their bias is corrected: set "
                 'optimizer.state[param]["step"] = torch.tensor(0.0), or delete optimizer.state[param]'
             )
-        super()._check_edit(entry, edit, moments)
+        super()._check_state(entry, state, moments, key)
 
     def explain(self) -> list[Held]:
         """What this rank stores for each parameter, and whether the update writes the weight's codes, or why not."""

@@ -74,7 +74,7 @@ def quantize(
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out.store.rows, out.store.matrix[1]))
         current = agree_on_amax(cls, matrix, amax, group, tag, matrices=out.store.amaxes)
-        before = initial_values.lookup(out.store)
+        before = initial_values.around(out.store)
         overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
         initial_values.keep(out.store, matrix, before)
         return out

@@ -76,10 +76,23 @@ def lookup(store: PlaneStore) -> InitialValues | None:
     return store.writes.initial
 
 
+def finest(store: PlaneStore) -> InitialValues | None:
+    """As `lookup`; without stored values, those of the weight's master, not copied, if it holds the bytes of these."""
+    if (stored := lookup(store)) is not None or store.writes.master is None:
+        return stored
+    values = master.values() if (master := store.writes.master()) is not None else None
+    return None if values is None else InitialValues(values.flatten(0, -2), True, ())
+
+
+def around(store: PlaneStore) -> InitialValues | None:
+    """For a piece that is about to be written: `finest` of the tensor that it was cut from."""
+    return None if _is_all(store) else finest(store)
+
+
 def keep(store: PlaneStore, values: Tensor, before: InitialValues | None = None, is_whole: bool = True) -> None:
     """Stores a copy of the values that a tensor has just been quantized from, if it trains.
 
-    values: as many elements as the tensor has. before: for a piece, what `lookup` returned before the write, which
+    values: as many elements as the tensor has. before: for a piece, what `around` returned before the write, which
     stays for the rest of the tensor; without it the rest has no initial values.
     """
     writes = store.writes
@@ -95,11 +108,12 @@ def keep(store: PlaneStore, values: Tensor, before: InitialValues | None = None,
 
 def _with_part(store: PlaneStore, matrix: Tensor, before: InitialValues | None, is_whole: bool) -> InitialValues:
     assert store.part is not None
-    if before is None:
+    if before is None or not before.seals:
         size = store.part.last - store.part.first, store.part.columns
         whole = store.writes.planes
-        rest = torch.full(size, nan, dtype=matrix.dtype, device=matrix.device)
-        before = InitialValues(rest, False, (Seal(whole, _versions(whole)),))
+        unknown = torch.full(size, nan, dtype=matrix.dtype, device=matrix.device)
+        rest = unknown if before is None else before.values.clone()
+        before = InitialValues(rest, before is not None, (Seal(whole, _versions(whole)),))
     values = before.values.to(torch.promote_types(before.values.dtype, matrix.dtype))
     window = _window(store, values)
     assert window is not None
@@ -119,7 +133,7 @@ def carry(copy: PlaneStore, source: PlaneStore, before: InitialValues | None = N
 
     before: as for `keep`. Copies made for checkpoints get no initial values.
     """
-    part = own(source)
+    part = own(source, lookup(source))
     if _is_all(copy) and _is_all(source):
         copy.writes.content = source.writes.content
     if part is not None and not callers.copies_state():
@@ -128,7 +142,7 @@ def carry(copy: PlaneStore, source: PlaneStore, before: InitialValues | None = N
 
 def complete_matrix(store: PlaneStore) -> Tensor | None:
     """The initial values of a tensor's own rows, (rows, k), in the dtype they are stored in; None if any is missing."""
-    part = own(store)
+    part = own(store, lookup(store))
     return part.values if part is not None and part.is_whole else None
 
 
@@ -137,9 +151,9 @@ def free(store: PlaneStore) -> None:
     store.writes.initial = None
 
 
-def own(store: PlaneStore) -> InitialValues | None:
-    """The initial values of this tensor's own rows, (rows, k): a view if the rows are adjacent."""
-    if (stored := lookup(store)) is None:
+def own(store: PlaneStore, stored: InitialValues | None) -> InitialValues | None:
+    """Of what `lookup` or `finest` found, this tensor's own rows, (rows, k): a view if the rows are adjacent."""
+    if stored is None:
         return None
     planes = store.planes
     pieces = [run.store for run in planes.runs()] if isinstance(planes, ScatteredPlanes) else [store]

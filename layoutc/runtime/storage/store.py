@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,6 +74,7 @@ class Writes:
     content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
     read: object = None  # the content from which an operator last computed values, one for each element
     trains: bool = False  # written plain values are kept, for a master
+    master: weakref.ref[Any] | None = None  # whose `values()` gives the master's, while the bytes are made from them
     stepped: bool = False  # by an optimizer itself, after a warning
     initial: InitialValues | None = None
     base: tuple[Any, tuple[Any, ...]] | None = None  # what it was before a merge (`dispatch.merges.Base`), and its mark

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from layoutc.runtime.torch_private import local_tensor, spec_of, version_of
 
 # Elementwise optimizers, which step a shard like the whole. Not their subclasses, which may add a norm or a rank.
 ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+
+_EVALUATES = (
+    "evaluates its closure at intermediate points, and MasterWeights quantizes no weights for those: use an optimizer "
+    "that steps without a closure; or, where it takes a base optimizer as SAM does, pass it MasterWeights as that: "
+    "SAM(model.parameters(), functools.partial(layoutc.MasterWeights, torch.optim.AdamW), ...)"
+)
 
 
 def groups_of(owner: str, optimizer_class: object, params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -159,20 +166,21 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
             current.fill_(value)
 
 
-def step(inner: torch.optim.Optimizer) -> None:
-    """Steps the inner optimizer.
+def refuse_closures(inner: torch.optim.Optimizer) -> None:
+    """Raises TypeError for an optimizer that moves weights and evaluates the model by itself (LBFGS, SAM)."""
+    closure = signature(inner.step).parameters.get("closure")
+    if hasattr(inner, "first_step") or (closure is not None and closure.default is closure.empty):
+        raise TypeError(f"{type(inner).__name__} {_EVALUATES}")
 
-    Raises TypeError for one that needs a closure (LBFGS, SAM): it moves weights and evaluates the model by itself.
-    """
+
+def step(inner: torch.optim.Optimizer) -> None:
+    """Steps the inner optimizer. Raises as `refuse_closures` does, if only a step without a closure tells."""
     try:
         inner.step()
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:  # raised without a closure
+    except Exception as error:
         if "closure" not in str(error):
             raise
-        raise TypeError(
-            f"{type(inner).__name__} evaluates its closure at intermediate points, and MasterWeights quantizes no "
-            "weights for those: use an optimizer that steps without a closure"
-        ) from error
+        raise TypeError(f"{type(inner).__name__} {_EVALUATES}") from error
 
 
 def in_own_words(inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,19 +218,12 @@ def in_own_words(inner: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
     return {**state_dict, "param_groups": groups, "state": states}
 
 
-def check_state(param: Tensor, master: Tensor, saved: dict[str, Any], key: object) -> None:
-    """Raises ValueError if a parameter's saved state, unless it is empty, has no master, or one of another shape."""
-    if master is param or not saved:
-        return
-    name = getattr(local_tensor(param), "weight_name", None) or f"parameter {key}"
-    saved_master = saved.get("master")
-    if saved_master is None:
+def check_has_master(param: Tensor, saved: dict[str, Any], key: object) -> None:
+    """Raises ValueError if the saved state of a parameter with a master has none."""
+    if saved.get("master") is None:
+        name = getattr(local_tensor(param), "weight_name", None) or f"parameter {key}"
         raise ValueError(
             f"{name} of shape {tuple(param.shape)}: the state has no fp32 master, as none of a plain optimizer has. To "
             f"go on with its moments, add the masters of all such weights: state['state'][{key!r}]['master'] = "
             "optimizer.masters()[param]"
-        )
-    if tuple(saved_master.shape) != tuple(master.shape):
-        raise ValueError(
-            f"{name} of shape {tuple(param.shape)}: its saved master has shape {tuple(saved_master.shape)}"
         )

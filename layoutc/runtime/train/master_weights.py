@@ -20,7 +20,7 @@ from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.replaced_parameters import FollowsParameters, places
-from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, same, stamp
+from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, rounded, same, stamp
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -35,7 +35,8 @@ class MasterWeights(FollowsParameters):
     A master starts from the values that its weight was quantized from; quantize_ and quantized_init keep them until
     then. Without them, the master starts from the dequantized weight, and the first step warns. If something else
     writes a weight between steps (a checkpoint, an initializer), its master takes over the new values at the next step.
-    Masters that `load_state_dict` loaded in between win, once.
+    Masters that `load_state_dict` loaded in between win, once. Arithmetic in place, such as `param.mul_(0.999)` in a
+    hook, starts from the master's values.
 
     `param_groups` and `state` are keyed by the model's parameters, so learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and "master".
@@ -75,7 +76,8 @@ class MasterWeights(FollowsParameters):
     ) -> None:
         """`params` and `options` are those of `optimizer_class`, a class or a function.
 
-        After fully_shard masters are as small as shards.
+        After fully_shard masters are as small as shards. Raises TypeError for optimizers that need a closure, such as
+        LBFGS and SAM. SAM takes MasterWeights as its base optimizer.
         """
         groups = inner_optimizer.groups_of(type(self).__name__, optimizer_class, params)
         self._masters, self._recipes, self._written, self._coarse, self._stepped = {}, {}, {}, {}, {}
@@ -84,6 +86,7 @@ class MasterWeights(FollowsParameters):
         self._places = places(self._masters)
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
+        inner_optimizer.refuse_closures(self.inner)
         inner_optimizer.own_options(self.inner.param_groups)
         super().__init__(groups, self.inner.defaults)
         self._followed = list(self.param_groups)
@@ -95,8 +98,7 @@ class MasterWeights(FollowsParameters):
         """Steps the inner optimizer on the masters, then rewrites every parameter that has a gradient from its master.
 
         Collective: every rank steps with the same parameters. A group with the learning rate 0 is not written.
-        closure: called once, before the step; its result is returned. Raises LayoutError as the class says, and
-        TypeError for inner optimizers that need a closure (LBFGS, SAM).
+        closure: called once, before the step; its result is returned. Raises LayoutError as the class says.
         """
         loss = None
         if closure is not None:
@@ -185,8 +187,8 @@ class MasterWeights(FollowsParameters):
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
         Also from Transformer Engine's and apex's FusedAdam, if the inner optimizer is torch's. It leaves parameters
-        alone: they belong to the model's state. Raises ValueError, before anything is changed, if groups or parameters
-        do not match.
+        alone: they belong to the model's state. Raises ValueError, before anything is changed, if groups, parameters
+        or shapes do not match.
         """
         self._follow()
         state_dict = inner_optimizer.in_own_words(self.inner, state_dict)
@@ -195,11 +197,12 @@ class MasterWeights(FollowsParameters):
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, but this optimizer has {sizes[0]}")
         states = []
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                state = state_dict["state"].get(key) or {}
-                inner_optimizer.check_state(param, self._masters[param], state, key)
-                states.append((param, state))
+        keys = [key for saved in saved_groups for key in saved["params"]]
+        for entry, key in zip(self._entries(), keys, strict=True):
+            states.append((entry.param, state := state_dict["state"].get(key) or {}))
+            if state and entry.trains:
+                inner_optimizer.check_has_master(entry.param, state, key)
+            self._check_state(entry, state, key=key)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
         self.state.clear()
@@ -280,19 +283,25 @@ class MasterWeights(FollowsParameters):
         """The dtype of a parameter's master."""
         return torch.float32
 
-    def _take_values(self, param: Tensor, master: Tensor) -> None:
-        """Copies a parameter's values into its master: its initial values, which are then freed, if there are any."""
-        local = local_of(param)
+    def _take_values(self, param: Tensor, master: Tensor, before: Tensor | None = None) -> None:
+        """Copies a parameter's values into its master: its initial values, which are then freed, if there are any.
+
+        before: the values that a plain parameter was rounded from; where it still has them, the master keeps its own.
+        """
+        local, into = local_of(param), local_of(master)
         self._coarse.pop(param, None)
         if not isinstance(local, QuantizedTensor):
-            local_of(master).copy_(local)
+            values = getattr(local, "plain", local)
+            kept = None if before is None else values == before.to(values.dtype)
+            held = into.dequantize() if isinstance(into, QuantizedTensor) else into
+            into.copy_(values if kept is None else torch.where(kept, held, values))
             return
         values = local.initial_values(torch.float32)
         initial_values.free(local.store)
         if values is None:
             values = local.dequantize(torch.float32)
             self._coarse.update({param: None} if local.numel() else {})
-        local_of(master).copy_(values)
+        into.copy_(values)
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         master = self._masters[param]
@@ -338,11 +347,10 @@ class MasterWeights(FollowsParameters):
                 entry.master = self._masters[param] = made
                 made_any = True
             else:
-                now = stamp(param)
-                if entry.stamp == now or is_moved(entry.stamp, now):
+                if entry.holds_master:
                     continue
                 if not self._loaded:
-                    self._take_values(param, entry.master)
+                    self._take_values(param, entry.master, rounded(entry.master))
                 elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local.store)  # loaded masters win
             entry.stamp = stamp(param)

@@ -224,31 +224,39 @@ class FollowsParameters(torch.optim.Optimizer):
         """Gives the inner optimizer the states that are not as they were shown."""
         edits = [(entry, edit) for entry in self._kept if (edit := entry.edited(self.state)) is not None]
         for entry, edit in edits:
-            self._check_edit(entry, edit)
+            self._check_state(entry, edit)
         for entry, edit in edits:
             self._load_one(entry.param, edit)
             entry.hide()
             if self.state.get(entry.param):  # torch's checkpoints initialize states that are empty
                 entry.show(self.inner.state.get(entry.stepped), self.state)
 
-    def _check_edit(self, entry: Entry, edit: dict[str, Any], names: Collection[str] = ()) -> None:
-        """Raises ValueError, on all ranks, if one of `names`, or another elementwise value, is not like the master."""
-        master = entry.master
-        elementwise = {"master"} & edit.keys()
+    def _check_state(
+        self, entry: Entry, state: dict[str, Any], names: Collection[str] = (), key: object = None
+    ) -> None:
+        """Raises ValueError, on all ranks, if one of `names`, or another elementwise value, is not like the master.
+
+        key: the parameter's in a state dict. Masters that users set have as many bits: torch's load_state_dict, of an
+        optimizer around this one, casts them.
+        """
+        master, where = entry.master, "optimizer.state[param]" if key is None else f"state['state'][{key!r}]"
+        elementwise = {"master"} & state.keys() if entry.trains else set()
         if inner_optimizer.is_elementwise(self.inner):
-            elementwise |= {name for name, value in edit.items() if isinstance(value, Tensor) and value.dim()}
+            elementwise |= {n for n, value in state.items() if isinstance(value, Tensor) and value.dim()} - {"step"}
         for name in sorted(elementwise.union(names)):
-            value = edit.get(name)
-            alike = isinstance(value, DTensor) == isinstance(master, DTensor)
-            if isinstance(value, Tensor) and alike and value.shape == master.shape:
-                continue
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            value = state.get(name)
+            if isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(master, DTensor):
+                is_as_fine = key is not None or name != "master" or value.dtype.itemsize >= master.dtype.itemsize
+                if is_as_fine and value.shape == master.shape:
+                    continue
+            of = f" of shape {tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else ""
             kind = "DTensor" if isinstance(master, DTensor) else "tensor"
             raise ValueError(
-                f"optimizer.state[param] has {'no' if value is None else type(value).__name__} {name}{shape} for "
+                f"{where} has {'no' if value is None else type(value).__name__} {name}{of} for "
                 f"{getattr(local_of(entry.param), 'weight_name', None) or 'a parameter'} of shape "
                 f"{tuple(master.shape)}: set a {kind} as torch.zeros_like(optimizer.masters()[param]) makes it, or "
-                "delete optimizer.state[param], and the next step starts its state anew"
+                f"delete {where}, and the next step starts its state anew. An optimizer around this one that casts "
+                "states to the dtype of parameters is loaded by base_optimizer.load_state_dict"
             )
 
     def _check_kinds(self) -> None:

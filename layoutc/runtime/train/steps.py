@@ -5,6 +5,7 @@ Looking up parameters and shardings, and converting gradients one by one, takes 
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_
@@ -53,7 +54,7 @@ class Entry:
 
     __slots__ = (
         *("_held", "_local", "_place", "_rows", "_seen", "_shown", "_shown_master"),
-        *("master", "param", "spec", "stamp", "steps_shard"),
+        *("__weakref__", "master", "param", "spec", "stamp", "steps_shard"),
     )
 
     def __init__(self, param: Tensor, master: Tensor, inner: torch.optim.Optimizer, stamp: Any) -> None:
@@ -67,6 +68,20 @@ class Entry:
         self._seen: tuple[Any, ...] = ()  # its contents then,
         self._held: tuple[Any, ...] = ()  # and those of the inner optimizer's state
         self._shown_master: Tensor | None = None
+        if isinstance(local := local_tensor(param), QuantizedTensor):
+            local.store.writes.master = weakref.ref(self)
+
+    def values(self) -> Tensor | None:
+        """The master's values, while the weight has the bytes that were made from it."""
+        local = local_of(self.master) if self.trains and self.holds_master else None
+        return local.dequantize() if isinstance(local, QuantizedTensor) else local
+
+    @property
+    def holds_master(self) -> bool:
+        """Whether the parameter has the bytes of its stamp, also in another tensor, as after module.to, which sets
+        .data: version counters start at 0, and writes of this package also change the rest of the stamp."""
+        before, now = self.stamp, stamp(self.param)
+        return before == now or (type(now[1]) is tuple and before[0] is now[0] and not any(now[1]))
 
     @property
     def trains(self) -> bool:
@@ -151,12 +166,6 @@ def stamp(param: Tensor) -> Any:
             return initial_values.mark(local.store)
         return local.store.writes.content, tuple([version_of(plane) for plane in planes.values()])
     return id(local), version_of(local), version_of(param)
-
-
-def is_moved(before: Any, now: Any) -> bool:
-    """Whether a quantized parameter has the bytes of an earlier stamp in another tensor, as after module.to, which sets
-    .data: version counters start at 0, and writes of this package also change the rest of the stamp."""
-    return type(now[1]) is tuple and before[0] is now[0] and not any(now[1])
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients

@@ -98,10 +98,14 @@ class QuantizedTensor(PlaneTensor):
         whole = store.home.fetch(orientation, self.device)
         return planes.cut(whole, *planes.window) if isinstance(planes, CutPlanes) else whole
 
-    def initial_values(self, dtype: torch.dtype) -> Tensor | None:
-        """The values that it was quantized from, as a new plain tensor in `dtype`; None if they are not kept."""
-        if (stored := initial_values.own(self.store)) is None:
+    def initial_values(self, dtype: torch.dtype, at_least: bool = False) -> Tensor | None:
+        """The values that it was quantized from, as a new plain tensor; None if neither they nor a master are kept.
+
+        dtype: the result's; with `at_least`, or the wider one that they are kept in.
+        """
+        if (stored := initial_values.own(self.store, initial_values.finest(self.store))) is None:
             return None
+        dtype = torch.promote_types(dtype, stored.values.dtype) if at_least else dtype
         shape = tuple(self.shape)
         straight = (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
         result = stored.values.to(dtype, copy=True).reshape(straight)
@@ -132,6 +136,7 @@ class QuantizedTensor(PlaneTensor):
             raise LayoutError(f"{self.label()} can't take the planes of a tensor in {value.LAYOUT.name}")
         _set_data(self, value)  # shape, dtype and device of the wrapper
         value.store.writes.trains |= self.store.writes.trains
+        value.store.writes.master = self.store.writes.master
         self.store, self.transposed, self.flat = value.store, value.transposed, None
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
