@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import layoutc
 from layoutc import checkpoint
+from layoutc.runtime.cast import precompute
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meeting
 
@@ -44,6 +46,31 @@ def alone(folder: Path) -> None:
             dist.barrier()
             patch.undo()
             call(model, folder)
+
+
+def alone_at_first() -> None:
+    """What is called in each step tells at the first call; one rank is late at another."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False))
+    layoutc.cast_on_gather_(model, "fp8_current")
+    fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompute, "_met", WeakSet())
+        patch.setattr(meeting, "SOON", timedelta(seconds=0.05))
+        patch.setattr(meeting, "timeout_of", lambda group: timedelta(seconds=0.05))
+        if dist.get_rank() == 0:
+            said = "^precompute_amaxes waits for rank 1: it is collective"
+            with pytest.warns(UserWarning, match=said), pytest.raises(LayoutError, match=said):
+                layoutc.precompute_amaxes(model)
+        dist.barrier()
+        patch.undo()
+        patch.setattr(precompute, "_met", WeakSet())
+        layoutc.precompute_amaxes(model)
+        patch.setattr(precompute, "meet", None)
+        layoutc.precompute_amaxes(model)
+
+
+def test_a_rank_that_precomputes_alone_is_told(two: Ranks) -> None:
+    two.run(alone_at_first)
 
 
 def test_a_rank_that_calls_alone_is_told(two: Ranks, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from layoutc.runtime.captures import capturing
@@ -12,7 +14,10 @@ from layoutc.runtime.cast.shared_amax import measured
 from layoutc.runtime.cast.tensor import CastOnGather, find_cast
 from layoutc.runtime.errors import check_model
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding import gathered, shards
+from layoutc.runtime.sharding.meeting import meet
+
+_met: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks have met at a first call: each call would cost time
 
 
 @torch.no_grad()
@@ -28,7 +33,7 @@ def precompute_amaxes(model: nn.Module) -> None:
     without notice, so call it after the replay and before the next gathers, or not at all. torchao's counterpart is
     precompute_float8_dynamic_scale_for_fsdp.
 
-    Raises only what the collectives of process groups raise.
+    At the first call, ranks that others don't join say so. Raises only what the collectives of process groups raise.
 
     Example:
 
@@ -41,7 +46,12 @@ def precompute_amaxes(model: nn.Module) -> None:
     gathered_as_values = gathered.weights_of_values() if hooks.holds_values() else {}  # no, after most steps
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
-    precompute([one for one in sharing if not (one.LAYOUT.amax_of_matrices or capturing(one._plain.device))])
+    sharing = [one for one in sharing if not (one.LAYOUT.amax_of_matrices or capturing(one._plain.device))]
+    for group in shards.process_groups(sharing[0]) if sharing else ():
+        if group not in _met:
+            meet(group)
+            _met.add(group)
+    precompute(sharing)
 
 
 def precompute(sharing: Sequence[CastOnGather]) -> None:
