@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDTH = 120  # of a picture that is not printed on a terminal
 MAP_BYTES = 2**20  # the largest index map that --json writes
 # What is shown alone, and why no size goes with it.
-PARTS = {"kernels": "kernels are the same", "products": "products are the same", "files": "bindings are the same"}
+PARTS = {"products": "products are the same", "files": "bindings are the same"}
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -63,7 +63,6 @@ def list_recipes(specs: tuple[str, ...], folder: Path, as_json: bool) -> None:
 @shape_option("The weight's shape: rows (all leading dims) x columns.  [default: about 4096x4096]")
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
 @click.option("--picture", metavar="BUFFER", help="Also draw the source of a buffer's first bytes.")
-@click.option("--kernels", is_flag=True, help="Show only the kernels: what they do and why, or why there are none.")
 @click.option("--products", is_flag=True, help="Show only the products of linear layers: which kernel computes each.")
 @click.option(
     "--files", "files", is_flag=True, help="Show only the bindings: how other checkpoint formats hold the recipe."
@@ -89,7 +88,6 @@ def show(
     shape: tuple[int, int] | None,
     world: int,
     picture: str | None,
-    kernels: bool,
     products: bool,
     files: bool,
     as_json: bool,
@@ -111,7 +109,6 @@ def show(
     layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight's shape
     layoutc show nvfp4 --shape 144x64 --world 8               where cuts split blocks, and what that costs
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
-    layoutc show nvfp4 --kernels                              tiles, conversions, what one launch does, and why
     layoutc show fp8_block --products                         the kernels of a linear layer's products, by card
     layoutc show fp8_block --files                            the tensors of a DeepSeek checkpoint
     layoutc show mxfp8 --json | jq .passes                    as JSON
@@ -135,7 +132,7 @@ def show(
     if any(map(is_given, drawing)):
         from layoutc.cli import explore
 
-        if kernels or products or files or as_json or not (html or serve or svg or png):
+        if products or files or as_json or not (html or serve or svg or png):
             refuse("--html, --serve, --svg and --png go with --shape, --world and --picture alone")
         asked = explore.Asked(paths, shape, world if is_given("world") else None, picture)
         explore.draw(asked, html, serve, port, svg, png)
@@ -146,7 +143,7 @@ def show(
 
     path = paths[0]
     plan = plan_of(path)
-    if only := [part for part, given in zip(PARTS, (kernels, products, files), strict=True) if given]:
+    if only := [part for part, given in zip(PARTS, (products, files), strict=True) if given]:
         if as_json or picture or shape or len(only) > 1:
             refuse(f"--{only[0]} goes with no other option: {PARTS[only[0]]} for every shape")
         _show_part(plan, only[0])
@@ -169,11 +166,9 @@ def show(
 
 def _show_part(plan: Plan, part: str) -> None:
     from layoutc.report.files import file_tables
-    from layoutc.report.kernels import kernel_tables
     from layoutc.report.products import product_tables
 
-    made = {"files": lambda plan: file_tables(plan.layout), "kernels": kernel_tables, "products": product_tables}
-    print_tables(made[part](plan))
+    print_tables(product_tables(plan) if part == "products" else file_tables(plan.layout))
 
 
 def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:

@@ -45,7 +45,7 @@ def installed() -> list[tuple[str, str]]:
 def kernels(cls: type[QuantizedTensor], device: torch.device) -> str:
     """What quantizes, dequantizes and lays out."""
     if not cls.KERNELS:
-        return "reference: the recipe has no kernels (layoutc show --kernels says why)"
+        return "reference: the recipe has no kernels (layoutc show says why)"
     if device.type != "cuda":
         return "reference: there is no card"
     if importlib.util.find_spec("triton") is None:

@@ -33,7 +33,6 @@ AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
-_SEEDED = "elements are rounded by random bits, and each matrix has a seed of its own"
 _MOST_PLANES = 6  # per launch; the same limit holds for buffers
 _MOST_ROWS = 8  # per program that loops over whole rows
 _WIDEST_MOVE = 256  # the most rows or columns of a lay-out tile
@@ -97,19 +96,8 @@ class QuantizeKernel:
 
     tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes per value of x, which sources are written, tile)
     buffer_tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]
-    not_fused: str | None  # why buffers need a second launch; None if they don't
-    apart: str | None  # why each source needs a separate launch; None if one launch quantizes all
-    not_batched: str | None  # why a launch quantizes only one matrix; None if it quantizes many
-
-    @property
-    def fused(self) -> bool:
-        """True if one launch can quantize into the buffers that a GEMM reads."""
-        return self.not_fused is None
-
-    @property
-    def batched(self) -> bool:
-        """True if one launch can quantize many matrices."""
-        return self.not_batched is None
+    fused: bool  # one launch can quantize into the buffers that a GEMM reads
+    batched: bool  # one launch can quantize many matrices
 
 
 @dataclass(frozen=True)
@@ -164,22 +152,19 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
 
 
 def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
-    not_fused = _not_fused(layout, moves)
+    fused = _fuses(layout, moves)
     choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
-    if apart := _apart(layout):
+    if _are_apart(layout):
         choices = [one for one in choices if sum(one) == 1]
     chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
     in_words = {one: all(_nibbles(source.quantization, layout) for source in written) for _, one, written in chosen}
     return QuantizeKernel(
         tiles=tuple((size, one, quantize_tile(written, size, in_words[one])) for size, one, written in chosen),
         buffer_tiles=tuple(
-            (size, one, buffer_tile(written, size, in_words[one], moves))
-            for size, one, written in chosen
-            if not_fused is None
+            (size, one, buffer_tile(written, size, in_words[one], moves)) for size, one, written in chosen if fused
         ),
-        not_fused=not_fused,
-        apart=apart,
-        not_batched=_SEEDED if layout.stochastic else None,
+        fused=fused,
+        batched=not layout.stochastic,  # each matrix has a seed of its own
     )
 
 
@@ -293,47 +278,35 @@ def _source_gap(source: Source) -> str | None:
     return None
 
 
-def _apart(layout: Layout) -> str | None:
-    """Why each source is quantized in a separate launch; None if one launch quantizes all.
+def _are_apart(layout: Layout) -> bool:
+    """Whether each source is quantized in a separate launch.
 
     A program that loops over whole rows should have few rows, so that the grid has enough programs.
     """
-    tall = [one for one in layout.sources if (one.whole.m or 1) > _MOST_ROWS]
-    if tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources):
-        return f"programs for whole rows would be as few as those for blocks of {tall[0].whole.m} rows"
-    return None
+    tall = any((one.whole.m or 1) > _MOST_ROWS for one in layout.sources)
+    return tall and len(layout.sources) > 1 and any(spans_columns(one) for one in layout.sources)
 
 
-def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
-    """Why quantizing can't write a GEMM's buffers in the same launch; None if it can."""
-    if layout.records:
-        return f"{layout.records[0].name} is joined by torch"
-    if not moves:
-        return "every buffer is a plane"
+def _fuses(layout: Layout, moves: tuple[Move, ...]) -> bool:
+    """Whether quantizing can write a GEMM's buffers in the same launch."""
+    if layout.records or not moves:  # records are joined by torch
+        return False
     for move in moves:
         plane = move.buffer.plane
-        if isinstance(move, SwizzleMove):
-            return f"values of {move.buffer.name} are looked up one by one"
-        if isinstance(move, CodeMove) and not move.in_words:
-            return f"codes of {move.buffer.name} are not transposed in whole words"
+        if isinstance(move, SwizzleMove) or (isinstance(move, CodeMove) and not move.in_words):
+            return False
         if isinstance(move, ScaleMove) and not (plane.per_m and plane.per_k):
-            return f"{move.buffer.name} is made from {plane.name}, whose entries span a whole axis"
+            return False
     for source in layout.sources:
-        block = source.quantization.block
-        if units_of(block):
-            return f"sizes of {source.name}'s blocks are not powers of two, so tiles have idle lanes"
-        if conversions.is_long(source.quantization.element):
-            return f"elements of {source.name} are searched for, which leaves no registers for transposing"
-        if source.zero is not None:
-            return f"{source.name} has zero points"
-        if source.super is not None:
-            return f"scales of {source.name} lie under scales of their own"
-        if source.quantization.definition.candidates:
-            return f"{source.name} tries several scales for each block, which leaves no registers for transposing"
-        if (block.m is None) != (block.k is None):
-            return f"a block of {source.name} spans a whole axis"
+        quantization, block = source.quantization, source.quantization.block
+        if units_of(block) or (block.m is None) != (block.k is None):  # tiles have idle lanes, or hold no whole block
+            return False
+        if source.zero is not None or source.super is not None:
+            return False
+        if conversions.is_long(quantization.element) or quantization.definition.candidates:
+            return False  # searching leaves no registers for transposing
     transposed = [move.buffer.plane.name for move in moves if isinstance(move, CodeMove)]
-    return None if len(set(transposed)) == len(transposed) else "codes of one plane go into several buffers"
+    return len(set(transposed)) == len(transposed)
 
 
 def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> SourceKernel:
