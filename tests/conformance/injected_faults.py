@@ -300,13 +300,6 @@ def quantize(x, *, seed=None, **options):
         rf"{OWN}{{{ATEN}.clone.default: Recipe.HANDLERS[{ATEN}.alias.default]}}\n",
         ("copies",),
     ),
-    "pinning is forgotten": (
-        "nvfp4",
-        "tensor.py",
-        TABLE,
-        rf"{OWN}{{{ATEN}._pin_memory.default: Recipe.HANDLERS[{ATEN}.alias.default]}}\n",
-        ("storage",),
-    ),
     "the history picks another amax": (
         "fp8_delayed",
         "layout.py",
@@ -336,18 +329,6 @@ def quantize(x, *, seed=None, **options):
         return super().quantize_matrix(x, amax, LAYOUT.orientations, out, seed)
 """,
         ("one-orientation",),
-    ),
-    "another layout id is taken": (
-        "mxfp8",
-        "tensor.py",
-        METHODS,
-        r"\g<0>"
-        + """
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, *outer):
-        return super().__tensor_unflatten__(inner, context._replace(layout_id=LAYOUT.layout_id), *outer)
-""",
-        ("flatten",),
     ),
     "bytes are not copied": (
         "nvfp4",
@@ -387,27 +368,6 @@ def quantize(x, *, out=None, **options):
         TABLE,
         rf"{OWN}{{{ATEN}.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}}\n",
         ("new-tensors",),
-    ),
-    "a sum is not counted": (
-        "fp8_current",
-        "tensor.py",
-        TABLE,
-        rf"{OWN}{{{ATEN}.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}}\n",
-        ("strict",),
-    ),
-    "a gather marks the shard": (
-        "mxfp8",
-        "tensor.py",
-        SEND,
-        SENT + "        self.padding = None\n        return sent, note\n",
-        ("shards-untouched",),
-    ),
-    "a refresh clears the shard": (
-        "fp8_current",
-        "tensor.py",
-        r"        return all_gather\.receive\(",
-        r'        if out is not None:\n            self._planes["rowwise_data"].zero_()\n\g<0>',
-        ("shards-untouched",),
     ),
     "a kernel has another format": (
         "fp8_current",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,11 +13,10 @@ from layoutc.conformance import as_fsdp2
 from layoutc.conformance.material import expect, expect_refused, expect_same, expect_same_all, weight
 from layoutc.conformance.registry import check
 from layoutc.conformance.subject import Subject
-from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Cut = Callable[[Any], Any]
-aten = torch.ops.aten
 
 
 def make(subject: Subject, shape: tuple[int, ...], salt: int = 0, kind: str = "plain") -> Any:
@@ -242,42 +240,3 @@ def _zeros(subject: Subject, zeros: Any) -> Tensor:
     used = [source.quantization for source in subject.layout.sources]
     signed = subject.layout.transforms or any(q.zero or (q.element.values and 0 not in q.element.values) for q in used)
     return values + 0.0 if signed else values
-
-
-@check("storage", "pinning, record_stream, moving and sharing reach every plane, scales included")
-def storage(subject: Subject) -> None:
-    """Counts calls with mocks, so it needs no device."""
-    shape = subject.whole()
-    base, seen = make(subject, shape), list[int]()
-    handlers = subject.tensor.HANDLERS
-    addresses = [plane.data_ptr() for plane in base.planes().values()]
-    with mock.patch.object(Tensor, "record_stream", lambda self, _: seen.append(self.data_ptr())):
-        handlers[aten.record_stream.default](aten.record_stream.default, (base, None), {})
-    expect(seen == addresses, "record_stream does not reach every plane", shape=shape)
-    seen.clear()
-
-    def pin(self: Tensor, *_: Any) -> Tensor:
-        seen.append(self.data_ptr())
-        return self.clone()
-
-    with mock.patch.object(Tensor, "pin_memory", pin):
-        pinned = handlers[aten._pin_memory.default](aten._pin_memory.default, (base,), {})
-    expect(seen == addresses, "pin_memory does not reach every plane", shape=shape)
-    expect_same_all(subject, pinned.planes(), base.planes(), shape=shape)
-    moved = base.to("meta")
-    kinds = {plane.device.type for plane in moved.planes().values()}
-    expect(type(moved) is subject.tensor and kinds == {"meta"}, f"to(device) leaves planes on {kinds}", shape=shape)
-
-
-@check("strict", "an operator that is not exact on bytes is counted, and refused under layoutc.strict()")
-def strict(subject: Subject) -> None:
-    """Uses arithmetic as the example."""
-    shape = subject.whole()
-    base = make(subject, shape)
-    before = layoutc.implicit_dequantizes()
-    result = base + 1
-    counted = layoutc.implicit_dequantizes() - before
-    expect(sum(counted.values()) == 1, f"one addition was counted as {dict(counted)}", shape=shape)
-    expect_same(subject, "a sum", result, base.dequantize() + 1, shape=shape)
-    with layoutc.strict():
-        expect_refused(ImplicitDequantize, lambda: base + 1, "an addition under strict()")

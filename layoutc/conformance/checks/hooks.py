@@ -209,23 +209,6 @@ def gather_sizes(subject: Subject) -> None:
             expect(sizes["forward"] == sizes["backward"], f"sizes differ between passes: {sizes}", **both)
 
 
-@check("shards-untouched", "neither the hooks nor writes into gathered planes change the shard", of_weights=True)
-def untouched(subject: Subject) -> None:
-    """Compares planes, addresses and attributes."""
-    world = 2
-    shape = next(weights(subject, world))
-    shards = shards_of(subject, weight(subject, shape), world)
-    before = [({n: p.clone() for n, p in s.planes().items()}, dict(s.__dict__)) for s in shards]
-    for which in PASSES:
-        inputs, metadata = send(shards, which, shape)
-        tensor, _ = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
-        shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32, out=tensor)
-        tensor.zero_()
-        for shard, (planes, attributes) in zip(shards, before, strict=True):
-            expect_same_all(subject, shard.planes(), planes, shape=shape)
-            expect(shard.__dict__ == attributes, "the shard's attributes have changed", shape=shape)
-
-
 @check(
     "cut-blocks",
     "shards cut inside blocks gather to the whole weight, byte for byte, and send equal sizes",

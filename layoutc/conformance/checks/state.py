@@ -8,7 +8,6 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from layoutc.conformance.checks.dispatch import make, storages
-from layoutc.conformance.material import expect, expect_refused, expect_same, expect_same_all, weight
+from layoutc.conformance.material import expect, expect_same, expect_same_all, weight
 from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 
@@ -47,20 +46,6 @@ def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
     expect(one == other, f"{what}: matrix is {one}, not {other}")
     expect_same_all(subject, actual.planes(), expected.planes(), tensor=what)
     expect_same(subject, f"{what}: values", actual.dequantize().float(), expected.dequantize().float())
-
-
-@check("flatten", "__tensor_unflatten__ undoes __tensor_flatten__, and another layout id is refused")
-def flatten(subject: Subject) -> None:
-    """torch.compile and checkpoints call these."""
-    unflatten = subject.tensor.__tensor_unflatten__
-    for what, tensor in kinds(subject):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
-        arguments = tensor.shape, tensor.stride()
-        same(subject, what, unflatten(inner, context, *arguments), tensor)
-        other = context._replace(layout_id="0" * 12)
-        call = partial(unflatten, inner, other, *arguments)
-        expect_refused(ValueError, call, f"{what}: another layout id")
 
 
 @check("pickle", "pickle, deepcopy and torch.load(weights_only=True) give back class and bytes, compact")
