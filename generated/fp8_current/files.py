@@ -62,4 +62,20 @@ FILES = {
         parts=EXPERTS,
         fused=FUSED,
     ),
+    "torchao": Binding(
+        name="torchao",
+        summary="torchao's Float8Tensor with a scale a weight, as transformers writes it",
+        planes={
+            "rowwise_data": BoundPlane("{module}._weight_qdata", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane("{module}._weight_scale", "F32", 32),
+        },
+        config={
+            "quant_method": "torchao",
+            "quant_type": {
+                "weights": {"_type": "Float8WeightOnlyConfig"},
+                "both": {"_type": "Float8DynamicActivationFloat8WeightConfig"},
+            },
+        },
+        recognized=("quant_method", "quant_type.*"),
+    ),
 }

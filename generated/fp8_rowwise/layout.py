@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="6bdbd7086cce2ea06194a1580c810b3cc07947fb227f4e8682cadb5f958341a5",
+    spec_sha256="bf696100ce40160b5e254825cae15dbafd39fbd6c882282c386aaf99335eb50b",
     layout_id="a93daaa57939",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

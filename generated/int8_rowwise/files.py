@@ -55,4 +55,21 @@ FILES = {
         ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
         parts=EXPERTS,
     ),
+    "torchao": Binding(
+        name="torchao",
+        summary="torchao's Int8Tensor by rows, as transformers writes it",
+        planes={
+            "rowwise_data": BoundPlane("{module}._weight_qdata", "I8", 8),
+            "rowwise_scale": BoundPlane("{module}._weight_scale", "F32", 32),
+        },
+        config={
+            "quant_method": "torchao",
+            "quant_type": {
+                "weights": {"_type": "Int8WeightOnlyConfig"},
+                "both": {"_type": "Int8DynamicActivationInt8WeightConfig"},
+            },
+        },
+        recognized=("quant_method", "quant_type.*"),
+        zeros=("{module}._weight_zero_point", "I8"),
+    ),
 }

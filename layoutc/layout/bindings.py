@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NONE: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
 
-STATED: tuple[PlaneKey, ...] = ("shape", "groups", "codebook", "text")  # tensors that hold no plane
+STATED: tuple[PlaneKey, ...] = ("shape", "groups", "codebook", "zeros", "text")  # tensors that hold no plane
 
 
 class Files(NamedTuple):
@@ -63,7 +63,7 @@ def bindings(
     for name, stated in ((name, stated) for name, stated in files.items() if stated.record is None):
         tensors = {planes[kind].name: stated.tensors[kind] for kind in planes}
         pairs = {one.name: bound(one, tensors[one.name], low_first, codebooks) for one in planes.values()}
-        shape, groups, codebook, text = (stated.tensors.get(kind) for kind in STATED)
+        shape, groups, codebook, zeros, text = (stated.tensors.get(kind) for kind in STATED)
         binding = Binding(
             name=name,
             summary=stated.summary.rstrip("."),
@@ -76,6 +76,7 @@ def bindings(
             parts=tuple(stated.parts.items()),
             groups=(groups.name, groups.dtype, columns) if groups and columns is not None else None,
             codebook=(codebook.name, codebook.dtype, values) if codebook else None,
+            zeros=(zeros.name, zeros.dtype) if zeros else None,
             text=(text.name, _as_json(text.value), text.any) if text else None,
             fused=stated.fused,
         )

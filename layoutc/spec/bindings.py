@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PlaneKey = Literal["data", "scale", "zero", "amax", "shape", "groups", "codebook", "text"]
+PlaneKey = Literal["data", "scale", "zero", "amax", "shape", "groups", "codebook", "zeros", "text"]
 FileDtype = Literal[
     "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"
 ]
@@ -88,7 +88,7 @@ class FileBinding(Model):
     tensors: dict[PlaneKey, FileTensor] = Field(
         default={},
         description="plane -> the tensor that holds it. Other tensors: `shape`, the weight's two sizes; `groups`, the "
-        "block number of each column; `codebook`, the value of each code; `text`, JSON",
+        "block number of each column; `codebook`, the value of each code; `zeros`, a row's zero point 0; `text`, JSON",
     )
     ignore: tuple[Pattern, ...] = Field(
         default=(), description="names of a weight's tensors to ignore, such as scales of activations"

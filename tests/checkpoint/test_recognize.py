@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,21 @@ def test_of_bindings_of_one_name_those_stay_that_config_json_does_not_contradict
     labels = [one.label for one in told(tmp_path, "compressed_tensors", installed())]
     recipes = ("nvfp4_1d", "nvfp4_compressed_tensors", "nvfp4_compressed_tensors_experts")
     assert labels == [f"{recipe}/compressed_tensors" for recipe in recipes]
+
+
+@pytest.mark.parametrize("name", ["quanto_qmap.json", "quantization_map.json"])
+def test_folders_of_quanto_say_what_they_are(tmp_path: Path, name: str) -> None:
+    """As `QuantizedModelForCausalLM.save_pretrained` of optimum-quanto writes them, and as its README does."""
+    codes = {"0.weight._data": torch.zeros(64, 64, dtype=torch.int8), "0.weight._scale": torch.ones(64, 1)}
+    save_file({**codes, "0.input_scale": torch.ones(())}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / name).write_text('{"0": {"weights": "qint8", "activations": "none"}}')
+    said = (
+        rf"{name} has a quantization_config .* quant_method = 'quanto'\noptimum-quanto reads them: .*named_parameters"
+    )
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    for call in (load_safetensors, quantize_as_stored, partial(load_safetensors, convert=True)):
+        with pytest.raises(LayoutError, match=said):
+            call(model, tmp_path)
+    with pytest.raises(LayoutError, match=said):
+        convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.float32)

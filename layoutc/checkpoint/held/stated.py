@@ -23,7 +23,7 @@ LONGEST_NUMBER = 25  # maximum bytes of an fp32 value in JSON
 
 class Stated(NamedTuple):
     """A derived tensor: a weight's two sizes, or the block index of each column (from the shape); the codebook (from
-    the recipe); or JSON (from both)."""
+    the recipe); zero points that are 0; or JSON (from both)."""
 
     name: str
     facts: Facts
@@ -47,6 +47,8 @@ class Stated(NamedTuple):
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if self.facts.shape == (2,):
             return torch.tensor(self.sizes, dtype=self.facts.dtype, device="cpu")
+        if len(self.facts.shape) == 2:
+            return torch.zeros(self.facts.shape, dtype=self.facts.dtype, device="cpu")
         return (torch.arange(self.sizes[0], device="cpu") // self.sizes[1]).to(self.facts.dtype)
 
     def most(self, there: bytes | None) -> int:
@@ -68,6 +70,8 @@ class Stated(NamedTuple):
             raise LayoutError(f"{self.name} in the files holds other values of codes than the recipe has")
         if self.facts.shape == (2,):
             raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
+        if len(self.facts.shape) == 2:
+            raise LayoutError(f"{self.name} in the files is not 0 everywhere, but the recipe has no zero points")
         raise LayoutError(
             f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
             "in the order of their activations (desc_act, actorder), which the recipe can't hold; quantize without it"
@@ -95,6 +99,9 @@ def stated(binding: Binding, parameter: str, rows: int, columns: int) -> list[St
         name, dtype, values = binding.codebook
         facts = Facts((len(values),), OF_OTHERS[dtype])
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
+    if binding.zeros:
+        name, dtype = binding.zeros
+        found.append(Stated(tensor_name(name, parameter), Facts((rows, 1), OF_OTHERS[dtype]), (rows, 1)))
     if binding.text:
         name, text, free = binding.text
         said = with_sizes(text, {"rows": rows, "columns": columns})

@@ -48,6 +48,9 @@ def decoded_by(name: str, tensors: Mapping[str, Header]) -> str | None:
     module, last = ".".join(parts[:-1]), parts[-1]
     inside = (".".join(parts[:end]) for end in range(1, len(parts)))  # a parameter can't be inside a tensor
     beside = [f"{name[: -len(suffix[0])]}"] if (suffix := _SUFFIX.search(last)) is not None else []
+    if last.startswith("_"):  # torchao's _weight_scale of _weight_qdata
+        words = last.split("_")
+        beside += [f"{module}.{'_'.join(words[:end])}_qdata" for end in range(2, len(words)) if words[-1] != "qdata"]
     if (of := next((one for one in (*inside, *beside) if one in tensors), None)) is not None:
         return of
     if _OF_MODULE.fullmatch(last) is None:

@@ -85,15 +85,13 @@ def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> L
     looked = dict.fromkeys(["quant_method", *(path for one in alike for path in one.binding.recognized)])
     values = {key: values_at(own, key.split(".")) for key in looked}
     there = [f"{key} = {' and '.join(map(short, found[:4])) or 'nothing'}" for key, found in values.items()]
-    but = [
-        "The nearest are",
-        *(f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near),
-    ]
+    but = [f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near]
     of_mlx = method is not None or {"bits", "group_size"} <= own.keys()
     plain = READ_AS_PLAIN.get(method if isinstance(method, str) else None, "") if of_mlx else ""
     name = near[0].label if near else "RECIPE/BINDING"
+    where = (recognize.is_in_older_file(path) and recognize.older_file(path)) or recognize.CONFIG
     lines = [
-        f"{path}: config.json has a quantization_config that no installed recipe knows: {', '.join(there)}",
+        f"{path}: {where} has a quantization_config that no installed recipe knows: {', '.join(there)}",
         *(["The nearest are", *but] if near else []),
         *[plain] * bool(plain),
     ]

@@ -12,7 +12,7 @@ from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.regrouped import Regrouped, regrouped
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
-from layoutc.runtime.bindings.configs import KEYS, holder
+from layoutc.runtime.bindings.configs import KEYS, NOT_WRITTEN, holder
 from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -22,8 +22,14 @@ from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
-# Older files that hold the config instead of config.json -> the quant_method that they leave out.
-OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# Files that hold the config instead of config.json -> the quant_method that they leave out.
+OLDER_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quanto_qmap.json": "quanto",
+    "quantization_map.json": "quanto",  # the name in optimum-quanto's README
+}
 LIMIT = 16_000_000  # maximum bytes of a config
 OF_OTHER_SHAPES, NARROWER, ONE_VALUE, EXACT = 1, 2, 3, 4  # how well tensors fit a binding; 0: not at all
 SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
@@ -83,7 +89,9 @@ class Bound(NamedTuple):
     @property
     def is_read_only(self) -> bool:
         """True if files store codes of a plane's values under a codebook that the binding does not define, or blocks
-        whose sizes are not the recipe's."""
+        whose sizes are not the recipe's, or what only their program writes."""
+        if self.binding.config.get("quant_method") in NOT_WRITTEN:
+            return True
         coded = any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
         return coded or issubclass(self.cls, Regrouped)
 

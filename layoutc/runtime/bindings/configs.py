@@ -37,6 +37,9 @@ OF_LLM_COMPRESSOR: Mapping[tuple[Any, Any], str] = MappingProxyType(
 )
 OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # MLX's defaults; its configs have no quant_method
 
+# Programs whose readers need more than tensors and a config, such as torchao's classes in headers. Files are only read.
+NOT_WRITTEN = ("torchao",)
+
 # How programs convert their own files to plain weights, by quant_method; None: MLX, whose configs have none.
 READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
     {
@@ -47,6 +50,8 @@ READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
         "quantization_config=CompressedTensorsConfig(dequantize=True))",
         "torchao": "transformers reads them: theirs = AutoModelForCausalLM.from_pretrained(FOLDER, device_map='cpu'), "
         "then model.load_state_dict({name: one.dequantize() for name, one in theirs.state_dict().items()})",
+        "quanto": "optimum-quanto reads them: theirs = QuantizedModelForCausalLM.from_pretrained(FOLDER), then "
+        "model.load_state_dict({name: one.dequantize() for name, one in theirs.named_parameters()})",
     }
 )
 
@@ -90,6 +95,9 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
     elif method.startswith("modelopt"):  # like vLLM: any variant, and the contents of ModelOpt's separate file
         inner = found.get(KEYS[-1])
         found |= {**(inner if isinstance(inner, Mapping) else {}), "quant_method": "modelopt"}
+    elif method == "torchao":  # the classes of its configs, of all weights or of named ones
+        names = re.findall(r"'_type': '(\w+config)'", str(found.get("quant_type")))
+        found["quant_type"] = {one: one for one in names}
     elif "auto-round" in method:
         packing = found.get("packing_format") or found.get("backend") or "auto"  # older configs have `backend`
         form = found.get("data_type"), found.get("bits")

@@ -84,12 +84,13 @@ class Binding(NamedTuple):
 
     shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: the name and dtype of a
     tensor with each column's block number, and the columns per block. codebook: the name and dtype of a tensor with
-    each code's value, and the values. text: the name of a JSON tensor; the JSON, with "rows" and "columns" in place of
-    the weight's sizes; and its keys that may have any value. ignored: names of a weight's other tensors, which are left
-    alone. parts: (pattern of a parameter, patterns of the parameters that its rows are cut into, in which {expert} is
-    the matrix's number). config: the `quantization_config` of config.json; recognized: its paths that identify these
-    files; plain: its key for the modules that are not quantized, or "". fused: names of sibling modules that engines
-    fuse into one, so their weights share the scale of a whole weight.
+    each code's value, and the values. zeros: the name and dtype of a column of zero points that are 0. text: the name
+    of a JSON tensor; the JSON, with "rows" and "columns" in place of the weight's sizes; and its keys that may have any
+    value. ignored: names of a weight's other tensors, which are left alone. parts: (pattern of a parameter, patterns of
+    the parameters that its rows are cut into, in which {expert} is the matrix's number). config: the
+    `quantization_config` of config.json; recognized: its paths that identify these files; plain: its key for the
+    modules that are not quantized, or "". fused: names of sibling modules that engines fuse into one, so their weights
+    share the scale of a whole weight.
     """
 
     name: str
@@ -103,5 +104,6 @@ class Binding(NamedTuple):
     parts: Sequence[tuple[str, Sequence[str]]] = ()
     groups: tuple[str, str, int] | None = None
     codebook: tuple[str, str, tuple[float, ...]] | None = None
+    zeros: tuple[str, str] | None = None
     text: tuple[str, Mapping[str, Any], tuple[str, ...]] | None = None
     fused: Sequence[Sequence[str]] = ()

@@ -25,6 +25,7 @@ STATED = {
     "shape": (("I64", "I32"), "the sizes of a weight are I64 or I32"),
     "groups": (("I64", "I32"), "the numbers of blocks are I64 or I32"),
     "codebook": (("F32",), "the values of codes are F32"),
+    "zeros": (("I8", "I32", "I64"), "zero points that are 0 are integers"),
     "text": (("U8",), "a text is bytes, U8"),
 }
 INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
