@@ -52,7 +52,7 @@ def test_plain_experts_take_values_and_give_the_file_back(
 ) -> None:
     """Also some rows at a time, and by pieces that end inside a matrix."""
     if chunk is not None:
-        for name in ("gguf.values.CHUNK", "gguf.writing.CHUNK", "safetensors.load.DEQUANTIZED"):
+        for name in ("gguf.values.CHUNK", "gguf.writing.CHUNK", "safetensors.values.DEQUANTIZED"):
             monkeypatch.setattr(f"layoutc.checkpoint.{name}", chunk)
     model = gguf_files.skeleton(experts=True)
     checkpoint.load_gguf(model, file)

@@ -193,7 +193,7 @@ def test_weights_are_read_and_written_some_rows_at_a_time(
     """Pieces of a few rows, the last one shorter, are those of the whole."""
     for name, size in (("gguf.values.CHUNK", 5000), ("gguf.writing.CHUNK", 5000), ("gguf.writing.COPIED", 1000)):
         monkeypatch.setattr(f"layoutc.checkpoint.{name}", size)
-    monkeypatch.setattr("layoutc.checkpoint.safetensors.load.DEQUANTIZED", 5000)
+    monkeypatch.setattr("layoutc.checkpoint.safetensors.values.DEQUANTIZED", 5000)
     expected = gguf_files.expected(file)
     for model in (loaded(file), gguf_files.skeleton()):
         checkpoint.load_gguf(model, file)

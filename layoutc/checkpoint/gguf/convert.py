@@ -22,8 +22,8 @@ from layoutc.checkpoint.held.undecoded import Described
 from layoutc.checkpoint.safetensors import recognize, writing
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
 from layoutc.checkpoint.safetensors.files import Slices, library, read_folder
-from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry
+from layoutc.checkpoint.safetensors.values import dequantized
 from layoutc.checkpoint.safetensors.writing import Planned
 from layoutc.runtime.bindings.gguf_types import PLAIN
 from layoutc.runtime.errors import LayoutError

@@ -25,8 +25,8 @@ from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
-from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
+from layoutc.checkpoint.safetensors.values import dequantized
 from layoutc.runtime.bindings.gguf_types import NUMBERS, PLAIN, TYPES
 from layoutc.runtime.errors import LayoutError, check_model
 from layoutc.runtime.torch_private import local_tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common import narrowing
 from layoutc.checkpoint.common.buffers import made_anew
-from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
+from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of, size_of
-from layoutc.checkpoint.held.sources import BoundSource, PlaneSource
+from layoutc.checkpoint.held.sources import BoundSource
 from layoutc.checkpoint.held.stored import DTYPES, NAMES, Stack, Stored
 from layoutc.checkpoint.held.weights import Scales, record_scale, warn_apart
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
+from layoutc.checkpoint.safetensors.values import dequantized, read, values_of
 from layoutc.ints.rects import Rect
 from layoutc.runtime.bindings.names import joined
 from layoutc.runtime.cast.tensor import CastOnGather
@@ -36,8 +35,6 @@ from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight import operators, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
-
-DEQUANTIZED = 1 << 22  # values to dequantize at a time
 
 
 @torch.no_grad()
@@ -192,7 +189,7 @@ def rounds(step: Step, slices: Reader, decoded: bool = False) -> list[str]:
     if isinstance(source, Entry):
         values = dequantized(param, local, source, slices, torch.float32)
     else:
-        values = _read(slices, source, box_of(param).slices)
+        values = read(slices, source, box_of(param).slices)
     rounded = narrowing.rounds(name, values, into)
     return [f"{name} ({plain} to {NAMES[into]})"] if rounded and plain is not None else []
 
@@ -285,7 +282,7 @@ def joint_amaxes(steps: list[Step], slices: Reader) -> dict[str, Tensor]:
         group = local.fused if isinstance(local, QuantizedTensor) and holds(step.param) else None
         if group is None or not isinstance(local, QuantizedTensor) or _is_same(local, step.source):
             continue
-        values = _plain_values(step, slices).to(local.device)
+        values = values_of(step, slices).to(local.device)
         amax = operators.shared_amax(type(local), weights.as_matrix(values, (local.store.rows, local.store.matrix[1])))
         amax = reduce_max(amax, _sharing(step.name, step.param, local)[0])
         found[group] = torch.maximum(amax, found.get(group, amax).to(amax.device))
@@ -298,16 +295,6 @@ def _is_same(local: Tensor, source: Stored | Stack | Entry) -> bool:
     if not (isinstance(source, Entry) and isinstance(local, QuantizedTensor)):
         return False
     return local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id and bool(source.planes)
-
-
-def _plain_values(step: Step, slices: Reader) -> Tensor:
-    """The values of this rank's part, in the local shape."""
-    _, param, source = step
-    local = local_tensor(param).detach()
-    if not isinstance(source, Entry):
-        return _read(slices, source, box_of(param).slices)
-    dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
-    return dequantized(param, local, source, slices, dtype)
 
 
 def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
@@ -323,7 +310,7 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
             tag = shards.tag(local) if groups else None
             completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
         return
-    values = _plain_values(step, slices)
+    values = values_of(step, slices)
     if isinstance(local, QuantizedTensor):
         # Like copy_, but also for shards that fully_shard did not make.
         groups, row_sharding = _sharing(name, param, local)
@@ -337,11 +324,6 @@ def write(step: Step, slices: Reader, amax: Tensor | None = None) -> None:
         local.copy_(values)
 
 
-def _read(slices: Reader, source: Stored | Stack | PlaneSource, index: tuple[slice, ...]) -> Tensor:
-    """Reads plain values, or a plane's entries from layoutc's files or from another format."""
-    return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
-
-
 def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Reader) -> None:
     """Writes the entries that cover the shard's rows, run by run; shared planes even if the shard has no rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
@@ -349,52 +331,7 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
     for name in (name for name in local.store.planes if name in source.planes):
         plane, stored, into, start = layout.stored[name], source.planes[name], local.entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
-            piece = _read(slices, stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
+            piece = read(slices, stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
             into[start : start + len(piece)].copy_(piece)
             start += len(piece)
     written([local])
-
-
-def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
-    """The values of this rank's part, in its local shape, dequantized from the whole blocks that the part touches."""
-    out, at = torch.empty(local.shape, dtype=dtype, device=local.device), 0
-    for part, run in _by_parts(source, rows_of(source.shape, box_of(param))):
-        for rows in _some_at_a_time([run], source.cls.LAYOUT.block_rows):
-            own = _values(part, rows, slices, dtype, local.device)
-            out.view(-1, local.shape[-1])[at : at + len(own)].copy_(own)
-            at += len(own)
-    return out
-
-
-def _values(source: Entry, rows: Rect, slices: Reader, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of a rectangle, dequantized from whole blocks."""
-    cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
-    blocks, planes = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k), {}
-    for name, file in source.planes.items():
-        piece = _read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
-        planes[name] = piece.to(device).contiguous().view(layout.dtypes[name])
-    matrix = blocks.shape
-    values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
-    return values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0]
-
-
-def _by_parts(source: Entry, runs: list[Rect]) -> Iterator[tuple[Entry, Rect]]:
-    """Splits runs of rows by entry; yields each entry with a run counted from the entry's first row."""
-    parts = source.apart or (source,)
-    each = prod(source.shape[:-1]) // len(parts)
-    for rows in runs:
-        for number, part in enumerate(parts):
-            first, last = max(rows.r0 - number * each, 0), min(rows.r1 - number * each, each)
-            if first < last:
-                yield part, Rect(first, last, rows.c0, rows.c1)
-
-
-def _some_at_a_time(runs: list[Rect], block_rows: int) -> Iterator[Rect]:
-    """Splits runs of rows at block boundaries, since dequantizing needs many times the bytes of its result."""
-    for rows in runs:
-        each = max(1, DEQUANTIZED // (block_rows * max(1, rows.c1 - rows.c0))) * block_rows
-        first = rows.r0
-        while first < rows.r1:
-            last = min(first // block_rows * block_rows + each, rows.r1)
-            yield Rect(first, last, rows.c0, rows.c1)
-            first = last
