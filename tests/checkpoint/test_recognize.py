@@ -158,7 +158,7 @@ def test_a_config_that_says_less_or_is_of_an_unknown_program_contradicts_nothing
 def test_of_bindings_of_one_name_those_stay_that_config_json_does_not_contradict(tmp_path: Path) -> None:
     form: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": form}))
-    labels = [one.label for one in told(tmp_path, "compressed_tensors", installed())]
+    labels = [one.label for one in told(tmp_path, "compressed_tensors", installed(), {})]
     recipes = ("nvfp4_1d", "nvfp4_compressed_tensors", "nvfp4_compressed_tensors_experts")
     assert labels == [f"{recipe}/compressed_tensors" for recipe in recipes]
 

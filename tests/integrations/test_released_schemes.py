@@ -855,6 +855,8 @@ def test_the_list_of_plain_modules_keeps_its_key(released: Callable[[str], Path]
 
 
 def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable[[str], Path], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
     config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}, "skip": ["x"] * 500}
     for i, one in enumerate((config, {"quant_method": "awq", "bits": 3, "group_size": 128, "version": "gemm"})):
         folder = with_config(released("block_bf16"), tmp_path / str(i), {"quantization_config": one})
@@ -864,9 +866,43 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
             quantize_as_stored(Mlp(), folder)
         assert str(found.value).count("\n") < 10
         assert all(len(line) < 300 for line in str(found.value).splitlines())
-        assert "name it, as files=" in str(found.value)
+        assert ("name it, as files='fp8_block/deepseek'" in str(found.value)) == (one is config)
     assert "bits = 3" in str(found.value)
-    assert "awq/awq, but for bits" in str(found.value)
+    assert "could be those of fp8_block/deepseek: if they are, write quant_method = 'fp8' in" in str(found.value)
+    (folder / "model.safetensors").unlink()
+    save_file({"up_proj.weight": torch.zeros(384, 256)}, folder / "model.safetensors")
+    with pytest.raises(LayoutError, match=r"awq/awq, but for bits\n(.*\n)*.* `layoutc new mine --from awq`"):
+        quantize_as_stored(Mlp(), folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "fp8", "activation_scheme": "static"},  # vLLM's own, as releases of 2024 have it
+        {"quant_method": "modelopt", "quant_algo": "W4A8_FP8"},
+    ],
+)
+def test_what_the_error_says_to_write_in_a_config_works(
+    config: dict[str, Any], released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = with_config(released("tensor_of_modelopt"), tmp_path / "in", {"quantization_config": config})
+    sentence = r"could be those of fp8_current/modelopt: if they are, write (.*) in config\.json"
+    ours = Mlp()
+    layoutc.quantize_(ours, "fp8_current", param_filter=["*_proj.weight"])
+    for model in (Mlp(), ours):
+        for strict in (True, False):
+            with pytest.raises(LayoutError, match=sentence) as said:
+                load_safetensors(model, folder, convert=True, strict=strict)
+    found = re.search(sentence, str(said.value))
+    assert found is not None
+    written = dict(one.replace("'", "").split(" = ") for one in found[1].split(", "))
+    folder = with_config(folder, tmp_path / "right", {"quantization_config": config | written})
+    model = Mlp()
+    assert set(quantize_as_stored(model, folder).values()) == {"fp8_current"}
+    load_safetensors(model, folder)
+    state = tensors_in(folder)
+    expected = state["up_proj.weight"].float() * state["up_proj.weight_scale"].float()
+    assert torch.equal(model.up_proj.weight.dequantize(torch.float32), expected)
     with pytest.raises(ValueError, match=r"filter_fn=lambda module, name: .* name != '0'"):
         layoutc.quantize_(nn.Sequential(nn.Linear(24, 8)), "nvfp4")
 
@@ -886,7 +922,7 @@ def test_configs_of_mlx(released: Callable[[str], Path], tmp_path: Path) -> None
         assert written["quantization"] == written["quantization_config"] == stated
     for i, one in enumerate((by_default, by_default | {"mode": "affine"})):
         folder = with_config(path, tmp_path / f"other{i}", {"quantization": one})
-        with pytest.raises(LayoutError, match=r"int6_affine64/mlx, but for bits\nMLX .* --dequantize\n") as found:
+        with pytest.raises(LayoutError, match=r"mxfp4/mlx, but for mode, bits.*\nMLX .* --dequantize\n") as found:
             convert_safetensors(folder, tmp_path / "none", dtype=torch.bfloat16)
         assert str(found.value).count("\n") < 10
 

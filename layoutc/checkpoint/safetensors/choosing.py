@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ class Fit(NamedTuple):
     names: tuple[str, ...]
 
 
-def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
+def told(path: Path, files: str | None, every: Sequence[Bound], tensors: Mapping[str, Stored]) -> list[Bound]:
     """The bindings of `every` that a name or config.json identifies; [] if the folder has no config and no name.
+    tensors: the folder's.
 
     Raises LayoutError for an unknown name, a name that config.json contradicts, a `quantization_config` that matches no
     binding, and a config that transforms activations at run time.
@@ -38,15 +39,15 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
         return _agreeing(path, config, named, every)
     found = recognize.recognized(config, every)
     if config and not found:
-        raise _unknown(path, config, every)
+        raise _unknown(path, config, every, tensors)
     return found
 
 
-def unknown(path: Path) -> list[Problem]:
+def unknown(path: Path, tensors: Mapping[str, Stored]) -> list[Problem]:
     """The problem that a folder's config.json describes weights that no recipe knows; [] without such a config."""
     problems = list[Problem]()
     with noted(problems):
-        told(path, None, recognize.installed())
+        told(path, None, recognize.installed(), tensors)
     return problems
 
 
@@ -58,9 +59,34 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
     older = recognize.older_file(path) if recognize.is_in_older_file(path) else None
     says = f"files={files!r}" if files else older or "quantization_config in config.json"
     instead = "leave it out" if files else f"delete {older}" if older else "delete quantization_config from config.json"
-    raise LayoutError(
-        f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. If all weights are plain, "
-        f"{instead}"
+    instead, every = f"If all weights are plain, {instead}", recognize.installed()
+    if held := holding(every, tensors):
+        instead = _as_held(path, recognize.quantization_config(path), held[0], every)
+    raise LayoutError(f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. {instead}")
+
+
+def holding(every: Iterable[Bound], tensors: Mapping[str, Stored], known: Container[str] = ()) -> list[Bound]:
+    """The bindings by which files have weights, as their names, dtypes and shapes say; first those that fit best.
+    known: weights that don't count."""
+    fits = list[tuple[int, Bound]]()
+    for one in every:
+        names = (name for name in named_in(one, tensors) if name not in known)
+        fits.append((max((recognize.fit_of(one, name, None, tensors) for name in names), default=0), one))
+    fits.sort(key=lambda pair: (-pair[0], pair[1].converts))
+    return [one for fit, one in fits if fit > recognize.OF_OTHER_SHAPES]
+
+
+def _as_held(path: Path, config: Mapping[str, Any], one: Bound, every: Sequence[Bound]) -> str:
+    """What to do for tensors that may be those of a binding which the config does not identify."""
+    try:
+        _agreeing(path, config, [one], every)
+    except LayoutError:
+        own = {key: values_at(one.binding.config, key.split(".")) for key in differences(one.binding, config)}
+        stated = ", ".join(f"{key} = {short(value)}" for key, values in own.items() for value in values[:1])
+        return f"The tensors could be those of {one.label}: if they are, write {stated} in config.json"
+    return (
+        f"If the tensors are those of a binding all the same, name it, as files={one.label!r} or layoutc convert "
+        f"--from {one.label}; `layoutc show RECIPE --files` prints the tensors of a recipe's"
     )
 
 
@@ -75,30 +101,36 @@ def _check_transforms(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _unknown(path: Path, config: Mapping[str, Any], every: Sequence[Bound]) -> LayoutError:
-    """The error for a config that matches no binding: the values that were compared, and the nearest bindings."""
+def _unknown(
+    path: Path, config: Mapping[str, Any], every: Sequence[Bound], tensors: Mapping[str, Stored]
+) -> LayoutError:
+    """The error for a config that matches no binding: the values that were compared, and the nearest bindings, which
+    are those that the tensors fit, or else those of the same method."""
     own = spelled(config)
     method = own.get("quant_method")
     alike = [one for one in every if spelled(one.binding.config).get("quant_method") == method]
     least = min((len(differences(one.binding, config)) for one in alike), default=0)
-    near = [one for one in alike if len(differences(one.binding, config)) == least][:4]
+    held = holding(every, tensors)
+    near = (held or [one for one in alike if len(differences(one.binding, config)) == least])[:4]
     looked = dict.fromkeys(["quant_method", *(path for one in alike for path in one.binding.recognized)])
     values = {key: values_at(own, key.split(".")) for key in looked}
     there = [f"{key} = {' and '.join(map(short, found[:4])) or 'nothing'}" for key, found in values.items()]
     but = [f"  {one.label}, but for {', '.join(differences(one.binding, config))}" for one in near]
     of_mlx = method is not None or {"bits", "group_size"} <= own.keys()
     plain = READ_AS_PLAIN.get(method if isinstance(method, str) else None, "") if of_mlx else ""
-    name = near[0].label if near else "RECIPE/BINDING"
     where = (recognize.is_in_older_file(path) and recognize.older_file(path)) or recognize.CONFIG
     lines = [
         f"{path}: {where} has a quantization_config that no installed recipe knows: {', '.join(there)}",
         *(["The nearest are", *but] if near else []),
         *[plain] * bool(plain),
     ]
-    if near or not plain:
+    if held:
+        lines.append(_as_held(path, config, held[0], every))
+    elif near:
+        recipe = near[0].cls.LAYOUT.name
         lines.append(
-            f"If the tensors are those of a binding all the same, name it, as files={name!r} or layoutc convert --from "
-            f"{name}; `layoutc show RECIPE --files` prints the tensors of a recipe's"
+            "No installed recipe has tensors of such names, dtypes and shapes. One of your own may: `layoutc new mine "
+            f"--from {recipe}`, their blocks and `files` in it, `layoutc build specs/mine.yaml`"
         )
     if mine := in_working_directory():
         lines.append(f"Recipes in {BUILT}/ here ({', '.join(mine)}) are read only if named: files='{mine[0]}/BINDING'")

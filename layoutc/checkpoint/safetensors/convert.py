@@ -202,7 +202,7 @@ def _quantized(
     """The source's quantized weights, by their bindings; the recipes of `into` are tried first. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
-    if not (told := choosing.told(path, files, every)):
+    if not (told := choosing.told(path, files, every, contents.tensors)):
         return {}
     choosing.check_holds(path, files, told, contents.tensors)
     fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
@@ -226,10 +226,7 @@ def _quantized(
 def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], every: Sequence[Bound]) -> None:
     """Raises LayoutError if a folder has codes that belong to none of the found weights."""
     left = undecoded.undecoded(contents.tensors, {one for weight in found.values() for one in weight.tensors})
-    fit = dict[str, None]()
-    for one in sorted(every, key=lambda one: one.label) if left else ():
-        named = named_in(one, contents.tensors).keys() - found.keys()
-        fit |= {one.label: None} if any(recognize.is_held(one, name, None, contents.tensors) for name in named) else {}
+    fit = sorted({one.label for one in choosing.holding(every, contents.tensors, found)}) if left else []
     instead = "No installed recipe has tensors of such names and dtypes together"
     if fit:
         instead = f"Such names and dtypes have {', '.join(fit)}: pass source_files= (--from) one of them"

@@ -48,7 +48,8 @@ def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
     told, found, refused = recognize.recognized(config, recognize.installed()), dict[str, Found](), list[LayoutError]()
     lacking = list[str]()
     if not told:
-        warnings.warn(f"tensors are listed as they lie in the files: {choosing.unknown(folder)[0].text}", stacklevel=4)
+        why = choosing.unknown(folder, contents.tensors)[0].text
+        warnings.warn(f"tensors are listed as they lie in the files: {why}", stacklevel=4)
     for one in told:
         try:
             found = weights_in(one, contents.tensors, told) | found

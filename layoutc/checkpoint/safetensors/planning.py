@@ -70,7 +70,7 @@ def bindings(
     every = [*own, *(one for one in recognize.installed() if one.label not in labels)]
     if files is None and not recognize.recognized(recognize.quantization_config(folder), every):
         return []  # plain values, or names that the model lacks
-    told = choosing.told(folder, files, every)
+    told = choosing.told(folder, files, every, contents.tensors)
     if not contents.described:
         choosing.check_holds(folder, files, told, contents.tensors)
     mine = [one for one in told if one.label in labels]
@@ -151,8 +151,8 @@ def plan(
     unexpected = sorted(there - expected - unread)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
-        if problems and not theirs:  # names are missing because the files are quantized in an unknown format
-            problems[:0] = choosing.unknown(folder)
+    if problems and not theirs:  # perhaps because the files are quantized in an unknown format
+        problems[:0] = choosing.unknown(folder, contents.tensors)
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
 
 
@@ -269,7 +269,8 @@ def classes_in(
 ) -> dict[str, type[QuantizedTensor]]:
     """Parameter -> the class of the recipe whose binding its tensors match; a folder may use several. Raises like
     `layoutc.checkpoint.quantize_as_stored`."""
-    contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
+    contents = read_folder(path)
+    told = choosing.told(path, files, recognize.installed(), contents.tensors)
     if not told:
         raise LayoutError(f"{path}: config.json has no quantization_config: pass files=, the binding's name")
     choosing.check_holds(path, files, told, contents.tensors)

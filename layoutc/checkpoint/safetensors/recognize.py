@@ -221,7 +221,7 @@ def is_held(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Map
 
     shape: None for a 2-D weight whose shape follows from the files' codes.
     """
-    return _fit(bound, name, shape, tensors) > OF_OTHER_SHAPES
+    return fit_of(bound, name, shape, tensors) > OF_OTHER_SHAPES
 
 
 def scales_of(bound: Bound) -> list[str]:
@@ -234,14 +234,14 @@ def is_for_another(
 ) -> bool:
     """True if another binding of `told` fits a weight's tensors better than `bound`, or if both fit exactly and the
     other has more planes, e.g. zero points. shape: as for `is_held`."""
-    own, names = _fit(bound, name, shape, tensors), {plane.name for plane in bound.binding.planes.values()}
+    own, names = fit_of(bound, name, shape, tensors), {plane.name for plane in bound.binding.planes.values()}
     if own < EXACT:
-        return any(_fit(other, name, shape, tensors) > own for other in told)
+        return any(fit_of(other, name, shape, tensors) > own for other in told)
     larger = [other for other in told if {plane.name for plane in other.binding.planes.values()} > names]
-    return any(_fit(other, name, shape, tensors) == EXACT for other in larger)
+    return any(fit_of(other, name, shape, tensors) == EXACT for other in larger)
 
 
-def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:
+def fit_of(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mapping[str, Stored]) -> int:
     """EXACT if the first tensor of each plane exists with the binding's dtype and dims; ONE_VALUE if a single value has
     other dims; NARROWER for dtypes whose every value the planes hold; OF_OTHER_SHAPES if only the dtypes fit; 0 if they
     do not, or a tensor is missing."""
@@ -272,7 +272,7 @@ def _fit(bound: Bound, name: str, shape: tuple[int, ...] | None, tensors: Mappin
 
 
 def _fit_of_shape(plane: BoundPlane, facts: Facts, stored: Stored, matrices: int | None) -> int:
-    """Like `_fit`, for one tensor's shape."""
+    """Like `fit_of`, for one tensor's shape."""
     as_is, in_file = narrower.as_stored(plane, facts, stored.dtype)
     try:
         shape = places.place(as_is, in_file, matrices).shape

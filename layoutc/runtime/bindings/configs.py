@@ -48,6 +48,8 @@ READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
         "AutoModelForCausalLM.from_pretrained(FOLDER, device_map='cpu').dequantize()",
         "compressed-tensors": "transformers makes a plain model of them: AutoModelForCausalLM.from_pretrained(FOLDER, "
         "quantization_config=CompressedTensorsConfig(dequantize=True))",
+        "fp8": "transformers makes a plain model of them: AutoModelForCausalLM.from_pretrained(FOLDER, "
+        "quantization_config=FineGrainedFP8Config(dequantize=True))",
         "torchao": "transformers reads them: theirs = AutoModelForCausalLM.from_pretrained(FOLDER, device_map='cpu'), "
         "then model.load_state_dict({name: one.dequantize() for name, one in theirs.state_dict().items()})",
         "quanto": "optimum-quanto reads them: theirs = QuantizedModelForCausalLM.from_pretrained(FOLDER), then "
