@@ -129,7 +129,7 @@ ABOVE = {
     "cli": (
         "layoutc diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
         "checkpoint conformance bench doctor",
-        "click rich resvg_py",
+        "click resvg_py",
     ),
 }
 ROOMS = COMPILER | RUNTIME | ABOVE

@@ -18,9 +18,8 @@ import click
 
 from layoutc import __version__
 from layoutc.build.lookup import chosen
-from layoutc.cli.progress import tracked
 from layoutc.cli.reading import content_of
-from layoutc.cli.shared import choosing, linked, meant, out_option, refuse, refusing, report, reporting, safe
+from layoutc.cli.shared import choosing, meant, out_option, refuse, refusing, report, reporting, safe
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
 
@@ -124,15 +123,14 @@ def build(
     from layoutc.build import pipeline
 
     with refusing(OSError, RuntimeError):
-        read = tracked(chosen(specs, folder), "specs", quiet)
-        result = pipeline.build(read, out, check or diff, whole=not specs)
+        result = pipeline.build(chosen(specs, folder), out, check or diff, whole=not specs)
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)
     elif not quiet:
         verbs = {"new": "missing" if check else "wrote", "changed": "changed" if check else "wrote"}
         for state in result.states:
-            click.echo(f"{verbs.get(state.status, state.status):8}{linked(state.path)}")
+            click.echo(f"{verbs.get(state.status, state.status):8}{state.path}")
     findings = tidy([*result.diagnostics, *drift])
     report(findings, form, color)
     sys.exit(1 if has_errors(findings) else 0)
@@ -160,11 +158,11 @@ def check(
 
     paths = chosen(specs, folder)
     findings: list[Diagnostic] = []
-    for path in tracked(paths, "specs", quiet):
+    for path in paths:
         content = content_of(path)
         findings += pipeline.check(content, str(path))
         if not quiet and (reason := pipeline.no_kernels(content, str(path))):
-            click.echo(f"{linked(path, err=True)}: {reason}", err=True)
+            click.echo(f"{path}: {reason}", err=True)
     if explain:
         from layoutc.cli import layout as cli_layout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from layoutc.cli.shared import linked, refuse, refusing
+from layoutc.cli.shared import refuse, refusing
 
 MOST_BYTES = 64 << 20
 MOST_NAMED = 8  # lines of a chart
@@ -36,7 +36,7 @@ def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:
     with refusing(OSError):
         lines = draw(data, path)
     what = ", ".join(lines) if len(lines) <= MOST_NAMED else f"{len(lines)} lines"
-    click.echo(f"{linked(path, err=True)}: {what}", err=True)
+    click.echo(f"{path}: {what}", err=True)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def estimate(recipes: tuple[str, ...], model: str, cast: bool, as_json: bool, **
     sizes = {field: size for name, field in SIZES.items() if (size := asked.pop(name.replace("-", "_")))}
     with refusing(ModelError):
         found = read.read(model, sizes)
-    data = planned(found, {**USUAL, **asked, "recipes": recipes, "use": "cast" if cast else "quantized"}, True)
+    data = planned(found, {**USUAL, **asked, "recipes": recipes, "use": "cast" if cast else "quantized"})
     if as_json:
         click.echo(json.dumps(data))
     else:

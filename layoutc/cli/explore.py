@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from layoutc.cli.reading import plan_of
-from layoutc.cli.shared import linked, refuse, refusing
+from layoutc.cli.shared import refuse, refusing
 
 ADDRESS = "127.0.0.1"
 SHOWN = ("layout.py", "tensor.py", "kernels.py")  # the generated files whose lines the page shows
@@ -41,7 +41,7 @@ def draw(asked: Asked, html: Path | None, serving: bool, port: int, svg: Path | 
         if path is not None:
             with refusing(OSError):
                 path.write_bytes(content)
-            click.echo(f"wrote {linked(path, err=True)} ({len(content):,} bytes)", err=True)
+            click.echo(f"wrote {path} ({len(content):,} bytes)", err=True)
     if serving:
         _serve(asked, port)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from layoutc.cli.shared import linked, refuse, refusing, told
+from layoutc.cli.shared import refuse, refusing, told
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -81,7 +81,7 @@ def convert(
         click.echo(json.dumps(done._asdict()))
         return
     count, what = (len(done.quantized), "quantized") if files or like else (len(done.dequantized), "dequantized")
-    click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {count} weights {what}", err=True)
+    click.echo(f"{folder}: {', '.join(done.files)}; {count} weights {what}", err=True)
     if done.copied:
         click.echo(f"copied as they are: {', '.join(done.copied)}", err=True)
     if done.no_config:

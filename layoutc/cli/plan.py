@@ -119,7 +119,7 @@ def _cards(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV: a line for each recipe and number of cards.")
 @chart_option
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress, and no table beside a chart.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no table beside a chart.")
 def plan(
     model: str | None,
     shapes: tuple[str, ...],
@@ -156,7 +156,7 @@ def plan(
     check_chart(chart)
     from layoutc.report.budgets import answer, charts, figures
 
-    data, file = _data(model, shapes, {**asked, "recipes": named}, quiet)
+    data, file = _data(model, shapes, {**asked, "recipes": named})
     with shown_again(file):
         if as_json:
             click.echo(json.dumps(data))
@@ -167,9 +167,7 @@ def plan(
         draw_chart(charts.draw, data, chart)
 
 
-def _data(
-    model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], quiet: bool
-) -> tuple[dict[str, Any], str | None]:
+def _data(model: str | None, shapes: tuple[str, ...], asked: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """The plan as JSON values: made now, or read from the file of an earlier one, whose name is the second value."""
     from layoutc.models import read
     from layoutc.models import shapes as typed
@@ -184,7 +182,7 @@ def _data(
         found = typed.read(split_list(shapes)) if model is None else read.read(model)
     asked = _settled(asked)
     run = adapted(found, asked["lora_rank"]) if asked["frozen"] else found
-    data = planned(run, asked, quiet)
+    data = planned(run, asked)
     if asked["ranked"] and all(one["spare"] < 0 for one in data["budgets"]):
         lightest = [one["recipe"] for one in sorted(data["budgets"], key=_memory) if one["how"] != "plain"]
         data["instead"] = list(_instead(found, {**asked, "recipes": tuple(lightest[:1]) or asked["recipes"]}))
@@ -218,7 +216,7 @@ def _instead(model: Model, asked: dict[str, Any]) -> Iterator[str]:
 
 def _fitting(words: str, model: Model, asked: dict[str, Any]) -> list[str]:
     """The options, with the recipe that takes least of a card and what it takes; [] if none fits."""
-    least = min(planned(model, asked, True)["budgets"], key=_memory)
+    least = min(planned(model, asked)["budgets"], key=_memory)
     gb = least["memory"] / 1e9
     return [f"{words} ({least['recipe']}: {gb:,.1f} GB)"] if least["spare"] >= 0 else []
 

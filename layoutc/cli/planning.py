@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import Command, is_given, spec_of, specs_option
-from layoutc.cli.progress import tracked
 from layoutc.cli.shared import MOST_RANKS, FiniteRange, refuse, refusing, split_list, worlds_of
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def options(command: Command) -> Command:
     return command
 
 
-def planned(model: Model, asked: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
+def planned(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The plan as JSON values. Raises UsageError for what can't be asked."""
     from layoutc.budget.totals import budget
     from layoutc.report.budgets.figures import data_of
@@ -150,8 +149,7 @@ def planned(model: Model, asked: Mapping[str, Any], quiet: bool) -> dict[str, An
         uses += _low(uses, asked["card"])
     meshes = [_mesh(model, world, asked) for world in asked["worlds"]]
     setting, factor = _setting(model, asked)
-    runs = [(use, mesh) for mesh in meshes for use in uses]
-    made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
+    made = [budget(model, use, mesh, setting) for mesh in meshes for use in uses]
     data = data_of(model, setting, made, asked["sequence"], asked["batch"])
     data["setting"].update({name: asked[name] for name in ("ranked", "gradients", "replica_gradients")})
     data["setting"]["host_factor"] = factor or 1.0

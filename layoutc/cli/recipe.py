@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import SUFFIXES, chosen, completed, spec_of, specs_in, specs_option
-from layoutc.cli.progress import tracked
-from layoutc.cli.shared import linked, meant, refuse, refusing
+from layoutc.cli.shared import meant, refuse, refusing
 
 if TYPE_CHECKING:
     from layoutc.conformance.registry import Check
@@ -88,7 +87,7 @@ def _test_all(
     one_thread()
     passed = True
     with Ranks() as ranks:
-        for number, path in enumerate(tracked(paths, "recipes", not quiet)):  # else the lines show how far it is
+        for number, path in enumerate(paths):
             try:
                 with refusing(OSError):
                     subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
@@ -180,5 +179,5 @@ def new(name: str, original: str | None, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(renamed)
-    click.echo(linked(path))
+    click.echo(path)
     click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)

@@ -122,25 +122,6 @@ def report(diagnostics: Iterable[Diagnostic], form: str | None = None, color: st
     click.echo(render(diagnostics, form, colored), err=not for_machines, nl=False, color=colored or None)
 
 
-def linked(path: Path, err: bool = False) -> str:
-    """A path's text; on a terminal that has links, one that opens the file. err: it goes to stderr, not to stdout.
-
-    The escape sequences are those of OSC 8, which other terminals skip; rich knows which have none.
-    """
-    stream = sys.stderr if err else sys.stdout
-    if not stream.isatty():
-        return str(path)
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=stream, highlight=False)
-    if console.color_system is None or console.legacy_windows:
-        return str(path)
-    with console.capture() as text:
-        console.print(Text(str(path), style=f"link {path.absolute().as_uri()}"), end="", soft_wrap=True)
-    return text.get()
-
-
 def print_tables(drawn: list[Table]) -> None:
     """Prints tables: rich on a terminal; else text that is the same everywhere."""
     if sys.stdout.isatty():

@@ -1,8 +1,7 @@
-"""doctor, completion, and progress: what they print, where, and the exit code when something is missing."""
+"""doctor and completion: what they print, where, and the exit code when something is missing."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
-from layoutc.cli import progress
 from layoutc.cli.app import main
 from layoutc.doctor import machine, packages, recipes
 from layoutc.doctor.findings import Line, Runs, is_healthy
@@ -411,29 +409,3 @@ def test_names_of_recipes_are_completed_and_else_files(
         assert [(one.value, one.type) for one in offered] == [(name, "plain") for name in found]
     else:
         assert [(one.value, one.type) for one in offered] == [(begun, "file")]
-
-
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal, or not."""
-
-    def __init__(self, is_one: bool) -> None:
-        super().__init__()
-        self.is_one = is_one
-
-    def isatty(self) -> bool:
-        return self.is_one
-
-
-@pytest.mark.parametrize(
-    ("terminal", "quiet", "patience", "shown"),
-    [(True, False, -1.0, True), (True, True, -1.0, False), (False, False, -1.0, False), (True, False, 60.0, False)],
-)
-def test_progress_is_for_terminals_and_for_what_takes_long(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, quiet: bool, patience: float, shown: bool
-) -> None:
-    stream = Terminal(terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE", patience)
-    monkeypatch.setenv("TERM", "xterm")
-    assert list(progress.tracked([1, 2, 3], "plans", quiet)) == [1, 2, 3]
-    assert ("plans" in stream.getvalue()) == shown

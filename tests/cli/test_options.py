@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,31 +144,6 @@ def test_specs_are_looked_up_without_a_command_line(tmp_path: Path) -> None:
         lookup.find("nvfp5", tmp_path)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("terminal", "links"), [("xterm-256color", True), ("dumb", False), (None, False)])
-def test_written_files_are_links_in_terminals_that_have_them(tmp_path: Path, terminal: str | None, links: bool) -> None:
-    """None: the output is piped. The text is the same; a terminal shows nothing of what stands around it."""
-    ours, theirs = pty.openpty()
-    try:
-        command = [sys.executable, "-m", "layoutc", "show", "nvfp4", "--svg", "a layout.svg"]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "TERM": terminal or "xterm-256color"},
-            stderr=theirs if terminal else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            check=True,
-            timeout=900,
-        )
-        shown = (os.read(ours, 4096) if terminal else done.stderr).decode()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert ("\x1b]8;" in shown) == links
-    assert (f"{tmp_path.as_uri()}/a%20layout.svg\x1b\\a layout.svg\x1b]8;;\x1b\\" in shown) == links
-    assert links or shown.startswith("wrote a layout.svg (")
-
-
 @pytest.mark.parametrize("command", ["bench", "demo", "estimate"])
 def test_recipes_are_named_by_arguments_or_by_recipe(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any mixture, and several at once, as `plan --recipe` takes them."""
@@ -184,7 +155,7 @@ def test_recipes_are_named_by_arguments_or_by_recipe(command: str, monkeypatch: 
 
     monkeypatch.setattr("layoutc.bench.measure.report", stopped)
     monkeypatch.setattr("layoutc.bench.demo.run", stopped)
-    monkeypatch.setattr("layoutc.cli.estimate.planned", lambda _, given, quiet: stopped(**given))
+    monkeypatch.setattr("layoutc.cli.estimate.planned", lambda _, given: stopped(**given))
     for words in (["mxfp8", "nvfp4"], ["mxfp8", "--recipe", "nvfp4"], ["--recipe", "mxfp8,nvfp4"]):
         assert CliRunner().invoke(main, [command, *words]).exit_code != 0
     assert asked == [("mxfp8", "nvfp4")] * 3
