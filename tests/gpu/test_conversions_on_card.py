@@ -13,6 +13,7 @@ import triton.language as tl  # noqa: E402
 from layoutc.runtime.kernels import conversion_checks, launch  # noqa: E402
 from layoutc.runtime.triton import codes  # noqa: E402
 from layoutc.runtime.triton.codes import cast_to_codes, to_exponents, to_small_codes  # noqa: E402
+from layoutc.runtime.triton.conversions import to_e4m3, to_e5m2  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +22,16 @@ pytestmark = [
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 LEVEL = launch.level_of(CAPABILITY)
 CARD = torch.device("cuda", 0)
+
+
+@triton.jit
+def cast_to_e4m3(x):
+    return to_e4m3(x, 90)
+
+
+@triton.jit
+def cast_to_e5m2(x):
+    return to_e5m2(x, 90)
 
 
 @triton.jit
@@ -101,8 +112,9 @@ def test_roots_and_inverses_of_all_sizes_are_rounded_to_nearest(monkeypatch: pyt
 @pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
 def test_fp8_conversions_give_the_bytes_of_arithmetic() -> None:
     """Half a million values, twice: what a first launch compiles, a second finds."""
-    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[90]) == []
-    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[90]) == []
+    compared = [("e4m3", cast_to_e4m3, e4m3), ("e5m2", cast_to_e5m2, e5m2)]
+    assert conversion_checks.differing(CARD, compared) == []
+    assert conversion_checks.differing(CARD, compared) == []
 
 
 @pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
@@ -115,7 +127,7 @@ def test_a_conversion_that_differs_is_found() -> None:
 @pytest.mark.skipif(LEVEL >= 100, reason="the card has these conversions")
 def test_conversions_that_the_card_has_not_are_refused_by_its_assembler() -> None:
     """And not launched."""
-    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[100]) == [
+    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS) == [
         "e2m1x2",
         "e2m3x2",
         "e3m2x2",

@@ -130,7 +130,7 @@ def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_tile")
 def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
     """The oracle of every comparison, against integer arithmetic for any format."""
-    for name, _, expect in triton_comparisons.COMPARISONS[100]:
+    for name, _, expect in triton_comparisons.COMPARISONS:
         assert conversion_checks.differing(CPU, [(name, expect, expect)]) == []
     assert conversion_checks.differing(CPU, [("e2m1", right, triton_comparisons._e2m1)]) == []
 
@@ -171,7 +171,7 @@ def test_a_conversion_that_the_assembler_refuses_differs(monkeypatch: pytest.Mon
             raise PTXASError("Instruction 'cvt with .e2m1x2' not supported on .target 'sm_100'")
 
     monkeypatch.setattr(conversion_checks, "count_kernel", Refused())
-    assert conversion_checks.differing(CPU, triton_comparisons.COMPARISONS[100]) == [
+    assert conversion_checks.differing(CPU, triton_comparisons.COMPARISONS) == [
         "e2m1x2",
         "e2m3x2",
         "e3m2x2",
@@ -194,7 +194,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"capability": (10, 0), "capturing": False, "differing": [], "asked": 0}
 
     def differing(device: torch.device, comparisons: Any) -> list[str]:
-        assert comparisons is triton_comparisons.COMPARISONS[100]
+        assert comparisons is triton_comparisons.COMPARISONS
         state["asked"] += 1
         return list(state["differing"])
 

@@ -63,7 +63,7 @@ def _find_level(device: torch.device) -> int:
             return 90  # a capture can't wait for results; a later call verifies
         from layoutc.runtime.kernels import conversion_checks
 
-        if differing := conversion_checks.differing(device, conversion_checks.COMPARISONS[100]):
+        if differing := conversion_checks.differing(device, conversion_checks.COMPARISONS):
             level = 90
             name, conversions = torch.cuda.get_device_name(device), ", ".join(differing)
             warnings.warn(

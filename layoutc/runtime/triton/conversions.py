@@ -237,26 +237,6 @@ def from_int8(codes):
 
 # -------------------------------------------------------- conversions, and the arithmetic that must give the same codes
 @triton.jit
-def _cast_to_e4m3(x):
-    return to_e4m3(x, 90)
-
-
-@triton.jit
-def _e4m3(x):
-    return to_e4m3(x, 0)
-
-
-@triton.jit
-def _cast_to_e5m2(x):
-    return to_e5m2(x, 90)
-
-
-@triton.jit
-def _e5m2(x):
-    return to_e5m2(x, 0)
-
-
-@triton.jit
 def _e2m1(x):
     return to_e2m1(x, 0)
 
@@ -302,18 +282,15 @@ def _e8m0(x):
     return up_to_e8m0(tl.abs(x), 0)
 
 
-# (PTX name of a conversion, the conversion, the arithmetic), by the level that uses it (launch.level_of).
-COMPARISONS = {
-    90: (("e4m3x2", _cast_to_e4m3, _e4m3), ("e5m2x2", _cast_to_e5m2, _e5m2)),
-    100: (
-        ("e2m1x2", convert_to_e2m1, _e2m1),
-        ("e2m1x2", _convert_to_words, _words),
-        ("e2m1x2", _convert_to_high_first_words, _high_first_words),
-        ("e2m3x2", convert_to_e2m3, _e2m3),
-        ("e3m2x2", convert_to_e3m2, _e3m2),
-        ("ue8m0x2", _convert_up_to_e8m0, _e8m0),
-    ),
-}
+# (PTX name of a conversion, the conversion, the arithmetic), of level 100 (launch.level_of).
+COMPARISONS = (
+    ("e2m1x2", convert_to_e2m1, _e2m1),
+    ("e2m1x2", _convert_to_words, _words),
+    ("e2m1x2", _convert_to_high_first_words, _high_first_words),
+    ("e2m3x2", convert_to_e2m3, _e2m3),
+    ("e3m2x2", convert_to_e3m2, _e3m2),
+    ("ue8m0x2", _convert_up_to_e8m0, _e8m0),
+)
 
 
 @triton.jit
