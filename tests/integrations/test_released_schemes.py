@@ -854,6 +854,13 @@ def test_the_list_of_plain_modules_keeps_its_key(released: Callable[[str], Path]
     assert written == config | {"ignored_layers": ["head", "down_proj"]}
 
 
+FP8_CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+}
+
+
 def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable[[str], Path], tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -873,6 +880,32 @@ def test_a_config_that_nothing_knows_is_answered_in_ten_lines(released: Callable
     save_file({"up_proj.weight": torch.zeros(384, 256)}, folder / "model.safetensors")
     with pytest.raises(LayoutError, match=r"awq/awq, but for bits\n(.*\n)*.* `layoutc new mine --from awq`"):
         quantize_as_stored(Mlp(), folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "said"),
+    [
+        (("qweight", "qzeros"), {"quant_method": "gptq", "bits": 8, "group_size": 128}, "layoutc new mine --from gptq"),
+        (("W_q", "scale"), {"quant_method": "hqq"}, "the program that wrote the files make plain weights"),
+        (("compressed", "bitmask"), FP8_CHANNEL, "no tensor has their names. Let the program that wrote the files"),
+    ],
+)
+def test_weights_are_not_left_as_they_were_beside_codes_that_nothing_reads(
+    names: tuple[str, ...], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Nor with strict=False, which leaves out what files lack: they do not lack these."""
+    from safetensors.torch import save_file
+
+    tensors = {f"up_proj.{name}": torch.ones(96, 256, dtype=torch.int32) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    for call in (
+        partial(load_safetensors, strict=False),
+        partial(load_safetensors, strict=False, convert=True),
+        quantize_as_stored,
+    ):
+        with pytest.raises(LayoutError, match=re.escape(said)):
+            call(Mlp(), tmp_path)
 
 
 @pytest.mark.parametrize(

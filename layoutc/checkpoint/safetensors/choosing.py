@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held.stored import Stored
+from layoutc.checkpoint.held.undecoded import undecoded
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find, named_in
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -16,6 +17,8 @@ from layoutc.runtime.bindings.configs import READ_AS_PLAIN, spelled
 from layoutc.runtime.bindings.names import contradicts, differences, values_at
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.installed import BUILT, in_working_directory
+
+BY_THEIR_PROGRAM = "Let the program that wrote the files make plain weights of them, and load those"
 
 
 class Fit(NamedTuple):
@@ -62,6 +65,8 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
     instead, every = f"If all weights are plain, {instead}", recognize.installed()
     if held := holding(every, tensors):
         instead = _as_held(path, recognize.quantization_config(path), held[0], every)
+    elif undecoded(tensors):
+        instead = BY_THEIR_PROGRAM
     raise LayoutError(f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. {instead}")
 
 
@@ -132,6 +137,8 @@ def _unknown(
             "No installed recipe has tensors of such names, dtypes and shapes. One of your own may: `layoutc new mine "
             f"--from {recipe}`, their blocks and `files` in it, `layoutc build specs/mine.yaml`"
         )
+    elif not plain:
+        lines.append(BY_THEIR_PROGRAM)
     if mine := in_working_directory():
         lines.append(f"Recipes in {BUILT}/ here ({', '.join(mine)}) are read only if named: files='{mine[0]}/BINDING'")
     return LayoutError("\n".join(lines))

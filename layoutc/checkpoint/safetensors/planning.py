@@ -151,7 +151,7 @@ def plan(
     unexpected = sorted(there - expected - unread)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
-    if problems and not theirs:  # perhaps because the files are quantized in an unknown format
+    if (problems or missing) and not theirs:  # perhaps because the files are quantized in an unknown format
         problems[:0] = choosing.unknown(folder, contents.tensors)
     return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
 
