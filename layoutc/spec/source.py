@@ -4,8 +4,7 @@ YAML 1.1 reads `1:32` as 92 and `no` as false, keeps the last of two equal keys,
 module rejects all of that, with its position, so that later stages see exactly what the author typed.
 
 It uses the events of PyYAML's pure Python parser: nesting is limited before Python's stack overflows, and positions and
-messages don't depend on whether libyaml is installed. A spec is small and takes two milliseconds. libyaml takes a
-quarter of that and reads sound specs identically; `read_quickly` uses it for texts without findings.
+messages don't depend on whether libyaml is installed. A spec is small and takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 16
 
 Path = tuple[str | int, ...]
-
-_IN_C = getattr(yaml, "CSafeLoader", None)
 
 
 @dataclass(frozen=True)
@@ -100,26 +97,11 @@ def read(text: str, path: str) -> tuple[Source | None, list[Diagnostic]]:
         return None, reader.findings
 
 
-def read_quickly(text: str, path: str) -> Source | None:
-    """Like read, with libyaml. None if there are findings, or without libyaml. Spans may differ from those of `read`.
-
-    Unlike PyYAML, libyaml accepts a `?` within a word of a flow collection, so `read` must parse texts with a `?`.
-    """
-    if _IN_C is None or "?" in text:
-        return None
-    reader = _Reader(text, path, _IN_C)
-    try:
-        source = reader.read()
-    except _Stop:
-        return None
-    return None if reader.findings else source
-
-
 class _Reader:
     """One pass over the parser's events, collecting data, spans and findings."""
 
-    def __init__(self, text: str, path: str, loader: Any = yaml.SafeLoader) -> None:
-        self.text, self.path, self.loader = text.removeprefix("\ufeff"), path, loader
+    def __init__(self, text: str, path: str) -> None:
+        self.text, self.path = text.removeprefix("\ufeff"), path
         self.findings: list[Diagnostic] = []
         self.keys: dict[Path, Span] = {}
         self.values: dict[Path, Span] = {}
@@ -166,7 +148,7 @@ class _Reader:
 
     def _parsed(self) -> Iterator[Event]:
         try:
-            yield from yaml.parse(self.text, Loader=self.loader)
+            yield from yaml.parse(self.text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
             self._refuse_syntax(error)
             raise _Stop from None

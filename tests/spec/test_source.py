@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from places import ROOT
 
 from layoutc.diagnostics.diagnostic import Label, Span, nearest, quoted
 from layoutc.diagnostics.renderers import render
-from layoutc.spec.source import MAX_CHARACTERS, Source, read, read_quickly
+from layoutc.spec.source import MAX_CHARACTERS, Source, read
 from layoutc.spec.yaml11 import plain_value
 
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -101,28 +99,6 @@ def test_numbers_without_their_leading_zeros(text: str, number: str) -> None:
     _, trap = plain_value(text)
     assert trap is not None
     assert trap[2] == f"write `{number}` without the leading zero"
-
-
-@pytest.mark.sample(16)
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_what_is_read_quickly_is_read_alike(path: Path) -> None:
-    """A spec as it is, and damaged: texts that libyaml takes without findings are the same to PyYAML."""
-    text, rng = path.read_text(encoding="utf-8"), random.Random(path.stem)
-    quick = 0
-    for number in range(16):
-        at = rng.randrange(len(text))
-        damage = rng.choice(": ,{}[]#'\"&*!|>%@`-?\n=~1é") * rng.randrange(2)
-        tried = text[:at] + damage + text[at + rng.randrange(2) :] if number else text
-        if (source := read_quickly(tried, path.name)) is not None:
-            quick += 1
-            assert (source, []) == read(tried, path.name)
-        assert number or source is not None or not yaml.__with_libyaml__
-    assert quick > 2 or not yaml.__with_libyaml__
-
-
-def test_words_that_only_libyaml_takes_are_not_read_quickly() -> None:
-    assert read_quickly("a: {b: c?d}", "x.yaml") is None
-    assert [item.code for item in read("a: {b: c?d}", "x.yaml")[1]] == ["LC101"]
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1.5e3", ".5E3", "2.e4", "-1e5"])

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, has_errors, tidy
 from layoutc.spec import source as yaml_source
+from layoutc.spec.checks import pydantic_errors
 from layoutc.spec.checks import whole as checks
 from layoutc.spec.schema import Spec
 
@@ -15,23 +16,6 @@ def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
 
     The Spec is None if one of the problems is an error.
     """
-    sound = _sound(text, path)
-    return (sound, []) if sound is not None else _with_problems(text, path)
-
-
-def _sound(text: str, path: str) -> Spec | None:
-    """A text's Spec if there are no findings; None if there may be some, which `_with_problems` then reports."""
-    source = yaml_source.read_quickly(text, path)
-    try:
-        spec = Spec.model_validate(source.data) if source else None
-    except ValidationError:
-        return None
-    return None if spec is None or source is None or checks.check(spec, source) else spec
-
-
-def _with_problems(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    from layoutc.spec.checks import pydantic_errors  # imported late: most specs have no errors
-
     source, diagnostics = yaml_source.read(text, path)
     if source is None:
         return None, tidy(diagnostics)
