@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -243,3 +244,31 @@ def test_averages_with_codes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.step()
     with torch.no_grad(), pytest.warns(UserWarning, match=r"lerp_.*averages into.*optimizer\.masters\(\) gives"):
         torch._foreach_lerp_(params, slow, 0.5)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_written_since_the_step_is_saved_and_copied(dtype: torch.dtype, kind: str, how: str) -> None:
+    """Masters that are loaded win over weights, so they hold it."""
+    found = []
+    for goes_on in (False, True):
+        model = model_of("nvfp4", dtype)
+        optimizer = OURS[kind](model.parameters(), lr=1e-3)
+        for step in range(2):
+            if step and not goes_on and how == "deepcopy":
+                model, optimizer = copy.deepcopy((model, optimizer))
+            elif step and not goes_on:
+                state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+                model = model_of("nvfp4", dtype)
+                optimizer = OURS[kind](model.parameters(), lr=1e-3)
+                optimizer.load_state_dict(state)
+                model.load_state_dict(weights)
+            params = list(model.parameters())
+            give_gradients(params, step)
+            optimizer.step()
+            with torch.no_grad():
+                clipped(params)
+        found.append(list(optimizer.masters().values()))
+    assert all(map(torch.equal, *found))

@@ -41,7 +41,8 @@ def warn_of_coarse(name: str, recipe: str, count: int) -> None:
         "since the values before quantization are not known: for many steps, a small learning rate changes few codes. "
         "Load the optimizer's state together with the weights, or load high-precision weights with "
         "layoutc.checkpoint.load(state, folder, convert=True). quantize_ and quantized_init keep what they quantize "
-        "for a model's first MasterWeights, unless keep_values=False",
+        "for a model's first MasterWeights, unless keep_values=False, or it is given frozen weights: leave these out, "
+        "and call add_param_group when they train",
     )
 
 

@@ -20,7 +20,7 @@ from layoutc.runtime.storage import initial_values
 from layoutc.runtime.torch_private import left_by_compilers
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.train.replaced_parameters import FollowsParameters, places
-from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, rounded, same, stamp
+from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, same, stamp
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -175,7 +175,7 @@ class MasterWeights(FollowsParameters):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what Optimizer.state_dict does, for the parameters that the groups hold now."""
-        self._follow()
+        self._take_writes()
         states = self.state
         self.state = defaultdict(dict, {param: state for param, state in states.items() if param in self._masters})
         try:
@@ -214,22 +214,25 @@ class MasterWeights(FollowsParameters):
         if self._loaded:
             self._collect_state()
 
-    @torch.no_grad()
+    def _take_writes(self) -> None:
+        """Brings masters up to what was written since the last step."""
+        self._follow()
+        if not self._loaded:
+            self._refresh_masters()
+
     def masters(self) -> dict[Tensor, Tensor]:
         """Maps each parameter, in group order, to its master, sharded alike. For averages and exports.
 
         A parameter that is its own master (it is fp32, or does not train) maps to itself. Steps use these tensors:
         call `write_back` after you write into them. Weights written since the last step become masters first.
         """
-        self._follow()
-        if not self._loaded:
-            self._refresh_masters()
+        self._take_writes()
         return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, unlike Optimizer's method. A copy, or a restored optimizer, starts from its masters: its
         weights have new stamps, but were made from these."""
-        self._take_edits()
+        self._take_writes()
         state = {name: value for name, value in self.__dict__.items() if name not in self._KEPT}
         return state | {"_loaded": True, "_places": {}}
 
@@ -283,18 +286,15 @@ class MasterWeights(FollowsParameters):
         """The dtype of a parameter's master."""
         return torch.float32
 
-    def _take_values(self, param: Tensor, master: Tensor, before: Tensor | None = None) -> None:
+    def _take_values(self, param: Tensor, master: Tensor, plain: Tensor | None = None) -> None:
         """Copies a parameter's values into its master: its initial values, which are then freed, if there are any.
 
-        before: the values that a plain parameter was rounded from; where it still has them, the master keeps its own.
+        plain: instead of those of a plain parameter.
         """
         local, into = local_of(param), local_of(master)
         self._coarse.pop(param, None)
         if not isinstance(local, QuantizedTensor):
-            values = getattr(local, "plain", local)
-            kept = None if before is None else values == before.to(values.dtype)
-            held = into.dequantize() if isinstance(into, QuantizedTensor) else into
-            into.copy_(values if kept is None else torch.where(kept, held, values))
+            into.copy_(local if plain is None else plain)
             return
         values = local.initial_values(torch.float32)
         initial_values.free(local.store)
@@ -336,6 +336,7 @@ class MasterWeights(FollowsParameters):
         self._written.update({entry.param: entry.stamp for entry in self._kept if entry.param in self._masters})
         self._gradients, self._rewriting = Gradients(), None
 
+    @torch.no_grad()
     def _refresh_masters(self) -> None:
         """Makes masters for parameters that now train, and updates those of weights that other code has written."""
         made_any = False
@@ -350,7 +351,7 @@ class MasterWeights(FollowsParameters):
                 if entry.holds_master:
                     continue
                 if not self._loaded:
-                    self._take_values(param, entry.master, rounded(entry.master))
+                    self._take_values(param, entry.master, entry.written)
                 elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local.store)  # loaded masters win
             entry.stamp = stamp(param)

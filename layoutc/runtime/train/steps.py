@@ -73,8 +73,21 @@ class Entry:
 
     def values(self) -> Tensor | None:
         """The master's values, while the weight has the bytes that were made from it."""
-        local = local_of(self.master) if self.trains and self.holds_master else None
+        return self._master_values if self.trains and self.holds_master else None
+
+    @property
+    def _master_values(self) -> Tensor:
+        local = local_of(self.master)
         return local.dequantize() if isinstance(local, QuantizedTensor) else local
+
+    @property
+    def written(self) -> Tensor | None:
+        """The values of a plain parameter; of those that were not written, the master's, which is finer."""
+        local = self.local
+        if isinstance(local, QuantizedTensor):
+            return None
+        values: Tensor = getattr(local, "plain", local)
+        return torch.where(values == rounded(self.master).to(values.dtype), self._master_values, values)
 
     @property
     def holds_master(self) -> bool:
