@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,6 +106,29 @@ def of_transformers(path: Path) -> Tensors:
 
     how = FineGrainedFP8Config(dequantize=True)
     return values_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=how))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "lfm2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_names_that_save_pretrained_does_not_write_are_named(kind: str, tmp_path: Path) -> None:
+    from layoutc.integrations.transformers import names_in_files
+
+    model, own = model_of(kind), " have the model's own names"
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = tensors_in(tmp_path / "theirs").keys()
+    for form in ("dtype", "files") if kind != "gpt_oss" else ("dtype",):
+        how: dict[str, Any] = {"dtype": torch.bfloat16} if form == "dtype" else {"files": "deepseek"}
+        if form == "files":
+            layoutc.quantize_(model, "fp8_block", param_filter=["*.experts.gate_up_proj", "*.experts.down_proj"])
+        for rename in (None, names_in_files(model)):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                checkpoint.export_safetensors(model, tmp_path / "out", rename=rename, **how)
+            experts = {name for name in tensors_in(tmp_path / "out") if ".experts." in name and "_scale" not in name}
+            shutil.rmtree(tmp_path / "out")
+            assert any(own in str(one.message) for one in said) == (not experts <= theirs), (form, rename)
+    if kind == "mixtral":
+        with pytest.warns(UserWarning, match=rf"the stream: .*{own}.* rename=names_in_files\(model\)"):
+            assert list(checkpoint.stream_export(model, files="deepseek"))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "nemotron_h"])

@@ -24,12 +24,12 @@ from layoutc.checkpoint.common.whole_weights import cut, gathered_whole, join_am
 from layoutc.checkpoint.held import weights as held_weights
 from layoutc.checkpoint.held.stored import DTYPES
 from layoutc.checkpoint.held.undecoded import check_values
-from layoutc.checkpoint.held.weights import Held, Noted, warn_apart, warn_rounded
+from layoutc.checkpoint.held.weights import Held, Noted
 from layoutc.checkpoint.safetensors import beside, recognize, writing
 from layoutc.checkpoint.safetensors.bound import held
 from layoutc.checkpoint.safetensors.files import OURS, Slices, bytes_of
-from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_wide
-from layoutc.checkpoint.safetensors.planning import Rename, file_name
+from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_written
+from layoutc.checkpoint.safetensors.planning import Rename, file_name, warn_own_names
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import OpenFile, Planned, Writing, split_into_files
 from layoutc.runtime.bindings.names import named_parts
@@ -156,9 +156,9 @@ def export_safetensors(
         if first:
             shutil.rmtree(partly, ignore_errors=True)
     if first:
-        warn_rounded(f"files {files!r}", said.errors)
-        warn_apart(f"files {files!r}", said.scales)
-        warn_wide(source, wide)
+        warn_written(files, source, said, wide)
+        if rename is None and (theirs or dtype is not None):
+            warn_own_names(model_or_state_dict, {item.source: item.tensors for item in items}, folder)
         what = "are not written: the model has no such modules, or files of another form would not say what they are"
         warn_of("", lacking, f" of {source} {what}")
     return list(split)

@@ -13,6 +13,7 @@ from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.held import narrower
 from layoutc.checkpoint.held.codes import Encoded
 from layoutc.checkpoint.held.stored import Read, Stored
+from layoutc.checkpoint.held.weights import Noted, warn_apart, warn_rounded
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, find
 from layoutc.checkpoint.safetensors.files import Slices, read_folder
@@ -109,7 +110,10 @@ def origin(folder: str | PathLike[str] | None, slices: Slices) -> Origin:
     return Origin(contents.tensors, slices, config)
 
 
-def warn_wide(source: object, names: Sequence[str]) -> None:
-    """Warns once of scales that are written in fp32 because the source's dtype can't hold them."""
+def warn_written(files: str | None, source: object, said: Noted, names: Sequence[str]) -> None:
+    """Warns once each of scales that were rounded to codes, of scales of joined weights that differ, and of weights
+    (`names`) whose scales are written in fp32 because the source's dtype can't hold them."""
+    warn_rounded(f"files {files!r}", said.errors)
+    warn_apart(f"files {files!r}", said.scales)
     what = ": the scales are written as F32, because the dtype that"
     warn_of("", names, f"{what} {source} has them in does not hold their values")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.common.narrowing import warn_of
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.held import undecoded
 from layoutc.checkpoint.held.regrouped import Flat, Regrouped
@@ -162,14 +164,33 @@ def _renaming(model: nn.Module, there: Collection[str]) -> str:
     return "" if apart is None else f"; they have {apart}. {how_to_rename(model)}"
 
 
-def how_to_rename(model: nn.Module) -> str:
+def how_to_rename(model: object) -> str:
     """The argument that gives a load the names in the files."""
-    if any(one.__module__.startswith("transformers.") for one in type(model).__mro__):
+    if _is_of_transformers(model):
         return "Pass rename=names_in_files(model, folder), of layoutc.integrations.transformers"
     return (
         "Pass rename=, which maps names in the model to those in the files: for experts one by one to patterns of a "
         "stack's parts, as 'experts.{expert}.w1.weight + experts.{expert}.w3.weight'"
     )
+
+
+def _is_of_transformers(model: object) -> bool:
+    return any(one.__module__.startswith("transformers.") for one in type(model).__mro__)
+
+
+def warn_own_names(model: object, written: Mapping[str, Iterable[str]], where: object) -> None:
+    """Warns of experts of a transformers model that its save_pretrained writes under other names. written: name in the
+    model -> names in the files."""
+    conversions: Any = sys.modules.get("transformers.conversion_mapping") if _is_of_transformers(model) else None
+    every = conversions.get_model_conversion_mapping(model, add_legacy=False) if conversions else ()
+    others = list[str]()
+    for one in (one for one in every if type(one).__name__ == "WeightConverter"):
+        parts = "|".join(part.replace("*", r"\d+") for part in one.source_patterns)
+        stacks = [name for name in written if any(re.search(whole, name) for whole in one.target_patterns)]
+        if type(one.operations[0]).__name__ == "MergeModulelist":
+            others += [name for name in stacks if not any(re.search(parts, tensor) for tensor in written[name])]
+    own = " have the model's own names, which vLLM does not read; for those of save_pretrained, pass "
+    warn_of(f"{where}: ", others, f"{own}rename=names_in_files(model), of layoutc.integrations.transformers")
 
 
 def refuse_beside(tensors: Mapping[str, Header], expected: Collection[str]) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from layoutc.checkpoint.common.exportable import class_of, state_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import cut, gathered_whole, join_amaxes, joint_amax, whole_planes
-from layoutc.checkpoint.held.weights import Noted, made, warn_apart, warn_rounded
+from layoutc.checkpoint.held.weights import Noted, made
 from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, settled
 from layoutc.checkpoint.safetensors.files import Slices
-from layoutc.checkpoint.safetensors.kept import origin, warn_wide
-from layoutc.checkpoint.safetensors.planning import Rename
+from layoutc.checkpoint.safetensors.kept import origin, warn_written
+from layoutc.checkpoint.safetensors.planning import Rename, warn_own_names
 
 
 def stream_export(
@@ -69,9 +69,9 @@ def stream_export(
         for item in items:
             yield from _tensors(item, said)
     if rank_of(process_group) == 0:
-        warn_rounded(f"files {files!r}", said.errors)
-        warn_apart(f"files {files!r}", said.scales)
-        warn_wide(source, wide)
+        warn_written(files, source, said, wide)
+        if rename is None:
+            warn_own_names(model_or_state_dict, {item.source: item.tensors for item in items}, "the stream")
 
 
 def _tensors(item: Item, said: Noted) -> Iterator[tuple[str, Tensor]]:
