@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 
 from layoutc.checkpoint import convert_safetensors, load_safetensors, quantize_as_stored
 from layoutc.checkpoint.held.stored import Stored
-from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit, told
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit, holding, told
 from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, chosen, installed, is_for
 from layoutc.recipes import (
     fp8_block,
@@ -179,3 +181,20 @@ def test_folders_of_quanto_say_what_they_are(tmp_path: Path, name: str) -> None:
             call(model, tmp_path)
     with pytest.raises(LayoutError, match=said):
         convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.float32)
+
+
+def test_one_of_the_weights_that_differ_in_numbers_says_which_bindings_a_folder_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every kind: the first layers may be plain, and a single weight may have a scheme of its own."""
+    headers = [("head.weight", "F8_E4M3", (8, 256)), ("head.weight_scale", "F32", ())]
+    for layer, expert in product(range(40), range(40)):
+        name = f"layers.{layer}.experts.{expert}.up_proj.weight"
+        headers += [(name, "F8_E4M3" if layer else "BF16", (128, 256))]
+        headers += [(f"{name}_scale_inv", "F32", (1, 2))] if layer else []
+    tensors = {name: Stored(Path("f"), name, dtype, shape, 0, 1) for name, dtype, shape in headers}
+    fit_of, asked = recognize.fit_of, list[str]()
+    monkeypatch.setattr(recognize, "fit_of", lambda *args: asked.append(args[1]) or fit_of(*args))
+    found = {one.label for one in holding(installed(), tensors)}
+    assert {"fp8_block/deepseek", "fp8_current/modelopt"} <= found
+    assert len(asked) < 1000  # 100,000 weights took minutes

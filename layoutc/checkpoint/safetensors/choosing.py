@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,13 +71,18 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
     raise LayoutError(f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. {instead}")
 
 
-def holding(every: Iterable[Bound], tensors: Mapping[str, Stored], known: Container[str] = ()) -> list[Bound]:
+def holding(every: Iterable[Bound], tensors: Mapping[str, Stored]) -> list[Bound]:
     """The bindings by which files have weights, as their names, dtypes and shapes say; first those that fit best.
-    known: weights that don't count."""
-    fits = list[tuple[int, Bound]]()
+    Looks at the module of one of the names that differ only in numbers, since a model may have 100,000."""
+    least, fits = dict[str, str](), list[tuple[int, Bound]]()
+    for name in tensors:
+        kind = re.sub(r"\d+", "*", name)
+        least[kind] = min(name, least.get(kind, name))
+    modules = {name.rpartition(".")[0] for name in least.values()}
+    few = {name: one for name, one in tensors.items() if name.rpartition(".")[0] in modules}
     for one in every:
-        names = (name for name in named_in(one, tensors) if name not in known)
-        fits.append((max((recognize.fit_of(one, name, None, tensors) for name in names), default=0), one))
+        named = named_in(one, few)
+        fits.append((max((recognize.fit_of(one, name, None, few) for name in named), default=0), one))
     fits.sort(key=lambda pair: (-pair[0], pair[1].converts))
     return [one for fit, one in fits if fit > recognize.OF_OTHER_SHAPES]
 

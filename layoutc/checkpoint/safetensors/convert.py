@@ -225,8 +225,10 @@ def _quantized(
 
 def _check_decoded(path: Path, contents: Contents, found: Mapping[str, Found], every: Sequence[Bound]) -> None:
     """Raises LayoutError if a folder has codes that belong to none of the found weights."""
-    left = undecoded.undecoded(contents.tensors, {one for weight in found.values() for one in weight.tensors})
-    fit = sorted({one.label for one in choosing.holding(every, contents.tensors, found)}) if left else []
+    known = {one for weight in found.values() for one in weight.tensors}
+    left = undecoded.undecoded(contents.tensors, known)
+    others = {name: one for name, one in contents.tensors.items() if name not in known}
+    fit = sorted({one.label for one in choosing.holding(every, others)}) if left else []
     instead = "No installed recipe has tensors of such names and dtypes together"
     if fit:
         instead = f"Such names and dtypes have {', '.join(fit)}: pass source_files= (--from) one of them"
