@@ -71,7 +71,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         return None
     if tiers.EVERY:
         return "second tier: all cases"
-    return f"second tier: cases of LAYOUTC_WEEK={tiers.WEEK}, a third of what differs in recipes and flags alone"
+    return f"second tier: cases of LAYOUTC_WEEK={tiers.WEEK}, a third of those that the first tier leaves out"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -189,6 +189,7 @@ def trainers(page: Path) -> Any:
     return pytest.param(page, id=page.name, marks=[pytest.mark.thorough] if words else [])
 
 
+@pytest.mark.every_week
 @pytest.mark.parametrize("page", [trainers(page) for page in PAGES if of_page(page, "sh")])
 def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """layoutc's own, and those that start a program of the page, in ranks that are there already."""

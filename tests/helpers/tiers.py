@@ -4,9 +4,9 @@ The first tells whether a change is right, in minutes. The second has what takes
 cases of what the first samples, compilers, injected faults, random specs in numbers, programs that are killed. Both:
 `pytest -m "thorough or not thorough"`.
 
-Of cases that differ in recipes and flags alone, and that the first tier leaves out, the second runs a third: others
-each week, all of them in three. The week stands in the header of a run; LAYOUTC_WEEK=2026-W48 runs those of another
-one, and LAYOUTC_ALL_PAIRS=1 runs all.
+Of a test's cases that the first tier leaves out, the second runs a third: others each week, all of them in three, and
+of two cases one. Tests with the mark `every_week` run all of theirs. The week stands in the header of a run;
+LAYOUTC_WEEK=2026-W48 runs those of another one, and LAYOUTC_ALL_PAIRS=1 runs all.
 
 A test that is named by its node id runs in whichever tier it is.
 """
@@ -58,19 +58,21 @@ def mark(items: Iterable[pytest.Item]) -> None:
         for number, item in enumerate(of_one):
             if number not in kept:
                 item.add_marker("thorough")
-        if not EVERY and alike(params):
+        if not EVERY and of_one[0].get_closest_marker("every_week") is None:
             left = [item for item in of_one if item.get_closest_marker("thorough") is not None]
             for item in others(left, WEEK):
                 item.add_marker("other_week")
 
 
 def others(cases: Sequence[Case], week: str) -> list[Case]:
-    """The cases of other weeks than this one: a third, and at least one, is of it. Three weeks in a row have all."""
+    """The cases of other weeks than this one: a third of all is of it, and at least one. Three weeks in a row have all.
+
+    Neighbors are of different weeks, and so are those that stand at one place of such threes.
+    """
     year, number = week.split("-W")
+    turns = min(TURNS, len(cases))
     turn = (date.fromisocalendar(int(year), int(number), 1).toordinal() // 7) % TURNS
-    if len(cases) < TURNS:
-        return []
-    return [case for at, case in enumerate(cases) if at % TURNS != turn]
+    return [case for at, case in enumerate(cases) if (at + at // TURNS - turn) % turns]
 
 
 def alike(cases: Sequence[Mapping[str, Any]]) -> bool:
