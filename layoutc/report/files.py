@@ -45,6 +45,8 @@ def _tables(layout: Layout, files: Files) -> list[Table]:
     if binding.groups:
         name, dtype, columns = binding.groups
         rows.append(("the block of each column", name, dtype, f"k: column // {columns}", ""))
+    if binding.zeros:
+        rows.append(("zero points", *binding.zeros, "m x 1", "0 for each row"))
     if binding.codebook:
         name, dtype, values = binding.codebook
         rows.append(("the value of each code", name, dtype, f"{len(values)}", ""))

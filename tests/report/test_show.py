@@ -67,6 +67,9 @@ def test_a_tensor_of_sizes_is_a_row_of_its_own() -> None:
     sized = replace(layout, files=(first._replace(binding=stated), *others))
     plain, found = file_tables(layout)[0], file_tables(sized)[0]
     assert found.rows == (*plain.rows, ("the weight's sizes", "{module}.weight_shape", "I64", "2", ""))
+    of_zeros = next(files for files in recipe("int8_rowwise").layout.files if files.binding.name == "torchao")
+    shown = file_tables(replace(layout, files=(of_zeros,)))[0].rows
+    assert shown[-1] == ("zero points", "{module}._weight_zero_point", "I8", "m x 1", "0 for each row")
 
 
 def test_a_recipe_without_files_of_others_says_so() -> None:
