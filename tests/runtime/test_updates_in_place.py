@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.dispatch import fallback, update_warnings
+from layoutc.runtime.errors import UnsupportedOperator
 
 WIDTH = 128
 Update = Callable[[list[Any]], Any]
@@ -272,3 +273,21 @@ def test_what_was_written_since_the_step_is_saved_and_copied(dtype: torch.dtype,
                 clipped(params)
         found.append(list(optimizer.masters().values()))
     assert all(map(torch.equal, *found))
+
+
+def test_a_graph_that_is_captured_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would not tell the optimizer."""
+    model = model_of("nvfp4")
+    weight = model[0].weight.data
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters())
+    give_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    before = {name: plane.clone() for name, plane in weight.planes().items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(fallback, "capturing", lambda device: True)
+        with torch.no_grad(), pytest.raises(UnsupportedOperator, match="replays don't move its master"):
+            weight.mul_(0.5)
+        assert torch.equal(weight + 0, weight.dequantize())
+    assert all(torch.equal(plane, before[name]) for name, plane in weight.planes().items())
+    with torch.no_grad():
+        weight.mul_(0.5)

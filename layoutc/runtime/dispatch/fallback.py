@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layoutc.runtime import callers, strict
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.dispatch import merges, truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
@@ -37,9 +38,14 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise UnsupportedOperator(
             f"{func}: {label} keeps its shape, order and memory; for another, call the operator without the underscore"
         )
-    strict.count_dequantize(str(func), label)
     outputs = outputs_of(func, args, kwargs)
     targets = [value for value in outputs if isinstance(value, QuantizedTensor)]
+    if any(one.store.writes.master is not None and capturing(one.device) for one in targets):
+        raise UnsupportedOperator(
+            f"{func}: in a CUDA graph, {label} loses this in the next step, since replays don't move its master; "
+            "call it between replays, or leave it to the optimizer, as with weight_decay="
+        )
+    strict.count_dequantize(str(func), label)
     if targets:
         update_warnings.warn_inexact_update(func, targets, tree_leaves((args, kwargs)))
     else:
