@@ -327,7 +327,7 @@ def run(
         max_restarts=0,
         start_method="spawn",
     )
-    config = Config(chosen, steps, batch=4)  # a CPU spends its time on tokens
+    config = Config(chosen, steps, batch=2)  # a CPU spends its time on tokens
     started = time.perf_counter()
     results: list[Result] = elastic_launch(launch, worker)(config)[0]
     seconds = time.perf_counter() - started
