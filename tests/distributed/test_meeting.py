@@ -73,5 +73,6 @@ def test_a_rank_that_precomputes_alone_is_told(two: Ranks) -> None:
     two.run(alone_at_first)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_calls_alone_is_told(two: Ranks, tmp_path: Path) -> None:
     two.run(alone, tmp_path)

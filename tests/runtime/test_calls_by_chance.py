@@ -244,4 +244,4 @@ SEED = int(os.environ.get("LAYOUTC_SEED", "1"))
 
 @pytest.mark.thorough
 def test_calls_give_what_the_values_give_or_refuse() -> None:
-    check(SEED, 120)
+    check(SEED, 60)
