@@ -155,6 +155,7 @@ def runs(page: Path, folder: Path) -> None:
         os.chdir(before)
 
 
+@pytest.mark.every_week
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "python")], ids=lambda page: page.name)
 def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
     needs_gguf(page)
