@@ -25,8 +25,7 @@ class FP8DelayedTensor(Recipe):
     rowwise_scale = plane("rowwise_scale")  # (1,) float32: the scale
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> all_gather.Sent:
-        """Sends rowwise_data in both passes. rowwise_scale and amax, which are equal on all shards, goes as
-        metadata."""
+        """Sends rowwise_data in both passes. rowwise_scale and amax, which are equal on all shards, go as metadata."""
         return all_gather.send(self, mesh)
 
     def fsdp_post_all_gather(

@@ -37,7 +37,8 @@ def hook_docs(plan: Plan) -> tuple[str, str]:
         pre_doc += f"{plan.noun} stays gathered"
     if plan.shared:
         names = _listed(plan.shared)
-        pre_doc += f". {names}, which {'is' if len(plan.shared) == 1 else 'are'} equal on all shards, goes as metadata"
+        is_, goes = ("is", "goes") if len(plan.shared) == 1 else ("are", "go")
+        pre_doc += f". {names}, which {is_} equal on all shards, {goes} as metadata"
     if plan.shard_rows > 1:
         pre_doc += f". Shards of multiples of {plan.shard_rows} rows are sent as they are: {plan.shard_reason}"
     gathered = (*plan.forward.planes, *plan.backward.planes)
