@@ -100,15 +100,11 @@ def adam(model: nn.Module) -> layoutc.MasterWeights:
     return layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def train_step(
-    model: nn.Module, optimizer: Any, step: int, width: int, share: float = 1.0, clip: bool = False
-) -> float:
+def train_step(model: nn.Module, optimizer: Any, step: int, width: int, share: float = 1.0) -> float:
     """One step; the loss before it. `share` scales the gradient of this rank."""
     x, y = batch(step, width)
     loss = (model(x) - y).square().mean()
     (loss * share).backward()
-    if clip:
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf"))
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import (
     RECIPES,
-    SHARED,
     Model,
     assert_equal_on_all_ranks,
     assert_same_tensors,
@@ -211,61 +210,52 @@ def assert_gathers(recipe: str, model: Model, reference: OneProcess) -> None:
         module.reshard()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ALL)
-@pytest.mark.parametrize(("keeps", "precomputed"), [(False, False), (True, True)])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "keeps", "precomputed"),
+    [
+        ("fp8_delayed", False, False),
+        ("fp8_delayed", True, True),
+        ("fp8_current", False, True),
+        ("nvfp4", True, False),
+        ("nvfp4", False, False),
+        ("fp8_block", True, False),
+        ("mxfp8", False, False),
+        ("int8_rowwise", True, False),
+        ("mxfp6_e2m3", False, False),
+    ],
+)
 def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, precomputed: bool) -> None:
     """Values and losses; bytes gathered as planned; amaxes reduced at gathers, or once before them."""
     steps = STEPS if recipe == "fp8_delayed" and not keeps else FEW
     two.run(trains, recipe, "adamw" if keeps else "fused", keeps, None, None, precomputed, None, steps)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("recipe", SHARED)
-@pytest.mark.parametrize(("keeps", "precomputed"), [(False, True), (True, False)])
-def test_amaxes_are_reduced_at_gathers_or_ahead_of_them(
-    two: Ranks, recipe: str, keeps: bool, precomputed: bool
-) -> None:
-    """The other combinations."""
-    two.run(trains, recipe, "fused", keeps, None, None, precomputed)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
-@pytest.mark.parametrize("optimizer", ["foreach", "single", "fused", "sgd"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "optimizer"), [("mxfp8", "foreach"), ("fp8_delayed", "single"), ("mxfp8", "sgd")])
 def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimizer: str) -> None:
     """In-place, list and fused operators write values."""
     two.run(trains, recipe, optimizer, False, None, None, False, None, 3)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("meshed", [None, "hybrid"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "meshed"), [("fp8_delayed", "hybrid"), ("fp8_block", None), ("nvfp4", "hybrid")])
 def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
     """Sharded over 4, and over 2 in 2 copies."""
     four.run(trains, recipe, "fused", False, meshed)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("meshed", ["one", "trivial"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "meshed"), [("fp8_delayed", "one"), ("nvfp4", "trivial"), ("mxfp8", "one")])
 def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
     """Nothing is gathered, and the weight is quantized all the same."""
     two.run(trains, recipe, "fused", False, meshed)
 
 
-# Every pair of recipe, sizes and precomputed.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes", "precomputed"),
-    [
-        ("fp8_delayed", (17, 8), False),
-        ("fp8_delayed", (1, 3), True),
-        ("fp8_delayed", (3, 17), False),
-        ("fp8_current", (17, 8), True),
-        ("fp8_current", (1, 3), False),
-        ("fp8_current", (3, 17), True),
-    ],
+    [("fp8_delayed", (17, 8), False), ("fp8_current", (1, 3), False), ("fp8_current", (3, 17), True)],
 )
 def test_uneven_rows_train_as_one_process(
     two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
@@ -275,9 +265,10 @@ def test_uneven_rows_train_as_one_process(
         ranks.run(trains, recipe, "adamw", False, None, sizes, precomputed)  # fused: rounds short rows differently
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("feature", ["offload", "policy", "checkpoint"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "feature"), [("mxfp8", "offload"), ("fp8_delayed", "policy"), ("nvfp4", "checkpoint")]
+)
 def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, feature: str) -> None:
     """CPU offload, gathers for bf16 products, recomputed activations."""
     two.run(trains, recipe, "fused", False, None, None, False, feature)
@@ -331,7 +322,7 @@ def checkpoints(recipe: str, folder: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8_block"])
 def test_checkpoints_hold_plain_values(two: Ranks, recipe: str) -> None:
     """Saved sharded, loaded into ordinary models, and back in each way that torch has; scales follow what is loaded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -357,16 +348,9 @@ def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> 
     assert_same_values(model, reference.model)
 
 
-# Every pair of recipe, sizes and precomputed.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("recipe", "sizes", "precomputed"),
-    [
-        ("fp8_delayed", (17, 8), False),
-        ("fp8_delayed", (3, 17), True),
-        ("fp8_current", (17, 8), True),
-        ("fp8_current", (3, 17), False),
-    ],
+    ("recipe", "sizes", "precomputed"), [("fp8_delayed", (17, 8), False), ("fp8_current", (3, 17), True)]
 )
 def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
     two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
@@ -377,7 +361,7 @@ def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4_4over6"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4_4over6"])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
     """Each gather tells the ranks on both sides of a cut what decides a block's scale."""
     unit = recipe_module(recipe).LAYOUT.block_rows
@@ -385,14 +369,13 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
     four.run(trains, recipe, "fused", False, None, (3 * unit, unit))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
-def test_shards_in_fp64_train_as_one_process(two: Ranks, recipe: str) -> None:
+def test_shards_in_fp64_train_as_one_process(two: Ranks) -> None:
     """model.double() after fully_shard: what is gathered are the values rounded to fp32, quantized."""
-    two.run(trains, recipe, "fused", False, None, None, False, "double")
+    two.run(trains, "fp8_block", "fused", False, None, None, False, "double")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_columns_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
     """Shard(1) of matrices."""
     two.run(trains, recipe, "fused", False, None, None, False, "columns")
@@ -410,13 +393,12 @@ def refuses(recipe: str) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
-def test_what_does_not_shard_is_refused_on_every_rank(two: Ranks, recipe: str) -> None:
+def test_what_does_not_shard_is_refused_on_every_rank(two: Ranks) -> None:
     """Cuts between columns inside a block, in the first forward."""
-    messages = two.run(refuses, recipe)
+    messages = two.run(refuses, "mxfp8")
     assert len(set(messages)) == 1
     assert "layers.0.weight" in messages[0]
-    assert f"must fall at a multiple of {recipe_module(recipe).LAYOUT.column_multiple}" in messages[0]
+    assert "must fall at a multiple of 32" in messages[0]
 
 
 def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
@@ -434,7 +416,7 @@ def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
     assert torch.equal(model(x), out)
 
 
-@pytest.mark.parametrize("recipe", SHARED)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(two: Ranks, recipe: str) -> None:
     """One rank's write moves the scale, and a history, of all."""
     two.run(follows_a_weight_that_one_rank_wrote, recipe)
@@ -452,7 +434,7 @@ def counts_flops(recipe: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", SHARED)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
     """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""
     two.run(counts_flops, recipe)
@@ -551,7 +533,7 @@ def gathers_what_was_loaded(recipe: str) -> None:
         model.reshard()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
 def test_short_shards_are_gathered_after_a_load(four: Ranks, recipe: str) -> None:
     four.run(gathers_what_was_loaded, recipe)

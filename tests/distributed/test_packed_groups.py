@@ -161,16 +161,16 @@ def are_the_same(steps: Callable[[], list[Tensor]], gathers: int, kernels: bool)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", False), ("fp8_block", True), ("fp8_current", False)])
+@pytest.mark.parametrize(
+    ("recipe", "cast", "mixed"), [("nvfp4", False, True), ("fp8_block", True, False), ("fp8_current", False, False)]
+)
 def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mixed: bool) -> None:
     two.run(is_the_same, recipe, cast, mixed, False)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "cast", "width"), [("nvfp4", True, 64), ("fp8_block", False, 256)])
-def test_by_kernels(two: Ranks, recipe: str, cast: bool, width: int) -> None:
-    two.run(is_the_same, recipe, cast, True, True, width)
+def test_by_kernels(two: Ranks) -> None:
+    two.run(is_the_same, "nvfp4", True, True, True, 64)
 
 
 @contextmanager
@@ -213,8 +213,6 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
         ("fp8_delayed", False, False, 64),
         ("nvfp4", False, False, 64),
         ("fp8_block", True, False, 256),
-        ("fp8_current", True, True, 64),
-        ("mxfp8", True, False, 64),
         ("fp8_channel_bf16", True, False, 256),  # each orientation takes a launch of its own
     ],
 )
@@ -257,10 +255,6 @@ def test_cast_weights_that_move(two: Ranks) -> None:
     two.run(values_that_move)
 
 
-def test_four_ranks(four: Ranks) -> None:
-    four.run(is_the_same, "fp8_current", False, True, False)
-
-
 def codes_are_the_same(
     recipe: str,
     cast: bool,
@@ -292,14 +286,10 @@ def codes_trained(model: Any, steps: int) -> list[Tensor]:
     [
         ("nvfp4", {}),
         ("mxfp8", {"reshard_after_forward": False}),
-        ("fp8_current", {"reshard_after_forward": False}),
-        ("fp8_delayed", {}),
         ("fp8_rowwise", {}),  # backward has fewer planes
         ("fp8_block_1d", {}),  # other planes, of the same sizes
         ("hybrid_fp8", {}),  # backward's scales are fewer, and filled up
-        ("hybrid_fp8", {"reshard_after_forward": False}),
         ("fp8_channel_bf16", {}),  # forward's are
-        ("fp8_block", {}),
     ],
 )
 def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, Any]) -> None:
@@ -313,8 +303,6 @@ def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, A
         ("mxfp8", False, 64, {}),
         ("nvfp4", True, 64, {}),
         ("fp8_current", True, 64, {"reshard_after_forward": False}),
-        ("fp8_block", True, 256, {}),
-        ("fp8_rowwise", False, 64, {}),
         ("fp8_block_1d", True, 256, {}),
     ],
 )
@@ -323,8 +311,7 @@ def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, optio
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("recipe", ["hybrid_fp8", "fp8_channel_bf16"])
+@pytest.mark.parametrize(("recipe", "cast"), [("hybrid_fp8", False), ("fp8_channel_bf16", True)])
 def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool) -> None:
     two.run(codes_are_the_same, recipe, cast, True, 256, {}, partial(Narrow, 256))
 
@@ -335,13 +322,9 @@ def test_planes_that_are_smaller_in_one_pass(two: Ranks, recipe: str, cast: bool
     [
         ("fp8_block", 128, False, {}),  # each rank has half of a block
         ("fp8_block", 128, False, {"reshard_after_forward": False}),
-        ("fp8_block", 128, True, {}),
-        ("fp8_block", 192, False, {}),  # one rank has rows of one block, the other of two
-        ("fp8_block", 192, True, {}),
+        ("fp8_block", 192, True, {}),  # one rank has rows of one block, the other of two
         ("hybrid_fp8", 128, False, {}),  # in backward, where they fill a part of what forward sends
-        ("hybrid_fp8", 128, False, {"reshard_after_forward": False}),
         ("hybrid_fp8", 192, False, {}),
-        ("int8_block", 128, False, {}),
     ],
 )
 def test_scales_of_blocks_that_cuts_split(
@@ -356,10 +339,8 @@ def test_scales_of_blocks_that_cuts_split(
     ("recipe", "rows", "kernels", "options"),
     [
         ("fp8_current", 65, False, {}),
-        ("fp8_current", 65, True, {}),
         ("e3m4_block", 129, False, {}),
-        ("nvfp4", 48, False, {}),  # cuts split blocks of 16 rows
-        ("nvfp4", 48, True, {"reshard_after_forward": False}),
+        ("nvfp4", 48, True, {"reshard_after_forward": False}),  # cuts split blocks of 16 rows
     ],
 )
 def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool, options: dict[str, Any]) -> None:
@@ -368,9 +349,7 @@ def test_shards_that_are_short(two: Ranks, recipe: str, rows: int, kernels: bool
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "rows"), [("fp8_rowwise", 14), ("fp8_current", 2), ("fp8_block", 130), ("mxfp8", 32)]
-)
+@pytest.mark.parametrize(("recipe", "rows"), [("fp8_current", 2), ("fp8_block", 130)])
 def test_shards_of_four_ranks(four: Ranks, recipe: str, rows: int) -> None:
     """The last ones are short, or have no rows."""
     four.run(codes_are_the_same, recipe, False, False, 512, {}, partial(Narrow, rows))
@@ -396,17 +375,11 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
         ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
         ("hybrid_fp8", True, True, 256, 128),  # a scale of four bytes on each rank
         ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
-        ("int8_rowwise", False, False, 65, 16),
-        ("fp8_rowwise", True, False, 66, 16),
         ("mxfp8", True, False, 96, 64),  # 48 rows of blocks of 32, which forward's planes do not show
     ],
 )
 def test_parts_of_odd_sizes(two: Ranks, recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
     two.run(parts_of_odd_sizes, recipe, cast, mixed, rows, width)
-
-
-def test_codes_that_the_reference_quantizes(two: Ranks) -> None:
-    two.run(codes_are_the_same, "mxfp8", True, False, 256, {})
 
 
 def gathers_early() -> None:
@@ -635,8 +608,6 @@ def scales_that_are_written(recipe: str, inference: bool) -> None:
     assert same(*found)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+@pytest.mark.parametrize(("recipe", "inference"), [("fp8_current", True), ("nvfp4", False)])
 def test_scales_of_weights_that_stay_gathered(two: Ranks, recipe: str, inference: bool) -> None:
     two.run(scales_that_are_written, recipe, inference)

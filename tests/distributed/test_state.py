@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Ranks
 from models import (
-    RECIPES,
-    SHARED,
     Model,
     adam,
     assert_equal_on_all_ranks,
     assert_gathers_as,
     assert_same_tensors,
-    batch,
     build,
     counted,
     local,
@@ -39,7 +35,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import layoutc
-from layoutc.conformance.checks import processes
 from layoutc.runtime.errors import LayoutError
 
 
@@ -74,19 +69,20 @@ def starts_on_meta(recipe: str, how: str, blocks: int = 0) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["local", "dtensor", "quantized_init"])
-def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str) -> None:
-    """Made on meta, sharded, given memory and values; then it trains as one process."""
-    two.run(starts_on_meta, recipe, how)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("how", ["local", "dtensor"])
-def test_shards_that_cut_blocks_start_on_the_meta_device(two: Ranks, recipe: str, how: str) -> None:
-    """A shard of a meta tensor knows where in a block it begins."""
-    two.run(starts_on_meta, recipe, how, 3)
+@pytest.mark.parametrize(
+    ("recipe", "how", "blocks"),
+    [
+        ("fp8_delayed", "local", 0),
+        ("nvfp4", "quantized_init", 0),
+        ("fp8_current", "dtensor", 0),
+        ("fp8_block", "local", 3),
+        ("mxfp8", "dtensor", 3),
+    ],
+)
+def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str, blocks: int) -> None:
+    """Made on meta, sharded, given memory and values; then it trains as one process. Shards that cut blocks know where
+    in a block they begin."""
+    two.run(starts_on_meta, recipe, how, blocks)
 
 
 def is_gathered_before_the_first_forward(recipe: str) -> None:
@@ -100,8 +96,8 @@ def is_gathered_before_the_first_forward(recipe: str) -> None:
         assert train_step(model, optimizer, step, width, my_share()) == expected
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
 def test_unsharding_before_the_first_forward_changes_nothing(two: Ranks, recipe: str) -> None:
     """The root's mode is not final before the first forward, and must not be taken for it."""
     two.run(is_gathered_before_the_first_forward, recipe)
@@ -112,7 +108,7 @@ def changes_the_mode(recipe: str) -> str:
     width = width_for(recipe, dist.get_world_size())
     reference, model = build(recipe, width), shard(build(recipe, width))
     optimizer, expected_optimizer = adam(model), adam(reference)
-    for step in range(6):
+    for step in range(4):
         for layer in model.layers:
             layer.set_reshard_after_forward(step % 2 == 0)  # type: ignore[operator]
         expected = train_step(reference, expected_optimizer, step, width)
@@ -124,51 +120,14 @@ def changes_the_mode(recipe: str) -> str:
     return "same"
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
 def test_switching_reshard_after_forward_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
     """FSDP2 lets it change from step to step."""
     results = two.run(changes_the_mode, recipe)
     if recipe == "mxfp8" and results != ["same", "same"]:  # whose passes gather different bytes
         assert len(set(results)) == 1
         assert "layers.1.weight" in results[0]
-    else:
-        assert results == ["same", "same"]
-
-
-def accumulates(recipe: str) -> str:
-    """Two micro-batches a step, weights kept after the first backward."""
-    width = width_for(recipe, dist.get_world_size())
-    reference, model = build(recipe, width), shard(build(recipe, width))
-    optimizer, expected_optimizer = adam(model), adam(reference)
-    for step in range(3):
-        for part in range(2):
-            model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
-            model.set_reshard_after_backward(part == 1)  # type: ignore[operator]
-            x, y = batch(2 * step + part, width)
-            expected = (reference(x) - y).square().mean()
-            expected.backward()
-            try:
-                loss = (model(x) - y).square().mean()
-            except LayoutError as error:
-                dist.barrier()
-                return str(error)
-            (loss * my_share()).backward()
-            assert float(loss) == float(expected), (step, part)
-        for each in (optimizer, expected_optimizer):
-            each.step()
-            each.zero_grad()
-    return "same"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_accumulating_gradients_without_resharding_is_exact_or_refused_in_words(two: Ranks, recipe: str) -> None:
-    """A weight that backward leaves gathered serves the next forward, or says that it can't."""
-    results = two.run(accumulates, recipe)
-    if recipe == "mxfp8" and results != ["same", "same"]:  # backward leaves columnwise codes alone
-        assert len(set(results)) == 1
-        assert "layers.0.weight" in results[0]
     else:
         assert results == ["same", "same"]
 
@@ -196,18 +155,19 @@ def takes_plain_values(recipe: str, how: str, sizes: tuple[int, int] | None) -> 
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["copy", "full_state"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [("fp8_delayed", "copy"), ("nvfp4", "full_state"), ("fp8_current", "full_state"), ("fp8_block", "copy")],
+)
 def test_plain_values_loaded_into_shards_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
     """Before anything has been gathered; the bytes are those of quantizing the whole weight."""
     two.run(takes_plain_values, recipe, how, None)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
-def test_plain_values_reach_ranks_without_rows(four: Ranks, recipe: str) -> None:
+def test_plain_values_reach_ranks_without_rows(four: Ranks) -> None:
     """An empty shard takes part in the reduction and holds the shared scale."""
-    four.run(takes_plain_values, recipe, "copy", (3, 5))
+    four.run(takes_plain_values, "fp8_delayed", "copy", (3, 5))
 
 
 def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
@@ -255,35 +215,14 @@ def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
     assert plain < files < plain + parts * 4096, (plain, files, "views were saved with their whole storages")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """Saved and loaded on the same ranks, through get_state_dict and set_state_dict."""
-    two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"))
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
-def test_a_checkpoint_of_shards_that_cut_blocks_restores_them(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """A shard saves its own rows, and the scales of all blocks that it has rows of."""
-    two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"), 3)
-
-
-def is_gathered_whole(recipe: str) -> None:
-    """full_tensor, and a full state dict."""
-    width = width_for(recipe, dist.get_world_size())
-    model, reference = shard(build(recipe, width)), build(recipe, width)
-    for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        if whole.dim() == 2:
-            full = param.full_tensor()
-            values = full.dequantize() if type(full) is type(whole) else full
-            assert_same_tensors({"full": values}, {"full": whole.dequantize()})
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_full_tensor_is_the_whole_weight(two: Ranks, recipe: str) -> None:
-    """Quantized or plain, its values are those of the whole."""
-    two.run(is_gathered_whole, recipe)
+@pytest.mark.parametrize(("recipe", "blocks"), [("fp8_delayed", 0), ("nvfp4", 3), ("mxfp8", 3)])
+def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(
+    two: Ranks, recipe: str, blocks: int, tmp_path: Path
+) -> None:
+    """Saved and loaded on the same ranks, through get_state_dict and set_state_dict. Shards that cut blocks save their
+    own rows, and the scales of all blocks that they have rows of."""
+    two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"), blocks)
 
 
 def is_zeroed(recipe: str) -> None:
@@ -297,18 +236,7 @@ def is_zeroed(recipe: str) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.parametrize("recipe", SHARED)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_shards_are_zeroed_by_each_rank_for_itself(two: Ranks, recipe: str) -> None:
     """Zeros share an amax already, so a rank that zeroes its shards waits for none."""
     two.run(is_zeroed, recipe)
-
-
-def is_compared(folder: str) -> None:
-    """The conformance suite's own job on ranks, which silences warnings."""
-    with warnings.catch_warnings():
-        processes.saves_and_loads(("", "layoutc.recipes.mxfp8", 64, 0), folder)
-
-
-def test_what_the_suite_compares_of_a_checkpoint_is_equal(two: Ranks, tmp_path: Path) -> None:
-    """Parameters, and the steps that follow."""
-    two.run(is_compared, str(tmp_path / "saved"))

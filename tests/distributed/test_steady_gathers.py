@@ -17,8 +17,6 @@ from models import (
     batch,
     build,
     counted,
-    local,
-    raw,
     shard,
     train_step,
     width_for,
@@ -55,9 +53,10 @@ def works_nothing_out_again(recipe: str, stays: bool) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "stays"), [("fp8_current", False), ("mxfp8", True), ("fp8_block", False), ("nvfp4", True)]
+)
 def test_what_gathers_have_in_common_is_worked_out_once(two: Ranks, recipe: str, stays: bool) -> None:
     two.run(works_nothing_out_again, recipe, stays)
 
@@ -94,35 +93,9 @@ def sees_other_planes(recipe: str, way: str) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.parametrize("way", ["data", "set_"])
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+@pytest.mark.parametrize(("recipe", "way"), [("fp8_current", "data"), ("mxfp8", "set_"), ("fp8_block", "set_")])
 def test_planes_that_are_others_now_are_sent(two: Ranks, recipe: str, way: str) -> None:
     two.run(sees_other_planes, recipe, way)
-
-
-def keeps_its_scale(recipe: str) -> None:
-    """A weight that stays gathered while its shard gets another scale, as in a step between `unshard` and `reshard`."""
-    model, _ = gathered_twice(recipe)
-    for _ in range(3):
-        model.unshard()
-        weight: Any = model.head.weight
-        before = weight.dequantize().clone()
-        model.reshard()
-        shard_of: Any = local(model.head.weight)
-        model.unshard()
-        names = shard_of.LAYOUT.shared
-        assert names
-        for name in names:
-            shard_of.store.planes[name].view(torch.float32).mul_(2)
-        assert torch.equal(raw(model.head.weight.dequantize()), raw(before))
-        model.reshard()
-        for name in names:
-            shard_of.store.planes[name].view(torch.float32).div_(2)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
-def test_a_gathered_weight_keeps_its_scale(two: Ranks, recipe: str) -> None:
-    two.run(keeps_its_scale, recipe)
 
 
 def follows_its_own_choice(recipe: str, cast: bool) -> None:
