@@ -422,11 +422,12 @@ def same_files(a: Path, b: Path, but: tuple[str, ...] = ()) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("folder", ["gpt_oss", "deepseek", "mxfp8", "block", "modelopt", "awq", "gptq"])
 def test_values_are_those_that_others_read_and_files_come_back(
     folder: str, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """Of what no package here writes by itself, as test_real_writers.py has it, and of sizes that cut blocks."""
     path, model = written(folder), model_of(folder)
     names = quantize_as_stored(model, path, files=FOLDERS[folder][0])
     assert load_safetensors(model, path, files=FOLDERS[folder][0]) == ((), ())
@@ -649,25 +650,29 @@ def alone() -> Any:
     return groups[dist.get_rank()]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        *("gpt_oss", "deepseek", "mxfp4", "channel", "nvfp4"),
+        *("int4_zeros", "awq", "gptq", "bitsandbytes_double"),
+    ],
+)
 def test_ranks_load_their_slices_and_write_the_same_files(
-    folder: str, two: Ranks, three: Ranks, written: Callable[[str], Path], tmp_path: Path
+    folder: str, three: Ranks, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for world, ranks in ((2, two), (3, three)):
-        out = tmp_path / str(world)
-        assert ranks.run(exports, folder, str(written(folder)), str(out)) == [True] * world
-        assert same_files(written(folder), out)
-        assert len(list(out.glob("*.safetensors"))) > 1
+    """One of each kind of plane."""
+    assert three.run(exports, folder, str(written(folder)), str(tmp_path / "out")) == [True] * 3
+    assert same_files(written(folder), tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-def tunes(folder: str, path: str, out: str, steps: int) -> tuple[list[float], list[float]]:
+def tunes(folder: str, path: str, out: str) -> tuple[list[float], list[float]]:
     """Trains, exports, and returns the losses and some logits."""
     model = sharded(folder, path)
-    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
     losses = []
-    for step in range(steps):
-        ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step % 3))
+    ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -683,9 +688,8 @@ def tunes(folder: str, path: str, out: str, steps: int) -> tuple[list[float], li
 def test_a_tuned_model_is_what_others_load(
     folder: str, two: Ranks, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """20 steps on two ranks: transformers reads the export, and computes the trainer's logits to the bit."""
-    results = two.run(tunes, folder, str(written(folder)), str(tmp_path / "out"), 20)
-    (losses, logits), _ = results
+    """Steps on two ranks: transformers reads the export, and computes the trainer's logits to the bit."""
+    (losses, logits), _ = two.run(tunes, folder, str(written(folder)), str(tmp_path / "out"))
     assert losses[-1] < losses[0] - 0.05
     theirs = as_others_read(folder, tmp_path / "out", torch.bfloat16).eval()
     with torch.no_grad():
@@ -771,7 +775,8 @@ def test_recipes_whose_configs_contradict_each_other_are_refused(tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------------------------ without a model
-@pytest.mark.parametrize("folder", ["deepseek", "gpt_oss", "mxfp4", "mxfp8", "block"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("folder", ["deepseek", "gpt_oss", "mxfp4", "block"])
 def test_a_folder_converts_to_what_others_read(folder: str, written: Callable[[str], Path], tmp_path: Path) -> None:
     """The values of each weight are those that the format's own package gives, and a model loads them as they are."""
     source = {"gpt_oss": "mxfp4_gpt_oss/gpt_oss"}.get(folder)

@@ -99,13 +99,12 @@ def test_a_base_comes_back_byte_for_byte(recipe: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:peft.tuners")
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
 def test_pair_after_pair_moves_no_byte_and_costs_no_memory_between(recipe: str) -> None:
     """Whose one amax let norms grow. Adapters change between: what comes back is kept, not computed."""
     model = adapted(model_of(recipe, rows=64), lora())
     before, trains = planes_of(model), [one for one in model.parameters() if one.requires_grad]
-    for _ in range(10):
+    for _ in range(4):
         model.merge_adapter()
         for one in trains:
             one.data.mul_(1.1)
@@ -367,8 +366,10 @@ def of_experts(recipe: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:peft.tuners", "ignore:.*engines join", "ignore:.*target_parameters")
-@pytest.mark.parametrize(("recipe", "files"), [("nvfp4_modelopt_experts", "modelopt"), ("fp8_block", "deepseek")])
-@pytest.mark.parametrize("by", ["add_adapter", "get_peft_model"])
+@pytest.mark.parametrize(
+    ("recipe", "files", "by"),
+    [("nvfp4_modelopt_experts", "modelopt", "add_adapter"), ("fp8_block", "deepseek", "get_peft_model")],
+)
 def test_adapters_of_experts_and_by_transformers_merge_and_are_exported(
     recipe: str, files: str, by: str, tmp_path: Path
 ) -> None:
@@ -445,9 +446,8 @@ def experts_in_shards(recipe: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*target_parameters")
-@pytest.mark.parametrize("recipe", ["nvfp4_modelopt_experts"])
-def test_experts_in_shards_come_back(two: Ranks, recipe: str) -> None:
-    assert two.run(experts_in_shards, recipe) == [True, True]
+def test_experts_in_shards_come_back(two: Ranks) -> None:
+    assert two.run(experts_in_shards, "nvfp4_modelopt_experts") == [True, True]
 
 
 def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
     assert not same(planes_of(again), before)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
 def test_a_base_in_shards_comes_back_too(two: Ranks, recipe: str) -> None:
     """Of cuts inside blocks as well, with rows of other ranks."""
     assert two.run(comes_back_in_shards, recipe) == [True, True]

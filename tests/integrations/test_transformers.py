@@ -114,37 +114,24 @@ def trained(
     return losses, [values(param).flatten().tolist() for param in model.parameters()]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "use", "products", "on_gather"),
+    [
+        ("nvfp4", "quantized", "dequantize", False),
+        ("mxfp8", "cast", "dequantize", False),
+        ("fp8_block", "cast", "reference", False),
+        ("nvfp4", "quantized", "dequantize", True),
+    ],
+)
+def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str, products: Mode, on_gather: bool) -> None:
     """On two ranks, sharded by FSDP2 and replicated by DDP, against two texts one after the other."""
-    losses, expected = trained(recipe, use, False)
+    losses, expected = trained(recipe, use, False, products)
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
-    for sharded in (True, False):
-        for found, held in two.run(trained, recipe, use, sharded):
+    for sharded in (True,) if on_gather else (True, False):
+        for found, held in two.run(trained, recipe, use, sharded, products, on_gather):
             assert found == losses
             assert held == expected
-
-
-@pytest.mark.parametrize(("recipe", "use"), [("fp8_current", "quantized"), ("fp8_block", "cast")])
-def test_a_trainer_trains_in_low_precision_as_one_process(two: Ranks, recipe: str, use: str) -> None:
-    """The same, with products in low precision."""
-    losses, expected = trained(recipe, use, False, "reference")
-    assert losses != trained(recipe, use, False)[0]
-    for sharded in (True, False):
-        for found, held in two.run(trained, recipe, use, sharded, "reference"):
-            assert found == losses
-            assert held == expected
-
-
-@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_block", "cast")])
-def test_a_trainer_trains_what_is_dequantized_on_gather(two: Ranks, recipe: str, use: str) -> None:
-    losses, expected = trained(recipe, use, False)
-    for found, held in two.run(trained, recipe, use, True, "dequantize", True):
-        assert found == losses
-        assert held == expected
 
 
 @pytest.mark.parametrize("kind", ["GptOss", "Mixtral"])
@@ -220,14 +207,13 @@ def test_a_trainer_saves_resumes_and_exports(two: Ranks, tmp_path: Path, recipe:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_rowwise"])
-def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, recipe: str) -> None:
+def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path) -> None:
     """From a checkpoint of plain values, and of masters."""
     from layoutc.integrations.transformers import LayoutcCallback
 
     curves = []
     for steps, folder, start in ((4, "straight", None), (2, "parts", None), (4, "parts", "parts/checkpoint-2")):
-        model = llama(recipe, "quantized", uneven=True)
+        model = llama("nvfp4", "quantized", uneven=True)
         made = trainer(model, "quantized", False, str(tmp_path / folder), steps, LayoutcCallback)
         made.train(resume_from_checkpoint=start and str(tmp_path / start))
         curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
