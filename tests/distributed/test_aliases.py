@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Ranks
-from models import RECIPES, SHARED, assert_equal_on_all_ranks, recipe_module, shared_bytes
+from models import RECIPES, assert_equal_on_all_ranks, recipe_module, shared_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -52,27 +52,12 @@ def every_spelling_shares_its_amax(recipe: str, how: str) -> None:
         assert torch.equal(plane, expected.planes()[name]), name
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "how"), [*zip(RECIPES, WRITES, strict=True), ("nvfp4", "data"), ("fp8_delayed", "local")]
+)
 def test_values_written_through_any_alias_of_a_shard_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
     two.run(every_spelling_shares_its_amax, recipe, how)
-
-
-def different_weights_at_once(recipe: str) -> str:
-    first, second = sharded(recipe), sharded(recipe, 1024)
-    mine = (first, second)[dist.get_rank()]
-    try:
-        mine.weight.data._local_tensor.copy_(torch.ones(mine.weight.data._local_tensor.shape))
-    except LayoutError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize("recipe", SHARED)
-def test_ranks_that_write_different_weights_at_once_are_told(two: Ranks, recipe: str) -> None:
-    messages = two.run(different_weights_at_once, recipe)
-    assert all("different weights at the same time" in message for message in messages), messages
 
 
 class Fused(nn.Module):
@@ -105,20 +90,10 @@ def pieces_train_as_one_process(recipe: str, reshard: bool) -> None:
         assert torch.equal(alone, gathered)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("recipe", "reshard"), [(recipe, at % 2 == 0) for at, recipe in enumerate(RECIPES)])
 def test_pieces_of_a_gathered_weight_are_right_in_backward(two: Ranks, recipe: str, reshard: bool) -> None:
     two.run(pieces_train_as_one_process, recipe, reshard)
-
-
-def stays_gathered(recipe: str) -> None:
-    model = sharded(recipe)
-    model.unshard()
-    before = model.weight.data.dequantize().clone()
-    shard = next(p for p in fully_sharded_locals(model))
-    shard.copy_(torch.full(shard.shape, 7.0))
-    assert torch.equal(model.weight.data.dequantize(), before)
 
 
 def takes_rows_that_are_cut_elsewhere(recipe: str) -> str:
@@ -140,13 +115,3 @@ def takes_rows_that_are_cut_elsewhere(recipe: str) -> str:
 def test_a_shard_that_cuts_blocks_takes_no_rows_that_are_cut_elsewhere(two: Ranks, recipe: str) -> None:
     messages = two.run(takes_rows_that_are_cut_elsewhere, recipe)
     assert all("whose cuts fall inside blocks" in message for message in messages), messages
-
-
-def fully_sharded_locals(model: Any) -> list[Tensor]:
-    state = model._get_fsdp_state()
-    return [param.sharded_param._local_tensor for param in state._fsdp_param_group.fsdp_params]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gathered_weight_keeps_its_values_when_the_shard_is_written(two: Ranks, recipe: str) -> None:
-    two.run(stays_gathered, recipe)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
-from models import RECIPES, assert_same_tensors, raw, recipe_module
+from models import assert_same_tensors, raw, recipe_module
 from test_cut_weights import Weights, assert_same, assert_same_shard, params, shapes, values, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -20,7 +20,6 @@ import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-ODD = ("fp8_rowwise", "mxfp6_e2m3", "fp8_block_1d")
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -61,13 +60,12 @@ def from_first(recipe: str, how: str) -> None:
         assert_gathers(model, expected)
 
 
-# Every recipe sharded and in one more arrangement; each arrangement with a scale, or an amax, that all rows share, and
-# with blocks that cuts go through or elements across bytes.
+# Each with a scale, or an amax, that all rows share, and with blocks that cuts go through or elements across bytes.
 HOW = {
-    "sharded": (*RECIPES, *ODD),
-    "hsdp": ("fp8_delayed", "mxfp8", "fp8_rowwise"),
-    "meta": ("nvfp4", "fp8_block", "mxfp6_e2m3"),
-    "unsharded": ("fp8_current", "nvfp4", "fp8_block_1d"),
+    "sharded": ("fp8_current", "mxfp6_e2m3", "fp8_rowwise"),
+    "hsdp": ("fp8_delayed", "mxfp8"),
+    "meta": ("nvfp4", "fp8_block"),
+    "unsharded": ("nvfp4", "fp8_block_1d"),
 }
 
 
@@ -75,23 +73,6 @@ HOW = {
 @pytest.mark.parametrize(("recipe", "how"), [(recipe, how) for how, recipes in HOW.items() for recipe in recipes])
 def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(four: Ranks, recipe: str, how: str) -> None:
     four.run(from_first, recipe, how)
-
-
-def plain_from_first(recipe: str) -> None:
-    """Values on rank 0 are quantized as one process does."""
-    given = shapes(recipe, dist.get_world_size())
-    model, expected = Weights(recipe, given, 50), whole(recipe, given, 0)
-    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
-    plain = {f"{number}.weight": values(shape, number) for number, shape in enumerate(given)}
-    set_model_state_dict(model, plain if dist.get_rank() == 0 else {}, options=BROADCAST)
-    for param, one in zip(params(model), expected, strict=True):
-        assert_same(param.full_tensor().data, one)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
-def test_values_on_the_first_rank_are_quantized(two: Ranks, recipe: str) -> None:
-    two.run(plain_from_first, recipe)
 
 
 def into_a_plain_model(recipe: str) -> None:
@@ -133,7 +114,7 @@ def loads_as_accelerate_does(recipe: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp6_e2m3"])
 def test_accelerates_loading_from_one_rank_keeps_bytes(two: Ranks, recipe: str) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
     two.run(loads_as_accelerate_does, recipe)
@@ -170,15 +151,11 @@ def loads_by_hand(recipe: str, names: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
-def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(two: Ranks, recipe: str) -> None:
-    two.run(loads_by_hand, recipe, "alike")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("names", ["none", "other"])
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block", "mxfp6_e2m3"])
-def test_weights_of_other_names_or_none_keep_their_bytes(two: Ranks, recipe: str, names: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [("fp8_delayed", "alike"), ("mxfp8", "alike"), ("nvfp4", "none"), ("fp8_block", "other"), ("mxfp6_e2m3", "other")],
+)
+def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(two: Ranks, recipe: str, names: str) -> None:
     """What a recipe's quantize() returns has no name; a wrapper of a model changes all of them."""
     two.run(loads_by_hand, recipe, names)
 
@@ -204,9 +181,8 @@ def broadcasts(recipe: str) -> str:
     return said
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "world"), [("mxfp8", 2), ("nvfp4", 4)])
 def test_a_plain_buffer_gets_values_and_quantized_ones_say_what_to_write(
     two: Ranks, four: Ranks, recipe: str, world: int
 ) -> None:

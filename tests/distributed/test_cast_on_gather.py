@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import (
-    RECIPES,
     Model,
     assert_equal_on_all_ranks,
     assert_same_tensors,
@@ -45,7 +44,6 @@ import layoutc
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
-ALL = (*RECIPES, "int8_rowwise", "mxfp6_e2m3")
 STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others
 TWO = 2  # with other options: the first sets up, the second is like all that follow, and its values are compared, too
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

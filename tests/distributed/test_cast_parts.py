@@ -59,7 +59,7 @@ def multiplies_the_whole(recipe: str, style: str, way: str) -> None:
             layoutc.precompute_amaxes(model)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["parallelize_module", "distribute_tensor", "no source"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "nvfp4_1d", "fp8_block"])

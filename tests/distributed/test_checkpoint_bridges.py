@@ -74,7 +74,7 @@ def _with_biases(reference: Model, model: nn.Module) -> Model:
     return reference
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plain_checkpoints_become_quantized_weights(
@@ -100,7 +100,7 @@ def gives_plain(folder: str, recipe: str, dtype: torch.dtype) -> None:
         assert torch.equal(param.full_tensor(), values), name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_quantized_checkpoints_become_plain_weights(two: Ranks, four: Ranks, tmp_path: Any, recipe: str) -> None:
     folder = str(tmp_path / "quantized")
@@ -125,7 +125,7 @@ def becomes(folder: str, recipe: str, other: str) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "other"), [("mxfp8", "nvfp4"), ("fp8_block", "mxfp8"), ("fp8_block", "fp8_current")]
 )

@@ -21,7 +21,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", EVERY)
 def test_a_file_is_as_large_as_its_planes(recipe: str, tmp_path: Path) -> None:
     """Within 1% of the planes of a million elements; a fraction of bfloat16 that the layout's figure tells.

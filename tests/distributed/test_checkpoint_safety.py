@@ -307,7 +307,7 @@ def same_on_all(results: list[tuple[str, str]]) -> tuple[str, str]:
     return results[0]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_and_nothing_changes(two: Ranks, sound: Path, tmp_path: Path, damage: str) -> None:
     folder = a_copy(sound, tmp_path)
@@ -369,10 +369,6 @@ def test_a_missing_entry_is_named(two: Ranks, sound: Path) -> None:
     assert all("more" in text for text in two.run(lacks_a_key, str(sound / "sound")))
 
 
-def test_the_sound_checkpoint_loads(two: Ranks, sound: Path) -> None:
-    assert two.run(loads, str(sound / "sound"), 0) == [True, True]
-
-
 def is_found_or_harmless(folder: str, flips: list[tuple[str, int, int]]) -> list[int]:
     """Flips one bit after another; each is found, or what loads is what was saved. How many were each."""
     state, saved, found = state_of(5), all_bytes(state_of(0, 2)), [0, 0]
@@ -404,7 +400,7 @@ def test_any_flipped_bit_is_found_or_harmless(two: Ranks, sound: Path, tmp_path:
     flips = [
         (name, dice.randrange(size), dice.randrange(8))
         for name, size in sizes.items()
-        for _ in range(8 if name.endswith(".distcp") else 4)
+        for _ in range(5 if name.endswith(".distcp") else 3)
     ]
     found, harmless = two.run(is_found_or_harmless, str(folder), flips)[0]
     assert found >= 0.9 * (found + harmless), "only what no reader looks at may be harmless"

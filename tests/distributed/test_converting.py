@@ -64,10 +64,16 @@ def converts(recipe: str, use: str, how: str) -> None:
     assert isinstance(late.head.weight._local_tensor, recipe_module(recipe).Tensor if use == "quantized" else object)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-@pytest.mark.parametrize("how", CONVERSIONS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "use", "how"),
+    [
+        ("fp8_current", "quantized", "to"),
+        ("nvfp4", "cast", "layers"),
+        ("mxfp8", "quantized", "half"),
+        ("mxfp8", "cast", "to"),
+    ],
+)
 def test_shards_stay_what_they_are(two: Ranks, recipe: str, use: str, how: str) -> None:
     """Both uses, by the module and by its parts; nothing is dequantized."""
     two.run(converts, recipe, use, how)

@@ -172,7 +172,7 @@ def on_other_dims(recipe: str) -> None:
         are_whole(recipe, 2, given, Shard(0), copies)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
     four.run(on_other_dims, recipe)
@@ -191,7 +191,7 @@ def exports(recipe: str, where: str) -> None:
         assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(exports, recipe, str(tmp_path))

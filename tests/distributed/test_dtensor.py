@@ -12,7 +12,6 @@ from harness import Ranks, mesh_of
 from models import (
     RECIPES,
     SHARED,
-    Model,
     adam,
     assert_equal_on_all_ranks,
     assert_same_tensors,
@@ -25,7 +24,6 @@ from models import (
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -37,7 +35,6 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ODD = ("fp8_rowwise", "mxfp6_e2m3")  # scales of whole rows and whole columns; elements across bytes
-_functional = torch.ops._c10d_functional
 
 
 def side(recipe: str) -> int:
@@ -359,16 +356,18 @@ def assert_whole(model: nn.Module, reference: nn.Module) -> None:
             assert torch.equal(param.full_tensor(), whole), name
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "order"), [("fp8_delayed", "cut_first"), ("mxfp8", "quantized_first"), ("nvfp4", "cut_first")]
+)
 def test_tensor_parallel_training_equals_one_process(two: Ranks, recipe: str, order: str) -> None:
     two.run(trains_in_two_dims, recipe, order, False)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "order"), [("fp8_current", "quantized_first"), ("fp8_block", "cut_first"), ("nvfp4", "quantized_first")]
+)
 def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, recipe: str, order: str) -> None:
     four.run(trains_in_two_dims, recipe, order, True)
 
@@ -400,62 +399,11 @@ def shard_of(values: Tensor, param: DTensor) -> Tensor:
     return values
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
 def test_an_amax_is_shared_over_both_mesh_dims(two: Ranks, four: Ranks, recipe: str) -> None:
     two.run(takes_plain_values_in_two_dims, recipe, False)
     four.run(takes_plain_values_in_two_dims, recipe, True)
-
-
-def refuses_to_quantize(recipe: str, rows: int, columns: int, style: str) -> str:
-    """What quantize_ says of a weight that is cut inside a block; nothing of the model is changed."""
-    mesh = mesh_of(dist.get_world_size())
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
-    parallelize_module(model, mesh, {"0": ColwiseParallel() if style == "rows" else RowwiseParallel()})
-    try:
-        layoutc.quantize_(model, recipe)
-    except LayoutError as error:
-        dist.barrier()
-        assert not isinstance(model[0].weight._local_tensor, QuantizedTensor)
-        return str(error)
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "rows", "columns", "style", "said"),
-    [
-        ("fp8_block", 384, 256, "rows", "192 rows a rank, but a cut must fall at a multiple of 128 rows"),
-        ("nvfp4", 64, 96, "columns", "48 columns"),
-        ("mxfp8", 64, 96, "columns", "48 columns a rank, but a cut must fall at a multiple of 32 columns"),
-        ("fp8_rowwise", 64, 96, "columns", "one scale covers a whole row"),
-    ],
-)
-def test_a_cut_inside_a_block_is_refused_by_name(
-    two: Ranks, recipe: str, rows: int, columns: int, style: str, said: str
-) -> None:
-    messages = two.run(refuses_to_quantize, recipe, rows, columns, style)
-    assert len(set(messages)) == 1
-    if recipe == "nvfp4":  # three blocks a rank
-        assert messages[0] == "nothing was raised"
-    else:
-        assert messages[0].startswith("0.weight: shape")
-        assert said in messages[0]
-
-
-def refuses_what_fsdp2_has_sharded() -> str:
-    model = nn.Linear(64, 64, bias=False)
-    fully_shard(model)
-    try:
-        layoutc.quantize_(model, "fp8_current")
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_a_weight_that_fully_shard_has_made_is_refused(two: Ranks) -> None:
-    assert (
-        two.run(refuses_what_fsdp2_has_sharded) == ["weight is already sharded: call quantize_ before fully_shard"] * 2
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- SimpleFSDP
@@ -562,30 +510,15 @@ def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- modules and state dicts
 def distributes_modules(recipe: str) -> None:
-    """distribute_module replicates; a full state dict holds quantized tensors and loads into another model."""
+    """distribute_module replicates the first rank's weights."""
     world = dist.get_world_size()
     mesh, width = mesh_of(world), width_for(recipe, world)
     reference = build(recipe, width)
     with layoutc.strict():
         replicated = distribute_module(build(recipe, width, seed=dist.get_rank()), mesh)
         assert_whole(replicated, reference)
-    model, other = build(recipe, width), build(recipe, width, seed=1)
-    for one in (model, other):
-        for layer in one.layers:
-            fully_shard(layer)
-        fully_shard(one)
-    options = StateDictOptions(full_state_dict=True)
-    with layoutc.strict():
-        full = get_model_state_dict(model, options=options)
-    for name, whole in reference.state_dict().items():
-        if isinstance(whole, QuantizedTensor):
-            assert_same(full[name], whole)
-    set_model_state_dict(other, dict(full), options=options)
-    assert_whole(other, reference)
-    plain = Model(width)
-    plain.load_state_dict({k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in full.items()})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_modules_are_distributed_and_full_state_dicts_stay_quantized(two: Ranks, recipe: str) -> None:
+def test_modules_are_distributed(two: Ranks, recipe: str) -> None:
     two.run(distributes_modules, recipe)

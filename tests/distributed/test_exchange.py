@@ -166,28 +166,6 @@ def test_hybrid_sharding_exchanges_within_its_shards(four: Ranks) -> None:
     four.run(replicas)
 
 
-def trains() -> None:
-    """Masters, steps and a state that is gathered are those without exchanges."""
-    found = []
-    for exchanges in (False, True):
-        model = sharded(built("nvfp4", "quantized"), mp_policy=POLICY)
-        if exchanges:
-            layoutc.exchange_gradients(model)
-        optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
-        losses = []
-        for step in range(4):
-            losses.append(float(stepped(model, step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(losses)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 4
-
-
-def test_a_training_is_the_same(two: Ranks) -> None:
-    two.run(trains)
-
-
 def freed() -> None:
     """No gradient outlives its sum, though the collector is off: nothing refers to itself."""
     model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)

@@ -91,8 +91,7 @@ def changes_modes(recipe: str, use: str) -> None:
         model = sharded(blocks(recipe, use, mode))
         optimizer = optimizer_of(model)
         found = train(model, optimizer, 0, 1)
-        changes = [(LATER, ("down",)), (LATER, ("0.up",)), (ON_GATHER, ("down",)), (ON_GATHER, ("up",))]
-        changes.append((LATER, ("0.up", "0.down")))
+        changes = [(LATER, ("down",)), (ON_GATHER, ("down",)), (LATER, ("0.up", "0.down"))]
         for step, (other, endings) in enumerate(changes):
             if mode == ON_GATHER:
                 reshard(model)
@@ -147,13 +146,13 @@ def trains_as_others(kind: str) -> None:
             converted(model, *kind.split(), mode)
         fully_shard(model[0])
         fully_shard(model)
-        return train(model, optimizer_of(model), 0, 1, 2) + stored(model)
+        return train(model, optimizer_of(model), 0, 1) + stored(model)
 
     assert_alike(run)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["recipes", "nvfp4 quantized", "nvfp4 cast", "fp8_block quantized"])
+@pytest.mark.parametrize("kind", ["recipes", "nvfp4 cast", "fp8_block quantized"])
 def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None:
     four.run(trains_as_others, kind)
 

@@ -70,7 +70,7 @@ def leaves_values(recipe: str, cast: bool) -> None:
     assert [len(plan.of_values) for plan in plans(model)] == [len(rows)] * all(fits)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", CUT_APART)
 def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, False)

@@ -63,19 +63,16 @@ def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "recipe", "use", "dim", "compiled"),
     [
-        ("gated", "mxfp8", "quantize_", 0, False),
         ("gated", "mxfp8", "quantize_", 1, False),
         ("gated", "fp8_current", "cast_on_gather_", 0, False),
-        ("gated", "mxfp8", "quantize_", 0, True),
-        ("joined", "mxfp8", "cast_on_gather_", 0, False),
         ("joined", "nvfp4", "quantize_", 0, False),
+        ("joined", "mxfp8", "quantize_", 0, True),
         ("transposed", "mxfp8", "quantize_", 0, False),
-        ("transposed", "mxfp8", "cast_on_gather_", 0, True),
-        ("transposed", "fp8_current", "cast_on_gather_", 0, False),
+        ("transposed", "fp8_current", "cast_on_gather_", 0, True),
     ],
 )
 def test_experts_by_name_train_as_one_process(

@@ -86,9 +86,7 @@ def follows(recipe: str, same: bool) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(("recipe", "same"), [("mxfp8", True), ("nvfp4", False)])
 def test_masters_go_along_cut_as_the_new_parameters(two: Ranks, recipe: str, same: bool) -> None:
     """Where the new parameter holds what the old one did; else masters are made of what it holds."""
     for message in two.run(follows, recipe, same):

@@ -224,7 +224,7 @@ def in_a_way(name: str) -> None:
     is_that_of_fsdp2(use, loop, "grad_fp8", mesh=mesh_of(2, 2, names=NAMES), **options)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_all_that_fsdp2_all_reduces_travels_as_codes(four: Ranks, name: str) -> None:
     four.run(in_a_way, name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
-from models import RECIPES, Model, local, my_share, shard, train_step, width_for
+from models import Model, local, my_share, shard, train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -90,17 +90,12 @@ def keeps(recipe: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) ->
 
 
 CASES = [
-    *((recipe, (64, 64), torch.bfloat16, "rows") for recipe in RECIPES),
-    ("mxfp8", (96, 64), torch.bfloat16, "rows"),  # cuts inside a block
+    ("nvfp4", (48, 64), torch.bfloat16, "rows"),  # cuts inside a block
     ("fp8_block", (17, 64), torch.float32, "rows"),  # uneven
-    ("nvfp4", (48, 64), torch.float32, "rows"),
     ("fp8_block", (128, 128), torch.float32, "rows"),  # a block that all ranks share
     ("fp8_delayed", (1, 64), torch.float32, "rows"),  # ranks without rows
-    ("fp8_delayed", (7, 64), torch.bfloat16, "rows"),
     ("mxfp8", (64, 256), torch.float32, "dim 1"),
-    ("fp8_delayed", (2, 256, 64), torch.float32, "dim 1"),  # rows within each expert
-    ("mxfp8", (3, 256, 64), torch.bfloat16, "dim 1"),
-    ("mxfp8", (4, 64, 64), torch.float32, "rows"),
+    ("mxfp8", (3, 256, 64), torch.bfloat16, "dim 1"),  # rows within each expert
     ("mxfp8", (3, 32, 64), torch.float32, "rows"),
     ("mxfp8", (64, 64), torch.bfloat16, "offloaded"),
 ]
@@ -116,13 +111,7 @@ def test_masters_of_shards_start_from_the_values(
 
 @pytest.mark.parametrize(
     ("recipe", "shape", "form"),
-    [
-        ("mxfp8", (128, 64), "hybrid"),
-        ("nvfp4", (48, 64), "hybrid"),
-        ("mxfp8", (96, 64), "rows"),
-        ("fp8_block", (9, 64), "rows"),
-        ("fp8_delayed", (3, 64), "rows"),
-    ],
+    [("nvfp4", (48, 64), "hybrid"), ("fp8_block", (9, 64), "rows"), ("fp8_delayed", (3, 64), "rows")],
 )
 def test_masters_on_four_ranks(four: Ranks, recipe: str, shape: tuple[int, ...], form: str) -> None:
     """HSDP, and ranks with few rows or none."""
@@ -163,9 +152,16 @@ def written(recipe: str, shape: tuple[int, ...], how: str, folder: str) -> None:
     masters_are(model, values)
 
 
-@pytest.mark.parametrize("how", ["copy", "meta", "steps", "convert", "safetensors", "broadcast"])
 @pytest.mark.parametrize(
-    ("recipe", "shape"), [("nvfp4", (48, 64)), ("fp8_current", (17, 64)), ("fp8_block", (200, 64))]
+    ("recipe", "shape", "how"),
+    [
+        ("nvfp4", (48, 64), "copy"),
+        ("fp8_current", (17, 64), "meta"),
+        ("fp8_block", (200, 64), "steps"),
+        ("nvfp4", (48, 64), "convert"),
+        ("fp8_block", (200, 64), "safetensors"),
+        ("fp8_current", (17, 64), "broadcast"),
+    ],
 )
 def test_values_written_into_shards_are_kept(
     two: Ranks, recipe: str, shape: tuple[int, ...], how: str, tmp_path: Path
@@ -285,7 +281,7 @@ def trains_as_one(recipe: str, sizes: tuple[int, int]) -> None:
     """Losses, masters and the first step: made before the first forward, in which FSDP2 copies short shards again."""
     reference, sharded = small_model(recipe, *sizes), shard(small_model(recipe, *sizes))
     ours, theirs = small_adam(sharded), small_adam(reference)
-    for step in range(8):
+    for step in range(3):
         expected = train_step(reference, theirs, step, sizes[0])
         assert train_step(sharded, ours, step, sizes[0], my_share()) == expected, step
     pairs = zip(ours.masters().values(), theirs.masters().values(), strict=True)
@@ -294,18 +290,8 @@ def trains_as_one(recipe: str, sizes: tuple[int, int]) -> None:
         assert torch.equal(mine.full_tensor(), whole)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_small_learning_rates_train_as_one_process(two: Ranks, recipe: str) -> None:
-    """Even shards."""
-    width = width_for(recipe, 2)
-    two.run(trains_as_one, recipe, (width, width))
-
-
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "sizes"), [("mxfp8", (64, 96)), ("nvfp4", (80, 48)), ("fp8_delayed", (66, 35)), ("fp8_block", (33, 9))]
-)
-def test_small_learning_rates_on_uneven_shards(four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("recipe", "sizes"), [("mxfp8", (64, 96)), ("nvfp4", (80, 48)), ("fp8_delayed", (66, 35))])
+def test_small_learning_rates_train_as_one_process(four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
     """Short shards are copied in the first forward, which must not look like a write."""
     four.run(trains_as_one, recipe, sizes)

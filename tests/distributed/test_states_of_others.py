@@ -118,7 +118,7 @@ def loads(form: str, recipe: str, folder: str, flat: bool, exact: bool, convert:
     return {"beta": float(group["betas"][0]), **{key: float(group.get(key, False)) for key in ("lr", "maximize")}}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("there", "of", "here", "to", "exact", "convert"),
     [

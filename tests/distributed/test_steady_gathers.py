@@ -29,8 +29,6 @@ from layoutc.runtime import torch_private
 from layoutc.runtime.fsdp2 import wire
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-RECIPES = ("fp8_current", "mxfp8", "fp8_block", "nvfp4")
-
 
 def on_dim_1(param: Any) -> Shard:
     return Shard(1) if param.dim() > 1 else Shard(0)

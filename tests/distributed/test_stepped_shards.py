@@ -102,7 +102,7 @@ def steps_as_one_process(kind: str, recipe: str, rows: int = 96) -> None:
     check()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_shards_are_stepped_as_whole_parameters_are(two: Ranks, kind: str) -> None:
     two.run(steps_as_one_process, kind, "mxfp8")
@@ -324,8 +324,7 @@ def updated(recipe: str, kind: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["masters", "by rule"])
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "kind"), [("nvfp4", "masters"), ("mxfp8", "by rule")])
 def test_shards_are_updated_in_place_as_whole_weights(two: Ranks, recipe: str, kind: str) -> None:
     for plain, transposed in two.run(updated, recipe, kind):
         assert "has Tensor exp_avg of shape (96, 64) in torch.float32" in plain

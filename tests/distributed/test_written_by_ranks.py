@@ -66,10 +66,18 @@ def averages(recipe: str, use: str, how: str) -> None:
         assert all(torch.equal(one, values_of(param)) for one in gathered(values_of(param)))
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("how", ["sync", "async", "average_parameters"])
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "use", "how"),
+    [
+        ("fp8_block", "quantized", "sync"),
+        ("nvfp4", "quantized", "average_parameters"),
+        ("mxfp8", "cast", "async"),
+        ("mxfp8", "quantized", "async"),
+        ("nvfp4", "cast", "sync"),
+        ("fp8_block", "cast", "average_parameters"),
+    ],
+)
 def test_models_are_averaged_alike_on_all_ranks(two: Ranks, recipe: str, use: str, how: str) -> None:
     """As local SGD and its like do; a result that is thrown away would leave each rank its own model."""
     two.run(averages, recipe, use, how)
@@ -222,8 +230,7 @@ def steps_in_parts(recipe: str, use: str) -> None:
     assert len(set(curves[0])) == 3
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("mxfp8", "cast"), ("nvfp4", "quantized")])
 def test_optimizer_state_in_parts_under_ddp(two: Ranks, recipe: str, use: str) -> None:
     two.run(steps_in_parts, recipe, use)

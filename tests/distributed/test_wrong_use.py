@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
-from models import RECIPES, Model, adam, assert_gathers_as, build, local, my_share, recipe_module, shard, train_step
+from models import Model, adam, assert_gathers_as, build, local, my_share, recipe_module, shard, train_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -58,6 +58,12 @@ def tensor_parallel_columns_inside_a_block() -> None:
     model = nn.Sequential(nn.Linear(96, 64))
     parallelize_module(model, mesh_of(2), {"0": RowwiseParallel()})
     layoutc.quantize_(model, "mxfp8")
+
+
+def tensor_parallel_columns_of_whole_rows() -> None:
+    model = nn.Sequential(nn.Linear(96, 64))
+    parallelize_module(model, mesh_of(2), {"0": RowwiseParallel()})
+    layoutc.quantize_(model, "fp8_rowwise")
 
 
 def tensor_parallel_rows_inside_a_block() -> None:
@@ -168,22 +174,6 @@ def ranks_write_different_weights() -> None:
     param = (model.head if dist.get_rank() else model.layers[0]).weight
     with torch.no_grad():
         local(param).copy_(torch.ones(param.to_local().shape))
-
-
-def one_rank_has_another_shape() -> None:
-    layoutc.check_ranks(shard(build("mxfp8", WIDTH, WIDTH * (1 + dist.get_rank()))))
-
-
-def one_rank_has_another_recipe() -> None:
-    layoutc.check_ranks(shard(build(("mxfp8", "nvfp4")[dist.get_rank()], WIDTH)))
-
-
-def one_rank_holds_one_orientation() -> None:
-    model = build("mxfp8", WIDTH)
-    if dist.get_rank():
-        values = model.head.weight.dequantize()
-        model.head.weight = nn.Parameter(recipe_module("mxfp8").quantize(values, orientations=("rowwise",)))
-    layoutc.check_ranks(shard(model))
 
 
 def all_ranks_hold_one_orientation() -> None:
@@ -302,6 +292,7 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (a_shape_that_the_recipe_does_not_take, ["0.weight: mxfp8 takes rows", "(64, 48)", "the next that fits"]),
     (a_shape_in_quantized_init, ["0.weight: mxfp8 takes rows", "(64, 48)", "the next that fits is (64, 64)"]),
     (tensor_parallel_columns_inside_a_block, ["0.weight: ", "48 columns a rank", "a multiple of 32 columns"]),
+    (tensor_parallel_columns_of_whole_rows, ["0.weight: shape", "one scale covers a whole row"]),
     (tensor_parallel_rows_inside_a_block, ["0.weight: ", "192 rows a rank", "a multiple of 128 rows"]),
     (
         tensor_parallel_parts_of_cast_weights_inside_a_block,
@@ -347,9 +338,6 @@ REFUSED: list[tuple[Case, list[str]]] = [
     ),
     (tied_to_a_weight_that_is_not_chosen, ["head.weight is tied to layers.0.weight", "and name != 'head'"]),
     (ranks_write_different_weights, ["(layers.0.weight of shape (64, 64), head.weight of shape", "in the same order"]),
-    (one_rank_has_another_shape, ["layers.0.weight: shape: (64, 64) on rank 0; (128, 64) on rank 1"]),
-    (one_rank_has_another_recipe, ["layers.0.weight: recipe: mxfp8, layout", "on rank 0; nvfp4", "on rank 1"]),
-    (one_rank_holds_one_orientation, ["head.weight: orientations: rowwise+columnwise on rank 0; rowwise on rank 1"]),
     (
         all_ranks_hold_one_orientation,
         ["head.weight of shape (64, 64) in mxfp8 lacks columnwise_data", "quantize it with all"],
@@ -427,9 +415,11 @@ def holds_what_is_not_finite(recipe: str, value: float) -> None:
         assert layoutc.check_ranks(model) == 5
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "value"),
+    [("fp8_delayed", float("inf")), ("nvfp4", float("nan")), ("fp8_block", float("nan")), ("mxfp8", float("inf"))],
+)
 def test_values_that_are_not_finite_give_the_bytes_of_one_process(two: Ranks, recipe: str, value: float) -> None:
     two.run(holds_what_is_not_finite, recipe, value)
 
