@@ -66,4 +66,15 @@ FILES = {
         ignored=("{module}.input_scale", "{module}.k_scale", "{module}.v_scale"),
         parts=EXPERTS,
     ),
+    "torchao": Binding(
+        name="torchao",
+        summary="torchao's Float8Tensor by blocks, as transformers writes it",
+        planes={
+            "rowwise_data": BoundPlane("{module}._weight_qdata", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane("{module}._weight_scale", "F32", 32),
+        },
+        config={"quant_method": "torchao"},
+        recognized=("quant_method",),
+        read_only=True,
+    ),
 }

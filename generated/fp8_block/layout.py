@@ -33,7 +33,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block",
     summary="E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each",
-    spec_sha256="1487297d7587f6f5e996a798ab3bfa91b8986f22c9296aa8684236b35cbcfa90",
+    spec_sha256="5c54a8f2a4b0e7728f4b66d35ba12834106e6f85e25bde1f147f9eca229aa794",
     layout_id="09c0d85eeed1",
     shard_rows=128,
     shard_reason="one rowwise scale covers 128 rows",

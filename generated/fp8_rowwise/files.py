@@ -67,13 +67,8 @@ FILES = {
             "rowwise_data": BoundPlane("{module}._weight_qdata", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}._weight_scale", "F32", 32),
         },
-        config={
-            "quant_method": "torchao",
-            "quant_type": {
-                "weights": {"_type": "Float8WeightOnlyConfig"},
-                "both": {"_type": "Float8DynamicActivationFloat8WeightConfig"},
-            },
-        },
-        recognized=("quant_method", "quant_type.*"),
+        config={"quant_method": "torchao"},
+        recognized=("quant_method",),
+        read_only=True,
     ),
 }

@@ -62,14 +62,9 @@ FILES = {
             "rowwise_data": BoundPlane("{module}._weight_qdata", "I8", 8),
             "rowwise_scale": BoundPlane("{module}._weight_scale", "F32", 32),
         },
-        config={
-            "quant_method": "torchao",
-            "quant_type": {
-                "weights": {"_type": "Int8WeightOnlyConfig"},
-                "both": {"_type": "Int8DynamicActivationInt8WeightConfig"},
-            },
-        },
-        recognized=("quant_method", "quant_type.*"),
+        config={"quant_method": "torchao"},
+        recognized=("quant_method",),
         zeros=("{module}._weight_zero_point", "I8"),
+        read_only=True,
     ),
 }

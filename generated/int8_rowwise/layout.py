@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="int8_rowwise",
     summary="8-bit integers with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="1dd28998010a0798fcfaf4d52fc297a87ae9eaed58ae1ae9c6b2469480eaf482",
+    spec_sha256="80a9a76a60684c8c0448aea5a7ecd3f8428ef93923cdc74ecad7061bd02b4eff",
     layout_id="92ee72710e09",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

@@ -96,4 +96,24 @@ FILES = {
         config={"mode": "mxfp4", "bits": 4, "group_size": 32},
         recognized=("mode", "bits", "group_size"),
     ),
+    "torchao": Binding(
+        name="torchao",
+        summary="torchao's MXTensor in FP4 with swizzled scales, as transformers writes it",
+        planes={
+            "rowwise_data": BoundPlane("{module}._weight_qdata", "U8", 8),
+            "rowwise_scale": BoundPlane(
+                "{module}._weight_scale",
+                "F8_E8M0",
+                8,
+                rows=(REST, 4, 32),
+                columns=(REST, 4),
+                order=(0, 3, 2, 1, 4),
+                joined=(5,),
+                counted=((0, 2), (3, 1, 4)),
+            ),  # (rt a b) (ct c) -> (rt ct b a c) -> (rt b) (ct a c)
+        },
+        config={"quant_method": "torchao"},
+        recognized=("quant_method",),
+        read_only=True,
+    ),
 }

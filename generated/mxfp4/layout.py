@@ -36,7 +36,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp4",
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
-    spec_sha256="240fd9d6bb12e04ba1383994ddf38ba99fe3efc323a3761c2812976c1da42659",
+    spec_sha256="5ee87e9a55a5ae4ffb54361ee21be35bd1ed02a86530772f02cdeef6fe1d3db3",
     layout_id="7cebb33b721f",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

@@ -34,7 +34,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8",
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
-    spec_sha256="73b13d8155e4a92c00edb2ff95710b822cb83e33f73a48704bc24e47c5b6961f",
+    spec_sha256="6f08fabb3a21c325df0793d172494ce9b810b18433e4f93cc2d736edfa307aad",
     layout_id="6f13e8dd84ca",
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",

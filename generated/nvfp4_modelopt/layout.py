@@ -29,7 +29,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_modelopt",
     summary="ModelOpt's NVFP4 weights, in 1x16 blocks with E4M3 scales and one FP32 number",
-    spec_sha256="d87a2f15656d7f71b70e02fd22d2c483f17157a36270fc0d8cd984f6b3ecd3cb",
+    spec_sha256="648a29c0965d489d7799b1d238f03682ae5c65e238ad851e7d4d4fadcf24415a",
     layout_id="a9fb376bf278",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=16,

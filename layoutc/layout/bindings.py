@@ -79,6 +79,7 @@ def bindings(
             zeros=(zeros.name, zeros.dtype) if zeros else None,
             text=(text.name, _as_json(text.value), text.any) if text else None,
             fused=stated.fused,
+            read_only=stated.read_only,
         )
         written = {plane: one.codes.values for plane, one in tensors.items() if one.codes and one.codes.values}
         made.append(Files(binding, {plane: layout for plane, (_, layout) in pairs.items()}, written))
@@ -138,7 +139,8 @@ def bound(
     names, known = (*layout.rows, *layout.columns), {MATRICES: facts.MATRICES, **dict(layout.sizes)}
     rows, columns = (tuple(known.get(name, facts.REST) for name in group) for group in (layout.rows, layout.columns))
     order = tuple(map(names.index, layout.order))
-    return made._replace(rows=rows, columns=columns, order=order, joined=layout.joined), layout
+    counted = tuple(tuple(map(names.index, dim)) for dim in layout.counted)
+    return made._replace(rows=rows, columns=columns, order=order, joined=layout.joined, counted=counted), layout
 
 
 def shares_bytes(layout: FileLayout, same_order: bool, bits: int) -> bool:

@@ -56,6 +56,7 @@ def _tables(layout: Layout, files: Files) -> list[Table]:
     rest = [
         ("config.json has", _dotted(binding)),
         ("modules left plain under", binding.plain),
+        ("exports", "don't write them" if binding.read_only else ""),
         ("left alone", ", ".join(binding.ignored)),
         ("one scale for", "; ".join(" + ".join(group) for group in binding.fused)),
         *((f"{whole} is", ", ".join(parts)) for whole, parts in binding.parts),

@@ -110,3 +110,6 @@ class FileBinding(Model):
     plain: str | None = Field(
         default=None, description="the key of `config` that lists the modules whose weights are not quantized"
     )
+    read_only: bool = Field(
+        default=False, description="exports don't write such files: their program reads more than tensors and a config"
+    )

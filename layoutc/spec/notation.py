@@ -134,7 +134,8 @@ def _arrow(pattern: str, groups_are: str) -> tuple[tuple[tuple[str, ...], ...], 
 @dataclass(frozen=True)
 class FileLayout:
     """Splits the rows and columns of a plane's values into names, then reorders them into the dims of a file's tensor.
-    Each dim has one name, or as many as `joined` says.
+    Each dim has one name, or as many as `joined` says. counted: the names of each dim, if the file's dims only count
+    the values of that order, and cut it elsewhere.
 
     MATRICES among the rows has the number of a weight's matrices as its size (for a 2-D weight, 1 and no dim). Among
     the other names of a group, one has no size: it gets the rest.
@@ -145,11 +146,13 @@ class FileLayout:
     order: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
     joined: tuple[int, ...] = ()
+    counted: tuple[tuple[str, ...], ...] = ()
 
     @property
     def pattern(self) -> str:
         """The pattern as a spec writes it, without sizes."""
-        return Swizzle((self.rows, self.columns), self.order, (), self.joined).pattern
+        order = Swizzle((self.rows, self.columns), self.order, (), self.joined).pattern
+        return f"{order} -> {_written(self.counted)}" if self.counted else order
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
@@ -164,14 +167,21 @@ AS_STORED = FileLayout((MATRICES, "m"), ("k",), (MATRICES, "m", "k"), ())
 
 def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
     """Parses `(e m) (g b) -> e m g b`, or `m (g b) -> g (m b)`, with the size of b. Like a swizzle, it is a bijection
-    by construction. Raises NotationError."""
+    by construction. A second arrow has the dims that count these values: `(r a) c -> (r c a) -> r (a c)`. Raises
+    NotationError."""
     left, arrow, right = _sides(pattern)
-    offset = len(left) + len(arrow)
+    right, _, last = right.partition(arrow)
+    offset, end = len(left) + len(arrow), len(pattern) - len(last)
     groups, dims = _groups(left, 0, "before"), _groups(right, offset, "after")
     if len(groups) != 2:
         raise NotationError(f"takes 2 dims, (rows, columns), but names {len(groups)}", 0, max(1, len(left.rstrip())))
     _same_names(pattern, groups, [(name, _find(pattern, name, offset)) for dim in dims for name in dim], offset)
     names = [name for group in groups for name in group]
+    counted = _groups(last, end, "after")
+    if counted:
+        _same_names(pattern, groups, [(name, _find(pattern, name, end)) for dim in counted for name in dim], end)
+        if len(dims) > 1 or MATRICES in names:
+            raise NotationError("a second arrow counts the values of one dim of a matrix", offset, end)
     if any(MATRICES in dim and len(dim) > 1 for dim in dims):
         message = f"`{MATRICES}` is grouped with other names, but matrices need a dim of their own"
         raise NotationError(message, *_find(pattern, MATRICES, offset))
@@ -187,7 +197,7 @@ def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
             message = f"in the {what} ({' '.join(group)}), {which} size"
             raise NotationError(message, *_find(pattern, group[-1]))
     order, joined = tuple(name for dim in dims for name in dim), tuple(len(dim) for dim in dims)
-    return FileLayout(*groups, order, tuple(sorted(sizes.items())), joined if max(joined) > 1 else ())
+    return FileLayout(*groups, order, tuple(sorted(sizes.items())), joined if max(joined) > 1 else (), counted)
 
 
 def parse_form(text: str) -> tuple[float | None, float | None]:

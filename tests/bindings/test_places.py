@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held import stored as held
+from layoutc.checkpoint.held.sources import BoundSource
 from layoutc.emit.files_text import code
 from layoutc.layout.bindings import Stored, bound, dims, where
 from layoutc.layout.layout import AMAX, Plane
@@ -17,7 +21,7 @@ from layoutc.runtime.bindings import facts
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.spec.bindings import FileTensor
-from layoutc.spec.notation import AS_STORED, MATRICES, parse_file_layout
+from layoutc.spec.notation import AS_STORED, MATRICES, NotationError, parse_file_layout
 
 WIDTHS = {"U8": 1, "I32": 4, "I64": 8, "F32": 4, "BF16": 2, "F8_E4M3": 1}
 TORCH = {
@@ -159,6 +163,24 @@ def test_boxes_and_whole_tensors_hold_the_values_that_the_pattern_says(case, dat
     r1, c1 = data.draw(st.integers(r0, rows)), data.draw(st.integers(c0, stored.shape[1]))
     read = places.read(at, (r0, r1), (c0, c1), lambda index: in_file[index])
     assert same(read, stored[r0:r1, c0:c1])
+
+
+def test_dims_may_only_count_the_values() -> None:
+    tensor = FileTensor(name="{name}", dtype="U8", layout="(r a) k -> (r k a) -> r (k a)", sizes={"a": 3})
+    by, plane = as_generated(bound(Stored("rowwise_scale", 8), tensor, True)), torch.arange(30, dtype=torch.uint8)
+    at, plane = places.place(by, Facts((6, 5), torch.uint8), None), plane.view(6, 5)
+    in_file = plane.view(2, 3, 5).mT.reshape(2, 15)
+    assert at.shape == in_file.shape
+    assert same(places.write(at, plane, torch.uint8), in_file)
+    stored = held.Stored(Path("f"), "w", "U8", (2, 15), 0, 30)
+    source = BoundSource("w", at.plane, ((stored, at),), shared=False)
+    for rows, columns in product(combinations(range(7), 2), combinations(range(6), 2)):
+        box = slice(*rows), slice(*columns)
+        assert same(source.read(box, lambda _, index: in_file[index]), plane[box])
+    with pytest.raises(NotationError, match="`a` is missing"):
+        parse_file_layout("(r a) k -> (r k a) -> r k", {"a": 3})
+    with pytest.raises(NotationError, match="counts the values of one dim"):
+        parse_file_layout("(r a) k -> r (k a) -> r (a k)", {"a": 3})
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["2688 / x", "x / 2688"]))

@@ -83,9 +83,9 @@ def test_of_alternatives_those_that_convert_are_left_out() -> None:
 
 def test_a_refusal_counts_where_a_weight_follows_no_other() -> None:
     error = LayoutError("what is wrong")
-    check_all_fit([fit("ab"), fit("c")], [(error, ["a", "c"])])
+    check_all_fit([fit("ab"), fit("c")], [(error, fit("ac"))])
     with pytest.raises(LayoutError, match="what is wrong"):
-        check_all_fit([fit("ab"), fit("c")], [(error, ["a", "d"])])
+        check_all_fit([fit("ab"), fit("c")], [(error, fit("ad"))])
 
 
 @pytest.mark.parametrize(

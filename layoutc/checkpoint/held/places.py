@@ -58,7 +58,8 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     sizes = (*row_sizes, *column_sizes)
     bare = MATRICES in bound.rows and matrices is None  # a 2-D weight has no dim for matrices
     stated = (*bound.rows, *bound.columns)
-    dims = [prod(sizes[i] for i in dim) for dim in _dims(bound) if not (bare and stated[dim[0]] == MATRICES)]
+    named = bound.counted or _dims(bound)
+    dims = [prod(sizes[i] for i in dim) for dim in named if not (bare and stated[dim[0]] == MATRICES)]
     size = bound.bits if bound.bits < 8 else 8 * plane.dtype.itemsize
     per = 8 * width // size
     last = sizes[bound.order[-1]]

@@ -94,6 +94,8 @@ class BoundSource(NamedTuple):
         stored, place = self.parts[number]
 
         def box(index: tuple[slice, ...]) -> Tensor:
+            if place.bound.counted:  # the values in order, whatever dims count them
+                return fetch(stored, ()).reshape(-1)[index]
             return fetch(stored, index if len(index) == len(stored.shape) else ())
 
         try:

@@ -176,13 +176,13 @@ def fitting(
     shapes: name in the files -> shape, for the parameters that may be quantized. by: finds one of them. Raises
     LayoutError, with the first binding's reason, if weights match names but no binding fits them.
     """
-    fits, refused = list[Fit](), list[tuple[LayoutError, list[str]]]()
+    fits, refused = list[Fit](), list[tuple[LayoutError, Fit]]()
     for one in told:
         named = [name for name, shape in shapes.items() if recognize.is_for(one, name, shape, tensors, told)]
         try:
             names = tuple(name for name in named if by(name, shapes[name], one, tensors))
         except LayoutError as error:
-            refused.append((error, named))
+            refused.append((error, Fit(one, tuple(named))))
             continue
         fits += [Fit(one, names)] if names else []
     check_all_fit(fits, refused)
@@ -192,12 +192,13 @@ def fitting(
     return alternatives([fit._replace(names=tuple(names)) for fit, names in zip(fits, own, strict=True) if names])
 
 
-def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iterable[str]]]) -> None:
+def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Fit]]) -> None:
     """Raises the error of a refused binding if any of the weights that match its names fits no other binding."""
     held = {name for fit in fits for name in fit.names}
-    for error, names in refused:
+    for error, (bound, names) in refused:
         if not held.issuperset(names):
-            raise error
+            plain = READ_AS_PLAIN.get(bound.binding.config.get("quant_method"))
+            raise LayoutError(f"{error}. {plain}") if bound.is_read_only and plain else error
 
 
 def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:

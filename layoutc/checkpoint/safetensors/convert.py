@@ -205,13 +205,13 @@ def _quantized(
     if not (told := choosing.told(path, files, every, contents.tensors)):
         return {}
     choosing.check_holds(path, files, told, contents.tensors)
-    fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
+    fits, refused, by = list[Fit](), list[tuple[LayoutError, Fit]](), dict[str, dict[str, Found]]()
     targets = {one.layout_id for one in into}
     for one in sorted(told, key=lambda one: one.layout_id not in targets):  # prefer the one that keeps the bytes
         try:
             found = weights_in(one, contents.tensors, told)
         except LayoutError as error:
-            refused.append((error, named_in(one, contents.tensors, told)))
+            refused.append((error, Fit(one, tuple(named_in(one, contents.tensors, told)))))
             continue
         by[one.label] = found
         fits += [Fit(one, tuple(found))] if found else []

@@ -12,7 +12,7 @@ from layoutc.checkpoint.held import narrower, places
 from layoutc.checkpoint.held.regrouped import Regrouped, regrouped
 from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
-from layoutc.runtime.bindings.configs import KEYS, NOT_WRITTEN, holder
+from layoutc.runtime.bindings.configs import KEYS, holder
 from layoutc.runtime.bindings.facts import Binding, BoundPlane
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -88,12 +88,10 @@ class Bound(NamedTuple):
 
     @property
     def is_read_only(self) -> bool:
-        """True if files store codes of a plane's values under a codebook that the binding does not define, or blocks
-        whose sizes are not the recipe's, or what only their program writes."""
-        if self.binding.config.get("quant_method") in NOT_WRITTEN:
-            return True
+        """True if the spec says so, or files store codes of a plane's values under a codebook that the binding does not
+        define, or blocks whose sizes are not the recipe's."""
         coded = any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
-        return coded or issubclass(self.cls, Regrouped)
+        return self.binding.read_only or coded or issubclass(self.cls, Regrouped)
 
 
 def config_in(folder: Path) -> dict[str, Any]:

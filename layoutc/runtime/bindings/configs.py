@@ -37,9 +37,6 @@ OF_LLM_COMPRESSOR: Mapping[tuple[Any, Any], str] = MappingProxyType(
 )
 OF_MLX: Mapping[str, Any] = MappingProxyType({"mode": "affine"})  # MLX's defaults; its configs have no quant_method
 
-# Programs whose readers need more than tensors and a config, such as torchao's classes in headers. Files are only read.
-NOT_WRITTEN = ("torchao",)
-
 # How programs convert their own files to plain weights, by quant_method; None: MLX, whose configs have none.
 READ_AS_PLAIN: Mapping[str | None, str] = MappingProxyType(
     {
@@ -97,9 +94,6 @@ def spelled(config: Mapping[str, Any]) -> dict[str, Any]:
     elif method.startswith("modelopt"):  # like vLLM: any variant, and the contents of ModelOpt's separate file
         inner = found.get(KEYS[-1])
         found |= {**(inner if isinstance(inner, Mapping) else {}), "quant_method": "modelopt"}
-    elif method == "torchao":  # the classes of its configs, of all weights or of named ones
-        names = re.findall(r"'_type': '(\w+config)'", str(found.get("quant_type")))
-        found["quant_type"] = {one: one for one in names}
     elif "auto-round" in method:
         packing = found.get("packing_format") or found.get("backend") or "auto"  # older configs have `backend`
         form = found.get("data_type"), found.get("bits")

@@ -39,11 +39,11 @@ class BoundPlane(NamedTuple):
 
     name: a pattern, in which {name} is the parameter's name and {module} that without its last part. dtype: as
     safetensors names it. rows, columns: the sizes that the plane's values are split into, outermost first; REST and
-    MATRICES depend on the weight. order: the dims of the file's tensor, as indices of these; joined: how many of these
-    make up each dim, () for one each. bits: of a value. A value is an entry of the plane; or, below 8 bits, a code that
-    the file packs differently from the plane, by low_first and plane_low_first. spread: the plane has one code per
-    byte. scalar: the tensor has no dims. over, by: the file has over / x or x / by in place of x. codes: the file has
-    codes of x.
+    MATRICES depend on the weight. order: the dims of the file's tensor, as indices of these; joined: how many of
+    these make up each dim, () for one each; counted: those whose sizes make each dim, if the dims cut the order anew.
+    bits: of a value. A value is an entry of the plane; or, below 8 bits, a code that the file packs differently from
+    the plane, by low_first and plane_low_first. spread: the plane has one code per byte. scalar: the tensor has no
+    dims. over, by: the file has over / x or x / by in place of x. codes: the file has codes of x.
     """
 
     name: str
@@ -61,6 +61,7 @@ class BoundPlane(NamedTuple):
     spread: bool = False
     codes: Codes | None = None
     of_matrices: bool = False
+    counted: tuple[tuple[int, ...], ...] = ()
 
 
 class RecordBinding(NamedTuple):
@@ -90,7 +91,7 @@ class Binding(NamedTuple):
     the parameters that its rows are cut into, in which {expert} is the matrix's number). config: the
     `quantization_config` of config.json; recognized: its paths that identify these files; plain: its key for the
     modules that are not quantized, or "". fused: names of sibling modules that engines fuse into one, so their weights
-    share the scale of a whole weight.
+    share the scale of a whole weight. read_only: exports don't write such files.
     """
 
     name: str
@@ -107,3 +108,4 @@ class Binding(NamedTuple):
     zeros: tuple[str, str] | None = None
     text: tuple[str, Mapping[str, Any], tuple[str, ...]] | None = None
     fused: Sequence[Sequence[str]] = ()
+    read_only: bool = False
