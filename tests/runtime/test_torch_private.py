@@ -265,20 +265,23 @@ def test_trees_are_mapped_and_flattened() -> None:
 
 
 def test_inductor_lowers_an_operator_as_it_is_told() -> None:
-    """By its own lowerings, of a tensor that can be stored first; one that is lowered already is left as it is."""
-    torch.library.define("layoutc_test::twice", "(Tensor x) -> Tensor")
-    torch.library.register_fake("layoutc_test::twice", torch.empty_like)
-    twice: Any = torch.ops.layoutc_test.twice.default  # nothing computes it otherwise
+    """By its own lowerings, of a tensor that can be stored first; one that is lowered already is left as it is.
+
+    To a product, as what surrounds it: Inductor then writes no C++, for which it would first compile its headers.
+    """
+    torch.library.define("layoutc_test::squared", "(Tensor x) -> Tensor")
+    torch.library.register_fake("layoutc_test::squared", torch.empty_like)
+    squared: Any = torch.ops.layoutc_test.squared.default  # nothing computes it otherwise
 
     def lower(lowerings: Any, x: Any) -> Any:
         x.realize()
-        return lowerings[torch.ops.aten.add.Tensor](x, x)
+        return lowerings[torch.ops.aten.mm.default](x, x)
 
     for _ in range(2):
-        private.lower_in_inductor(twice, lower)
-    x = torch.randn(5)
+        private.lower_in_inductor(squared, lower)
+    x = torch.randn(5, 5)
     with torch._inductor.config.patch(force_disable_caches=True):
-        assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
+        assert torch.equal(torch.compile(lambda x: squared(x @ x), fullgraph=True)(x), (x @ x) @ (x @ x))
 
 
 @pytest.mark.thorough
@@ -329,15 +332,15 @@ def test_inductor_writes_a_call_of_a_function_in_the_place_of_an_operator() -> N
         torch.library.register_fake("layoutc_tests::halves", lambda xs, *_: [x * 1 for x in xs], lib=library)
         torch.ops.layoutc_tests.run_halves = halves
         private.call_in_inductor("torch.ops.layoutc_tests.halves.default", "torch.ops.layoutc_tests.run_halves")
-        x = torch.randn(5)
+        x = torch.randn(5, 5)
         with torch._inductor.config.patch(force_disable_caches=True):
             compiled = torch.compile(
-                lambda x: torch.ops.layoutc_tests.halves([x * 3, x], "it's", [1, 2], torch.float32), fullgraph=True
+                lambda x: torch.ops.layoutc_tests.halves([x @ x, x], "it's", [1, 2], torch.float32), fullgraph=True
             )
             found, codes = run_and_get_code(lambda: compiled(x))
     assert "torch.ops.layoutc_tests.run_halves(" in codes[0]
     assert "torch.ops.layoutc_tests.halves.default(" not in codes[0]
-    assert torch.equal(found[0], x * 3 / 2)
+    assert torch.equal(found[0], x @ x / 2)
     assert torch.equal(found[1], x / 2)
     assert seen == [("it's", [1, 2], torch.float32, False)]
 
