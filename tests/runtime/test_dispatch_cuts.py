@@ -69,32 +69,21 @@ def offset_in(base: QuantizedTensor, piece: QuantizedTensor) -> bool:
     )
 
 
-def check_cut(q: QuantizedTensor, cut: Cut) -> None:
-    """The piece has the class, the base's storages, and the values of the same cut of the dequantized tensor."""
+@each_recipe
+@pytest.mark.parametrize(("shape", "cuts"), [((256, 256), MATRIX), ((4, 128, 256), EXPERTS)], ids=["matrix", "experts"])
+def test_an_aligned_cut_is_exact(recipe: str, shape: tuple[int, ...], cuts: dict[str, Cut]) -> None:
+    """The piece has the class, the base's storages, and the values of the same cut of the dequantized tensor: of rows
+    and of columns, of the weight and of its transpose. Leading dims are rows too; one expert of many is a view."""
+    q = make(recipe, *shape)
     plain = q.dequantize()
-    with layoutc.strict():
-        piece, expected = cut(q), cut(plain)
-    assert isinstance(piece, type(q))
-    assert piece.shape == expected.shape
-    assert same_bits(piece.dequantize(), expected)
-    assert offset_in(q, piece)
-    assert piece.buffers().keys() == q.buffers().keys()
-
-
-@pytest.mark.sample(12)
-@each_recipe
-@pytest.mark.parametrize("name", MATRIX)
-def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:
-    """Of rows and of columns, of the weight and of its transpose."""
-    check_cut(make(recipe), MATRIX[name])
-
-
-@pytest.mark.sample(12)
-@each_recipe
-@pytest.mark.parametrize("name", EXPERTS)
-def test_an_aligned_cut_of_expert_weights_is_exact(recipe: str, name: str) -> None:
-    """Leading dims are rows too; one expert of many is a view."""
-    check_cut(make(recipe, 4, 128, 256), EXPERTS[name])
+    for name, cut in cuts.items():
+        with layoutc.strict():
+            piece, expected = cut(q), cut(plain)
+        assert isinstance(piece, type(q)), name
+        assert piece.shape == expected.shape, name
+        assert same_bits(piece.dequantize(), expected), name
+        assert offset_in(q, piece), name
+        assert piece.buffers().keys() == q.buffers().keys(), name
 
 
 @each_recipe
