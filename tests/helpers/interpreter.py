@@ -28,8 +28,9 @@ def quicken() -> None:
     if find_spec("triton") is None:
         return
     from triton.language import core, semantic
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter, jit
 
+    keep_constants(jit, core)
     for patch in (prepare_once, drop_overflow):
         patch(interpreter)
     for facts in (keep_types, keep_tensors, quick_unwrap, quick_equal):
@@ -87,6 +88,29 @@ def drop_overflow(interpreter: Any) -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def keep_constants(jit: Any, core: Any) -> None:
+    """Functions of constants, such as of a codebook's 255 steps, are computed once."""
+
+    def make(original: Any) -> Any:
+        known: dict[Any, Any] = {}
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            key = self.fn, tuple([(type(one), one) for one in map(core._unwrap_if_constexpr, args)])
+            if options.keys() - {"_semantic"}:
+                return original(self, *args, **options)
+            try:
+                if key not in known:
+                    known[key] = original(self, *args, **options)
+            except TypeError:  # of lists, which have no hash
+                return original(self, *args, **options)
+            return known[key]
+
+        return call
+
+    if hasattr(jit, "ConstexprFunction"):
+        replace(jit.ConstexprFunction, "__call__", make)
 
 
 def quick_calls(interpreter: Any) -> None:

@@ -32,3 +32,11 @@ WEIGHTS = tuple(name for name in layoutc.recipes.RECIPES if not _layout(name).no
 # One of those that ranks cut, send and store alike, the best known; all with LAYOUTC_ALL_PAIRS=1.
 _BY_FAME = (*(name for name in WEIGHTS if name not in RECIPES), *reversed(RECIPES))
 CUT_APART = WEIGHTS if ALL_PAIRS else tuple({_cuts(name): name for name in _BY_FAME}.values())[::-1]
+# Every way in which operators are called: an amax that is shared, by columns too, a history, no scale of its own, zero
+# points, codes for each orientation, one format for each, elements across bytes, one source, scales that are swizzled.
+KINDS = ("fp8_block", "fp8_current", "fp8_delayed", "fp8_rowwise", "hybrid_fp8", "int4_group32", "mxfp6_e2m3", "mxfp8")
+KINDS += ("nvfp4", "nvfp4_1d")
+# Of low precision: one scale, two formats, scales of rows with and without a product for gradients of weights, blocks,
+# transformed operands, and what transposes into itself.
+PRODUCTS = ("fp8_block", "fp8_current", "fp8_e5m2_current", "fp8_rowwise", "fp8_rowwise_all", "mxfp8", "nvfp4")
+PRODUCTS += ("nvfp4_1d",)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from numpy_models import laid_out, recipe, reference
 from quantized_cases import make, same_bits, same_tensors
-from test_batches import NAMES, off_card, ragged
+from test_batches import off_card, ragged
 from test_kernels import weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from weight_recipes import KINDS
 
 import layoutc
 from layoutc.runtime.errors import MissingOrientation
@@ -71,9 +72,8 @@ def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, 
             assert same_bits(entries, found[buffer]), (name, shape, buffer)
 
 
-@pytest.mark.sample(13)
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_group_gives_the_bytes_of_the_reference(name: str) -> None:
     """Ragged shapes, all orientations at once in both orders of scales, and each by itself in a GEMM's."""
     layout = recipe(name).LAYOUT
@@ -171,7 +171,7 @@ def test_new_buffers_of_one_shape_share_an_allocation(launches: list[int]) -> No
     assert all(one["rowwise_data"] is tensor.rowwise_data for one, tensor in zip(found, tensors, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_allocated_is_on_the_device_that_was_asked_for(name: str) -> None:
     """Buffers and planes of one weight and of many; on `meta`, since a machine without a card has no other."""
     layout, device = recipe(name).LAYOUT, torch.device("meta")

@@ -141,7 +141,7 @@ def test_an_operator_in_place_requantizes_all_planes(recipe: str) -> None:
         alias, values = q.t(), q.dequantize()
         write(values)
         expected = module(recipe).quantize(values)
-        result, counted = counts(lambda write=write: write(q))
+        result, counted = counts(lambda write=write, q=q: write(q))
         assert same(q, expected), name
         assert same_bits(alias.dequantize(), expected.dequantize().t()), name
         assert sum(counted.values()) == 1, name

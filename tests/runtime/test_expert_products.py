@@ -119,10 +119,10 @@ def random_inputs(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- products
-@pytest.mark.sample(28)
+@pytest.mark.sample(12)
 @each_groups
 @pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
-@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_rowwise_all", "mxfp8", "nvfp4", "nvfp4_1d"])
 def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, sizes: tuple[int, ...]) -> None:
     """The gradient of the weight where the recipes of tokens keep them columnwise, too."""
     x, w, g = exact_inputs(recipe, sizes)
@@ -137,8 +137,7 @@ def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, si
     assert all(map(same_bits, found[:count], whole_numbers(x, w, g, sizes)[:count]))
 
 
-@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
-@pytest.mark.parametrize("how", ["reference", "low_precision", "dequantize"])
+@pytest.mark.parametrize(("how", "use"), [("reference", "quantize_"), ("low_precision", "cast_on_gather_")])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "nvfp4_1d"])
 def test_batches_are_groups_of_equal_sizes(recipe: str, how: mode.Mode, use: str) -> None:
     x, w, g = exact_inputs(recipe, SIZES["equal"])
@@ -164,15 +163,9 @@ def by_groups(recipe: Any, x: Tensor, sizes: tuple[int, ...], orientation: str) 
     return values
 
 
-def repeats(recipe: str) -> bool:
-    """Whether gradients are quantized to the same values each time."""
-    gradient, g = module(module(recipe).LAYOUT.products.gradient[0]), weight(32, 64)
-    return same_bits(gradient.quantize(g).dequantize(), gradient.quantize(g).dequantize())
-
-
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @each_groups
-@pytest.mark.parametrize("recipe", [name for name in WITH_PRODUCTS if repeats(name)])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "fp8_rowwise_all", "mxfp8", "nvfp4_1d"])
 def test_low_precision_multiplies_values_that_are_quantized_by_group(recipe: str, sizes: tuple[int, ...]) -> None:
     """Each product against that of the recipes' own values in fp64: an fp32 accumulator is all that lies between."""
     x, w, g = random_inputs(sizes)

@@ -48,6 +48,15 @@ def plain_tensor(type_: Any) -> Any:
     return made
 
 
+def test_constants() -> None:
+    """Of tuples, which are kept, and of lists, which are not."""
+    from layoutc.runtime.triton import codebooks
+
+    steps = (-0.75, -0.25, 0.25, 0.5)
+    for given in (steps, list(steps), steps):
+        assert codebooks.keys_of(given, 1 << 23) == codebooks.keys_of.fn(given, 1 << 23)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_types_of_results(again: bool) -> None:
     """Asked for once, and again."""

@@ -173,11 +173,11 @@ def test_an_amax_that_is_given_is_the_one_that_counts(case: tuple[str, Weight]) 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("special", SPECIAL, ids=repr)
-def test_one_special_value_in_an_ordinary_weight(name: str, special: float) -> None:
+def test_one_special_value_in_an_ordinary_weight(name: str) -> None:
     x = torch.randn(256, 160, generator=torch.Generator().manual_seed(5))
-    x[37, 41] = special
-    assert_same_bytes(with_amax(name, reference(name).quantize_reference(x), x), model_planes(name, x))
+    for special in SPECIAL:
+        x[37, 41] = special
+        assert_same_bytes(with_amax(name, reference(name).quantize_reference(x), x), model_planes(name, x))
 
 
 @pytest.mark.parametrize("name", RECIPES)

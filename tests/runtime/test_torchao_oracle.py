@@ -61,7 +61,7 @@ def assert_mx_equal(x: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- mxfp8
 @given(shape=SHAPE, seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0, 100.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_mxfp8_of_bf16_weights_is_torchaos_byte_for_byte(shape: tuple[int, int], seed: int, spread: float) -> None:
     """Statement 6. A bf16 amax has 8 bits, so amax / 448 is a power of two or at least 1/256 away from one.
 
@@ -71,7 +71,7 @@ def test_mxfp8_of_bf16_weights_is_torchaos_byte_for_byte(shape: tuple[int, int],
 
 
 @given(shape=SHAPE, seed=SEED)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_mxfp8_of_fp32_weights_is_torchaos_away_from_powers_of_two(shape: tuple[int, int], seed: int) -> None:
     """Statement 6 in fp32: blocks whose amax / 448 is 2^-14 or more off a power of two: log2 keeps them apart."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
@@ -130,7 +130,7 @@ MX_ELEMENTS: list[tuple[str, Any, int]] = [
 
 @pytest.mark.parametrize(("name", "element", "bits"), MX_ELEMENTS, ids=[name for name, _, _ in MX_ELEMENTS])
 @given(shape=SHAPE, seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0, 100.0]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_six_and_four_bit_mx_is_torchaos_byte_for_byte(
     name: str, element: Any, bits: int, shape: tuple[int, int], seed: int, spread: float
 ) -> None:
@@ -147,8 +147,8 @@ def test_six_and_four_bit_mx_is_torchaos_byte_for_byte(
         assert torch.equal(tensor.buffers()[f"{orientation}_data"], data if bits == 4 else packed(data, bits))
 
 
-@given(shape=SHAPE, seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0]))
-@settings(max_examples=15, deadline=None)
+@given(shape=st.sampled_from([(32, 32), (32, 96)]), seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0]))
+@settings(max_examples=10, deadline=None)
 def test_mxint8_is_the_ocp_definition_in_integers(shape: tuple[int, int], seed: int, spread: float) -> None:
     """OCP MX v1.0, 6.3: the exponent of the block's amax, and elements in steps of 2^-6, rounded to even, clamped."""
     x = bf16_weight(shape, seed, spread)
@@ -164,7 +164,7 @@ def test_mxint8_is_the_ocp_definition_in_integers(shape: tuple[int, int], seed: 
 
 # ---------------------------------------------------------------------------------------------------------------- nvfp4
 @given(exponent=st.integers(-20, 20), seed=SEED, shape=st.sampled_from([(16, 16), (48, 80), (64, 176)]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_nvfp4_is_torchaos_when_the_tensor_scale_is_a_power_of_two(
     exponent: int, seed: int, shape: tuple[int, int]
 ) -> None:
@@ -220,7 +220,7 @@ def test_fp8_multipliers_are_torchaos_for_every_amax_that_it_does_not_raise(name
 
 
 @given(seed=SEED, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), power=st.integers(-20, 10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_fp8_current_is_torchaos_byte_for_byte(seed: int, dtype: torch.dtype, power: int) -> None:
     x = (torch.randn(24, 40, generator=torch.Generator().manual_seed(seed)) * 2.0**power).to(dtype)
     multiplier = torchao_scale(x.abs().max())
@@ -232,7 +232,7 @@ def test_fp8_current_is_torchaos_byte_for_byte(seed: int, dtype: torch.dtype, po
 
 
 @given(seed=SEED, shape=st.sampled_from([(128, 128), (130, 257), (256, 384)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_fp8_block_is_torchaos_power_of_two_scaling_block_by_block(seed: int, shape: tuple[int, int]) -> None:
     """torchao's quotient is the fp32 quotient, as above, and both then clear its mantissa."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
