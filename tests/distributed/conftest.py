@@ -2,23 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from harness import group
 
-import pytest
-from harness import Ranks
-
-
-@pytest.fixture(scope="session")
-def two() -> Iterator[Ranks]:
-    """Two processes."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[Ranks]:
-    """Four processes."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+two, four = group(2), group(4)

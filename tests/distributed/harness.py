@@ -1,19 +1,24 @@
 """Processes of one gloo group that run check after check, as those of `layoutc test`, and what all checks share.
 
 A check is a function at the top of a module, called on every rank with the same arguments; it returns plain Python.
+`@on("two")` makes a test of one that returns nothing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, Signature, signature
 from math import prod
 from multiprocessing import forkserver, get_all_start_methods
 from typing import Any
 
 import one_loop
+import pytest
 import quick_sharding
 
 from layoutc.conformance import ranks
@@ -59,6 +64,18 @@ def prepare() -> None:
         forkserver.ensure_running()
 
 
+def group(world: int) -> Any:
+    """A fixture: so many processes, which all tests of a session share."""
+
+    @pytest.fixture(scope="session")
+    def made() -> Iterator[Ranks]:
+        ranks = Ranks(world)
+        yield ranks
+        ranks.stop()
+
+    return made
+
+
 @cache
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     """A mesh of all ranks, or of the first prod(shape); the same one in all checks. Collective over all ranks.
@@ -69,3 +86,26 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh("cpu", torch.arange(prod(shape)).reshape(shape), mesh_dim_names=names)
+
+
+def on(group: str, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a check: it runs on all ranks of the fixture `group`. how: options of Ranks.run."""
+
+    def made(check: Callable[..., None]) -> Callable[..., None]:
+        given = signature(check).parameters.values()
+
+        @wraps(check)
+        def test(**arguments: Any) -> None:
+            ranks = arguments.pop(group)
+            ranks.run(check_of, check.__module__, check.__name__, arguments, **how)
+
+        ranks = Parameter(group, Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = Signature([ranks, *given])  # type: ignore[attr-defined]
+        return test
+
+    return made
+
+
+def check_of(module: str, test: str, arguments: dict[str, Any]) -> None:
+    """A test's check, on a rank."""
+    getattr(import_module(module), test).__wrapped__(**arguments)

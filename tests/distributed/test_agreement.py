@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import RECIPES, Model, adam, build, counted, local, my_share, shard, train_step, width_for
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -148,7 +148,9 @@ def test_what_differs_is_named_on_all_ranks(
     assert messages[0].count("the order of parameters") <= 1, "the others only follow from the first"
 
 
-def agrees_in_two_dims(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+@on("four")
+def test_shards_in_two_dims_agree(recipe: str) -> None:
     """Tensor parallelism under fully_shard: amaxes are shared over both dims, or over the columns' own ranks."""
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     torch.manual_seed(0)
@@ -168,36 +170,25 @@ def agrees_in_two_dims(recipe: str) -> None:
     assert "0.weight" not in message
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
-def test_shards_in_two_dims_agree(four: Ranks, recipe: str) -> None:
-    four.run(agrees_in_two_dims, recipe)
-
-
-def nothing_is_sharded() -> None:
+@on("two")
+def test_models_without_shards_agree() -> None:
     """A quantized model under DDP, or before it is sharded: there is nothing to compare, and nothing fails."""
     model = torch.nn.Linear(32, 32)
     layoutc.quantize_(model, "mxfp8")
     assert layoutc.check_ranks(model) == 0
 
 
-def test_models_without_shards_agree(two: Ranks) -> None:
-    two.run(nothing_is_sharded)
-
-
 def test_one_process_agrees_with_itself() -> None:
     assert layoutc.check_ranks(build("mxfp8", 64)) == 0
 
 
-def reduces_a_copy() -> None:
+@on("two")
+def test_what_is_reduced_keeps_what_this_rank_found() -> None:
     mine = torch.tensor([1.0 + dist.get_rank(), 3.0 - dist.get_rank()])
     given = mine.clone()
     found = reduce_max(given, dist.group.WORLD)
     assert found.tolist() == [2.0, 3.0]
     assert torch.equal(given, mine)
-
-
-def test_what_is_reduced_keeps_what_this_rank_found(two: Ranks) -> None:
-    two.run(reduces_a_copy)
 
 
 def on_cards(names: list[str]) -> str:

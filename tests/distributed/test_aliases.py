@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks
+from harness import Ranks, on
 from models import RECIPES, assert_equal_on_all_ranks, recipe_module, shared_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +41,12 @@ def uneven(rows: int = 512) -> Tensor:
     return x * torch.linspace(0.1, 10, rows).unsqueeze(1)
 
 
-def every_spelling_shares_its_amax(recipe: str, how: str) -> None:
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "how"), [*zip(RECIPES, WRITES, strict=True), ("nvfp4", "data"), ("fp8_delayed", "local")]
+)
+@on("two")
+def test_values_written_through_any_alias_of_a_shard_share_their_amax(recipe: str, how: str) -> None:
     model, values = sharded(recipe), uneven()
     with torch.no_grad():
         WRITES[how](model.weight, distribute_tensor(values, model.weight.device_mesh, [Shard(0)]))
@@ -50,14 +55,6 @@ def every_spelling_shares_its_amax(recipe: str, how: str) -> None:
     expected = recipe_module(recipe).quantize(values)
     for name, plane in model.weight.data.planes().items():
         assert torch.equal(plane, expected.planes()[name]), name
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("recipe", "how"), [*zip(RECIPES, WRITES, strict=True), ("nvfp4", "data"), ("fp8_delayed", "local")]
-)
-def test_values_written_through_any_alias_of_a_shard_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
-    two.run(every_spelling_shares_its_amax, recipe, how)
 
 
 class Fused(nn.Module):
@@ -73,7 +70,10 @@ class Fused(nn.Module):
         return F.linear(x, q) + F.linear(x, k[:128]).repeat(1, 2) + F.linear(x, v * self.mask)
 
 
-def pieces_train_as_one_process(recipe: str, reshard: bool) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("recipe", "reshard"), [(recipe, at % 2 == 0) for at, recipe in enumerate(RECIPES)])
+@on("two")
+def test_pieces_of_a_gathered_weight_are_right_in_backward(recipe: str, reshard: bool) -> None:
     gradients = []
     for shard in (False, True):
         torch.manual_seed(0)
@@ -88,12 +88,6 @@ def pieces_train_as_one_process(recipe: str, reshard: bool) -> None:
         gradients.append((x.grad, whole))
     for alone, gathered in zip(*gradients, strict=True):
         assert torch.equal(alone, gathered)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("recipe", "reshard"), [(recipe, at % 2 == 0) for at, recipe in enumerate(RECIPES)])
-def test_pieces_of_a_gathered_weight_are_right_in_backward(two: Ranks, recipe: str, reshard: bool) -> None:
-    two.run(pieces_train_as_one_process, recipe, reshard)
 
 
 def takes_rows_that_are_cut_elsewhere(recipe: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import PRELOADED, Ranks, mesh_of
+from harness import PRELOADED, Ranks, mesh_of, on
 from models import adam, recipe_module
 from resharding import assert_holds, awkward, build, kept, kinds_in, shard, step
 from torch.distributed.checkpoint import FileSystemWriter
@@ -89,8 +89,12 @@ def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, t
     two.run(keeps_old_bytes, RECIPES, kind, str(tmp_path))
 
 
-def beside_collectives(folder: str) -> None:
-    """Two saves without a pause, on ranks of unequal speed, while the same ranks use the group of all."""
+@on("two")
+def test_saves_and_training_use_groups_of_their_own(tmp_path: Path) -> None:
+    """What shares a group has to keep one order on all ranks, and a thread keeps none. Two saves without a pause, on
+    ranks of unequal speed, while the same ranks use the group of all.
+    """
+    folder = str(tmp_path)
     sizes = {recipe: awkward(recipe) for recipe in RECIPES}
     whole, rank = build(sizes), dist.get_rank()
     model = shard(build(sizes), mesh_of(dist.get_world_size()))
@@ -118,11 +122,6 @@ def beside_collectives(folder: str) -> None:
     for number, wanted in enumerate(expected):
         checkpoint.load(other.state_dict(), f"{folder}/{number}")
         assert_holds(other, None, wanted)
-
-
-def test_saves_and_training_use_groups_of_their_own(two: Ranks, tmp_path: Path) -> None:
-    """What shares a group has to keep one order on all ranks, and a thread keeps none."""
-    two.run(beside_collectives, str(tmp_path))
 
 
 def test_a_save_that_fails_is_its_own_callers_matter(tmp_path: Path) -> None:

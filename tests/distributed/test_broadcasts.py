@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import assert_same_tensors, raw, recipe_module
 from test_cut_weights import Weights, assert_same, assert_same_shard, params, shapes, values, whole
 from torch import nn
@@ -31,7 +31,19 @@ def assert_gathers(model: Any, expected: list[QuantizedTensor]) -> None:
     model.reshard()
 
 
-def from_first(recipe: str, how: str) -> None:
+# Each with a scale, or an amax, that all rows share, and with blocks that cuts go through or elements across bytes.
+HOW = {
+    "sharded": ("fp8_current", "mxfp6_e2m3", "fp8_rowwise"),
+    "hsdp": ("fp8_delayed", "mxfp8"),
+    "meta": ("nvfp4", "fp8_block"),
+    "unsharded": ("nvfp4", "fp8_block_1d"),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "how"), [(recipe, how) for how, recipes in HOW.items() for recipe in recipes])
+@on("four")
+def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(recipe: str, how: str) -> None:
     """torch's own, into a model that is sharded, replicated, or not made real yet."""
     world = dist.get_world_size()
     given = shapes(recipe, world)
@@ -60,22 +72,9 @@ def from_first(recipe: str, how: str) -> None:
         assert_gathers(model, expected)
 
 
-# Each with a scale, or an amax, that all rows share, and with blocks that cuts go through or elements across bytes.
-HOW = {
-    "sharded": ("fp8_current", "mxfp6_e2m3", "fp8_rowwise"),
-    "hsdp": ("fp8_delayed", "mxfp8"),
-    "meta": ("nvfp4", "fp8_block"),
-    "unsharded": ("nvfp4", "fp8_block_1d"),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "how"), [(recipe, how) for how, recipes in HOW.items() for recipe in recipes])
-def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(four: Ranks, recipe: str, how: str) -> None:
-    four.run(from_first, recipe, how)
-
-
-def into_a_plain_model(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+@on("two")
+def test_a_plain_model_gets_values(recipe: str) -> None:
     """All ranks get the values, in the precision in which they came, also those that the first rank has by itself."""
     given = shapes(recipe, dist.get_world_size())
     model = nn.ParameterList([torch.zeros(shape) for shape in given])
@@ -85,11 +84,6 @@ def into_a_plain_model(recipe: str) -> None:
     set_model_state_dict(model, state, options=BROADCAST)
     for param, one in zip(params(model), expected, strict=True):
         assert torch.equal(param.full_tensor(), one.dequantize().float())
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
-def test_a_plain_model_gets_values(two: Ranks, recipe: str) -> None:
-    two.run(into_a_plain_model, recipe)
 
 
 def loads_as_accelerate_does(recipe: str) -> None:
@@ -120,10 +114,16 @@ def test_accelerates_loading_from_one_rank_keeps_bytes(two: Ranks, recipe: str) 
     two.run(loads_as_accelerate_does, recipe)
 
 
-def loads_by_hand(recipe: str, names: str) -> None:
-    """Each tensor of rank 0 is broadcast and cut, and the parts are assigned to a model on the meta device.
-
-    PyTorch tests this with threads for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators.
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [("fp8_delayed", "alike"), ("mxfp8", "alike"), ("nvfp4", "none"), ("fp8_block", "other"), ("mxfp6_e2m3", "other")],
+)
+@on("two")
+def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(recipe: str, names: str) -> None:
+    """What a recipe's quantize() returns has no name; a wrapper of a model changes all of them. Each tensor of rank 0
+    is broadcast and cut, and the parts are assigned to a model on the meta device. PyTorch tests this with threads
+    for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators.
     """
     given, rank = shapes(recipe, dist.get_world_size()), dist.get_rank()
     mesh, expected = mesh_of(dist.get_world_size()), whole(recipe, given, 0)
@@ -148,16 +148,6 @@ def loads_by_hand(recipe: str, names: str) -> None:
         assert_same_shard(param._local_tensor, source._local_tensor)
         assert_same(param.full_tensor().data, one)
     assert_gathers(model, expected)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "names"),
-    [("fp8_delayed", "alike"), ("mxfp8", "alike"), ("nvfp4", "none"), ("fp8_block", "other"), ("mxfp6_e2m3", "other")],
-)
-def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(two: Ranks, recipe: str, names: str) -> None:
-    """What a recipe's quantize() returns has no name; a wrapper of a model changes all of them."""
-    two.run(loads_by_hand, recipe, names)
 
 
 def broadcasts(recipe: str) -> str:
@@ -192,7 +182,9 @@ def test_a_plain_buffer_gets_values_and_quantized_ones_say_what_to_write(
     assert "call distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[0]
 
 
-def assigns(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block", "fp8_delayed"])
+@on("two")
+def test_values_that_are_assigned_are_quantized(recipe: str) -> None:
     """Plain values that a state dict assigns are quantized, whether the weight is sharded or not."""
     module = recipe_module(recipe)
     x = values((256, 256), 3)
@@ -207,8 +199,3 @@ def assigns(recipe: str) -> None:
     model.load_state_dict({"weight": distribute_tensor(x, mesh, [Shard(0)])}, assign=True)
     assert_same(params(model)[0].full_tensor().data, module.quantize(x))
     assert_gathers(model, [module.quantize(x)])
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block", "fp8_delayed"])
-def test_values_that_are_assigned_are_quantized(two: Ranks, recipe: str) -> None:
-    two.run(assigns, recipe)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import (
     Model,
     assert_equal_on_all_ranks,
@@ -399,8 +399,12 @@ def test_what_does_not_shard_is_refused_on_every_rank(two: Ranks) -> None:
     assert "must fall at a multiple of 32" in messages[0]
 
 
-def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
-    """Without precomputed amaxes nothing is remembered, so that ranks agree whoever has written below the DTensor."""
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@on("two")
+def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(recipe: str) -> None:
+    """One rank's write moves the scale, and a history, of all. Without precomputed amaxes nothing is remembered, so
+    that ranks agree whoever has written below the DTensor.
+    """
     width = width_for(recipe, dist.get_world_size())
     model = shard(build_cast(recipe, width))
     x, _ = batch(0, width)
@@ -414,14 +418,13 @@ def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
     assert torch.equal(model(x), out)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
-def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(two: Ranks, recipe: str) -> None:
-    """One rank's write moves the scale, and a history, of all."""
-    two.run(follows_a_weight_that_one_rank_wrote, recipe)
-
-
-def counts_flops(recipe: str) -> None:
-    """Steps under a dispatch mode of the user's, against steps without."""
+@on("two")
+def test_a_dispatch_mode_changes_nothing(recipe: str) -> None:
+    """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace. Steps under
+    a dispatch mode of the user's, against steps without.
+    """
     curves = []
     for watched in (False, True):
         model = shard(build_cast(recipe, width := width_for(recipe, dist.get_world_size())))
@@ -432,13 +435,18 @@ def counts_flops(recipe: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
-def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
-    """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""
-    two.run(counts_flops, recipe)
-
-
-def trains_under_autocast(recipe: str, use: str, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "use", "backend"),
+    [
+        ("nvfp4", "cast", None),
+        ("mxfp8", "quantized", None),
+        ("fp8_current", "cast", "aot_eager"),
+        ("int8_rowwise", "cast", None),
+        ("nvfp4", "quantized", "aot_eager"),
+    ],
+)
+@on("two")
+def test_autocast_trains_as_in_one_process(recipe: str, use: str, backend: str | None) -> None:
     """FSDP2 gathers what the fp32 values quantize to, so one process quantizes these too, and rounds afterwards."""
     width, curves = width_for(recipe, dist.get_world_size()), []
     for world in (1, dist.get_world_size()):
@@ -466,23 +474,11 @@ def trains_under_autocast(recipe: str, use: str, backend: str | None) -> None:
     assert curves[0] == curves[1], curves
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "use", "backend"),
-    [
-        ("nvfp4", "cast", None),
-        ("mxfp8", "quantized", None),
-        ("fp8_current", "cast", "aot_eager"),
-        ("int8_rowwise", "cast", None),
-        ("nvfp4", "quantized", "aot_eager"),
-    ],
-)
-def test_autocast_trains_as_in_one_process(two: Ranks, recipe: str, use: str, backend: str | None) -> None:
-    two.run(trains_under_autocast, recipe, use, backend)
-
-
-def compiled_writes(recipe: str) -> None:
+@pytest.mark.thorough
+@on("two")
+def test_compiled_functions_write_shards_and_their_views() -> None:
     """A compiled optimizer's writes to parameters, to flat views of them, and to parts of shards."""
+    recipe = "mxfp8"
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
     def grow(target: Tensor) -> None:
@@ -503,12 +499,10 @@ def compiled_writes(recipe: str) -> None:
         assert torch.equal(*(raw(model.head.weight.to_local()) for model in (cast, plain)))  # type: ignore[operator]
 
 
-@pytest.mark.thorough
-def test_compiled_functions_write_shards_and_their_views(two: Ranks) -> None:
-    two.run(compiled_writes, "mxfp8")
-
-
-def gathers_what_was_loaded(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+@on("four")
+def test_short_shards_are_gathered_after_a_load(recipe: str) -> None:
     """FSDP2 pads short shards anew after a load; a rank may have no rows."""
     rows = recipe_module(recipe).LAYOUT.multiple_m
     for count in (rows, 3 * rows, 5 * rows):
@@ -529,9 +523,3 @@ def gathers_what_was_loaded(recipe: str) -> None:
         model.unshard()
         assert_same_tensors(model.weight.data.planes(), loaded.weight.data.quantize().planes())
         model.reshard()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
-def test_short_shards_are_gathered_after_a_load(four: Ranks, recipe: str) -> None:
-    four.run(gathers_what_was_loaded, recipe)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import recipe_module
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -39,7 +39,12 @@ def parts(recipe: str, style: str, way: str = "parallelize_module") -> tuple[Any
     return model, values
 
 
-def multiplies_the_whole(recipe: str, style: str, way: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("way", ["parallelize_module", "distribute_tensor", "no source"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "nvfp4_1d", "fp8_block"])
+@on("two")
+def test_products_of_parts_are_those_of_the_whole_weight(recipe: str, style: str, way: str) -> None:
     """In both passes, before and after a write, and with a precomputed amax. Products with an identity are exact."""
     model, values = parts(recipe, style, way)
     identity = torch.eye(SIZE)
@@ -57,14 +62,6 @@ def multiplies_the_whole(recipe: str, style: str, way: str) -> None:
             values *= 3
         if step:
             layoutc.precompute_amaxes(model)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", ["parallelize_module", "distribute_tensor", "no source"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "nvfp4_1d", "fp8_block"])
-def test_products_of_parts_are_those_of_the_whole_weight(two: Ranks, recipe: str, style: str, way: str) -> None:
-    two.run(multiplies_the_whole, recipe, style, way)
 
 
 def moves_and_multiplies(recipe: str, style: str, way: str) -> None:
@@ -93,8 +90,11 @@ def test_cuts_inside_of_blocks_are_refused(four: Ranks, way: str) -> None:
     assert all("on dim 0 every 64 rows, but a cut must fall at a multiple of 128" in said for said in messages)
 
 
-def compiles_the_whole(recipe: str) -> None:
+@pytest.mark.thorough
+@on("two")
+def test_graphs_do_not_quantize_parts_by_themselves() -> None:
     """A graph holds no collective of an amax: it breaks there, or is refused."""
+    recipe = "fp8_current"
     model, values = parts(recipe, "rows")
     whole = recipe_module(recipe).quantize(values).dequantize()
     assert torch.equal(torch.compile(model, backend="aot_eager")(torch.eye(SIZE)).t(), whole)
@@ -102,8 +102,3 @@ def compiles_the_whole(recipe: str) -> None:
     with pytest.raises(Exception, match="shares an amax with those of other ranks"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.eye(SIZE))
     dist.barrier()
-
-
-@pytest.mark.thorough
-def test_graphs_do_not_quantize_parts_by_themselves(two: Ranks) -> None:
-    two.run(compiles_the_whole, "fp8_current")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import adam, local, recipe_module
 from resharding import Sizes, awkward, build, load, save, shard, step
 from weight_recipes import CUT_APART
@@ -76,8 +76,13 @@ def test_every_rank_writes_the_same_bytes_each_time(four: Ranks, recipes: tuple[
     four.run(writes_the_same_bytes, tuple(recipes), str(tmp_path))
 
 
-def holds_own_rows(recipe: str, folder: str) -> None:
-    """Shards that cut blocks: codes of own rows alone, and the scales that they need."""
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "int4_group32"])
+@on("two")
+def test_shards_that_cut_blocks_write_their_own_rows(recipe: str, tmp_path: Path) -> None:
+    """A shard's file has nothing of the rows of blocks that other ranks hold. Shards that cut blocks: codes of own rows
+    alone, and the scales that they need.
+    """
+    folder = str(tmp_path / "checkpoint")
     rank, layout = dist.get_rank(), recipe_module(recipe).LAYOUT
     model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), mesh_of(2))
     weight = model[recipe].first.weight
@@ -89,9 +94,3 @@ def holds_own_rows(recipe: str, folder: str) -> None:
     size = len(files(Path(folder))[f"__{rank}_0.distcp"])
     assert own < size < 1.01 * own + 4096, (own, size)
     assert own < sum(plane.nbytes for plane in shard_.planes().values())
-
-
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "int4_group32"])
-def test_shards_that_cut_blocks_write_their_own_rows(two: Ranks, recipe: str, tmp_path: Path) -> None:
-    """A shard's file has nothing of the rows of blocks that other ranks hold."""
-    two.run(holds_own_rows, recipe, str(tmp_path / "checkpoint"))

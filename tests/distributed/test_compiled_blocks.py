@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks
+from harness import on
 from models import adam, make_uneven, my_share, width_for
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -106,7 +106,33 @@ def train(
     return curve, counts
 
 
-def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool = True, cast: bool = False) -> None:
+INSIDE = partial(Block, inside=True)
+
+
+# fp8_delayed, whose state moves on, in every mode, and recipes with codes of their own for each orientation in others.
+# INSIDE: backward holds other codes in the memory where forward's stood, and the graph reads forward's again. A whole
+# model is taken apart at FSDP2's hooks. What is gathered of casts is the quantized weight, whatever the parameter is.
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("recipe", "make", "modes", "compile_first", "cast"),
+    [
+        ("fp8_delayed", Block, ("accumulating",), True, False),
+        ("fp8_delayed", Block, ("kept", "outside"), True, False),
+        ("nvfp4_1d", Block, ("resharded",), True, False),
+        ("mxfp8", INSIDE, ("kept",), True, False),
+        ("fp8_rowwise", INSIDE, ("accumulating",), True, False),
+        ("nvfp4_1d", Pieces, ("accumulating",), True, False),
+        ("fp8_current", Block, ("whole",), False, False),
+        ("mxfp8", Block, ("resharded",), False, False),
+        ("fp8_current", Block, ("resharded",), True, True),
+        ("fp8_block", Block, ("whole",), False, True),
+    ],
+)
+@on("two", seconds=COLD)
+def test_compiled_blocks_train_as_one_process(
+    recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool, cast: bool
+) -> None:
+    """A graph for each block, without a break; nothing is compiled again after the first step."""
     expected, _ = train(recipe, make, sharded=False, cast=cast)
     for mode in modes:
         torch._dynamo.reset()
@@ -116,79 +142,18 @@ def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool
         assert 0 < counts[0] == counts[-1], (mode, counts)
 
 
-# fp8_delayed, whose state moves on, in every mode, and recipes with codes of their own for each orientation in others.
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "modes"),
-    [
-        ("fp8_delayed", ("resharded", "accumulating")),
-        ("fp8_delayed", ("kept", "outside")),
-        ("mxfp8", ("outside",)),
-        ("nvfp4_1d", ("kept",)),
-    ],
-)
-def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
-    """A graph for each block, without a break; nothing is compiled again after the first step."""
-    two.run(compiles, recipe, Block, modes, seconds=COLD)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("recipe", "modes"),
-    [
-        ("mxfp8", ("kept",)),
-        ("nvfp4_1d", ("resharded",)),
-        ("fp8_rowwise", ("accumulating",)),
-    ],
-)
-def test_checkpoints_inside_of_a_graph_recompute_what_forward_had(
-    two: Ranks, recipe: str, modes: tuple[str, ...]
-) -> None:
-    """Backward holds other codes in the memory where forward's stood, and the graph reads forward's again."""
-    two.run(compiles, recipe, partial(Block, inside=True), modes, seconds=COLD)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("recipe", "modes"),
-    [
-        ("fp8_current", ("outside",)),
-        ("nvfp4_1d", ("accumulating",)),
-    ],
-)
-def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
-    two.run(compiles, recipe, Pieces, modes, seconds=COLD)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "mode"), [("fp8_current", "whole"), ("mxfp8", "resharded")])
-def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str, mode: str) -> None:
-    """A whole model is taken apart at FSDP2's hooks."""
-    two.run(compiles, recipe, Block, (mode,), False, seconds=COLD)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "mode"), [("fp8_current", "resharded"), ("mxfp8", "kept"), ("fp8_block", "whole")])
-def test_blocks_with_casts_compile(two: Ranks, recipe: str, mode: str) -> None:
-    """What is gathered is the quantized weight, whatever the parameter is."""
-    two.run(compiles, recipe, Block, (mode,), mode != "whole", True, seconds=COLD)
-
-
-def inductor_agrees(recipe: str) -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@on("two", seconds=COLD)
+def test_inductor(recipe: str) -> None:
+    """Its partitioner decides what backward recomputes; products and sums of so few terms are those of eager calls."""
     expected, _ = train(recipe, Block, sharded=False)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(ON_ONE_RANK[dist.get_rank()])
     found, counts = train(recipe, Block, "resharded", counter)
     assert found == expected
     assert 0 < counts[0] == counts[-1]
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
-def test_inductor(two: Ranks, recipe: str) -> None:
-    """Its partitioner decides what backward recomputes; products and sums of so few terms are those of eager calls."""
-    two.run(inductor_agrees, recipe, seconds=COLD)
 
 
 class Handed(nn.Module):
@@ -206,7 +171,12 @@ class Handed(nn.Module):
         return F.linear(x, self.cut(weight)) + self.apply_(x, weight[: weight.shape[1]])
 
 
-def handed_over(recipe: str, modes: tuple[str, ...]) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "modes"), [("mxfp8", ("resharded",)), ("nvfp4_1d", ("accumulating",))])
+@on("two", seconds=COLD)
+def test_pieces_that_leave_a_graph_are_the_weights_own(recipe: str, modes: tuple[str, ...]) -> None:
+    """What a graph returns is read in backward by eager code, when the weight holds other codes."""
+
     def make(compiled: bool, width: int) -> Handed:
         made = Handed(width)
         if compiled:
@@ -219,21 +189,11 @@ def handed_over(recipe: str, modes: tuple[str, ...]) -> None:
         assert train(recipe, partial(make, True), mode)[0] == expected
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("recipe", "modes"),
-    [
-        ("fp8_current", ("resharded",)),
-        ("mxfp8", ("resharded",)),
-        ("nvfp4_1d", ("accumulating",)),
-    ],
-)
-def test_pieces_that_leave_a_graph_are_the_weights_own(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
-    """What a graph returns is read in backward by eager code, when the weight holds other codes."""
-    two.run(handed_over, recipe, modes, seconds=COLD)
-
-
-def reads_and_refuses(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", OWN_CODES)
+@on("two")
+def test_what_a_graph_reads_of_a_gathered_weight(recipe: str) -> None:
+    """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""
     width = 2 * width_for(recipe, 2)
     torch.manual_seed(0)
     layer = nn.Linear(width, width, bias=False)
@@ -256,13 +216,6 @@ def reads_and_refuses(recipe: str) -> None:
     layer.reshard()
     with pytest.raises(LayoutError, match=f"of weight in {recipe}, which FSDP2 has resharded"):
         read(weight)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", OWN_CODES)
-def test_what_a_graph_reads_of_a_gathered_weight(two: Ranks, recipe: str) -> None:
-    """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""
-    two.run(reads_and_refuses, recipe)
 
 
 class Twice(nn.Module):
@@ -290,9 +243,13 @@ def laid_out(lines: list[str]) -> list[str]:
     return made + [line.split(" = ")[0] for line in lines if any(f"= {name}[" in line for name in made)]
 
 
-def read_where_they_lie() -> None:
+@pytest.mark.thorough
+@pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
+@on("two", seconds=COLD)
+def test_products_read_gathered_codes_where_they_lie() -> None:
     """Inductor's graphs: nothing else that they compute is written into the codes, and they compute what graphs do that
-    copy them. The other rank's would be the same, so it compiles none."""
+    copy them. The other rank's would be the same, so it compiles none.
+    """
     from torch._inductor.utils import run_and_get_code
 
     found: dict[bool, list[list[Tensor]]] = {False: [], True: []}
@@ -329,12 +286,6 @@ def read_where_they_lie() -> None:
         assert [call.endswith(", False, False)") for call in calls] == [not copies] * len(calls)
     for some, others in zip(*found.values(), strict=True):
         assert all(map(torch.equal, some, others))
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
-def test_products_read_gathered_codes_where_they_lie(two: Ranks) -> None:
-    two.run(read_where_they_lie, seconds=COLD)
 
 
 @pytest.mark.parametrize("groups", [False, True])

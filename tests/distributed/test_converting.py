@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import on
 from models import adam, batch, build, my_share, raw, recipe_module, shard, width_for
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,21 @@ def built(recipe: str, use: str, width: int) -> Any:
     return build_cast(recipe, width)
 
 
-def converts(recipe: str, use: str, how: str) -> None:
-    """Against the same model converted before it is sharded, and against one process."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "use", "how"),
+    [
+        ("fp8_current", "quantized", "to"),
+        ("nvfp4", "cast", "layers"),
+        ("mxfp8", "quantized", "half"),
+        ("mxfp8", "cast", "to"),
+    ],
+)
+@on("two")
+def test_shards_stay_what_they_are(recipe: str, use: str, how: str) -> None:
+    """Both uses, by the module and by its parts; nothing is dequantized. Against the same model converted before it is
+    sharded, and against one process.
+    """
     width, convert = width_for(recipe, dist.get_world_size()), CONVERSIONS[how]
     alone, early, late = (built(recipe, use, width) for _ in range(3))
     shard(late)
@@ -62,18 +75,3 @@ def converts(recipe: str, use: str, how: str) -> None:
     assert losses[1] == losses[2], losses
     assert losses[0] == losses[1] or how == "half", losses  # fp16 gradients of a doubled loss are rounded elsewhere
     assert isinstance(late.head.weight._local_tensor, recipe_module(recipe).Tensor if use == "quantized" else object)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "use", "how"),
-    [
-        ("fp8_current", "quantized", "to"),
-        ("nvfp4", "cast", "layers"),
-        ("mxfp8", "quantized", "half"),
-        ("mxfp8", "cast", "to"),
-    ],
-)
-def test_shards_stay_what_they_are(two: Ranks, recipe: str, use: str, how: str) -> None:
-    """Both uses, by the module and by its parts; nothing is dequantized."""
-    two.run(converts, recipe, use, how)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import RECIPES, assert_same_tensors, raw, recipe_module
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -157,9 +157,13 @@ def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: 
     four.run(at_all_cuts, recipe, (2, 3, 4) if ALL_PAIRS else worlds[first : first + count])
 
 
-def on_other_dims(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", CUT_APART)
+@on("four")
+def test_weights_cut_on_other_dims_and_copied_are_whole(recipe: str) -> None:
     """Columns, of rows that do not end with a block either, and rows of each expert; two replicas, of recipes that
-    differ in their cuts."""
+    differ in their cuts.
+    """
     layout, world = recipe_module(recipe).LAYOUT, 4
     mesh, rows = mesh_of(world), past_a_block(recipe)
     if not layout.shared_along_rows - layout.shared and layout.amax_columns is None:
@@ -174,12 +178,10 @@ def on_other_dims(recipe: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", CUT_APART)
-def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
-    four.run(on_other_dims, recipe)
-
-
-def exports(recipe: str, where: str) -> None:
+@on("four")
+def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(recipe: str, tmp_path: Path) -> None:
     """A head of one row and one expert, whose rows all lie on the first rank, and one that cuts go through."""
+    where = str(tmp_path)
     layout = recipe_module(recipe).LAYOUT
     k = layout.column_multiple
     given = [(layout.multiple_m, k), (1, 3 * layout.multiple_m, k), (past_a_block(recipe, 2), k)]
@@ -191,13 +193,9 @@ def exports(recipe: str, where: str) -> None:
         assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", CUT_APART)
-def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
-    four.run(exports, recipe, str(tmp_path))
-
-
-def in_two_dims(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+@on("four")
+def test_cuts_in_two_dims_are_joined(recipe: str) -> None:
     """FSDP2's cuts inside of the blocks of tensor-parallel shards, of rows and of columns."""
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     layout = recipe_module(recipe).LAYOUT
@@ -213,11 +211,6 @@ def in_two_dims(recipe: str) -> None:
         fully_shard(model, mesh=mesh["dp"])
         assert_same(params(model)[0].full_tensor().data, recipe_module(recipe).quantize(x))
         assert_same(gathered_whole(params(model)[0].detach()), recipe_module(recipe).quantize(x))
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
-def test_cuts_in_two_dims_are_joined(four: Ranks, recipe: str) -> None:
-    four.run(in_two_dims, recipe)
 
 
 def heads_of(weight: Any, rows: int) -> list[Tensor]:
@@ -236,7 +229,9 @@ def fused(heads: list[Any], rows: int) -> Any:
     )
 
 
-def a_fused_weight_is_cut_by_heads(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
+@on("two")
+def test_heads_of_a_fused_weight_come_apart_and_go_back(recipe: str) -> None:
     """As torchtitan saves and loads it: whole on each rank, cut into heads, joined, and copied into shards."""
     rows = recipe_module(recipe).LAYOUT.block_rows
     given = [(3 * 4 * rows, 256)]
@@ -256,12 +251,10 @@ def a_fused_weight_is_cut_by_heads(recipe: str) -> None:
     assert_same(params(other)[0].full_tensor().detach(), one)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
-def test_heads_of_a_fused_weight_come_apart_and_go_back(two: Ranks, recipe: str) -> None:
-    two.run(a_fused_weight_is_cut_by_heads, recipe)
-
-
-def is_initialized(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_current"])
+@on("four")
+def test_shards_that_cut_blocks_are_initialized_as_plain_ones(recipe: str) -> None:
     """The bytes are those of the values that a plain weight gets, whose shards draw the same numbers."""
     layout, mesh = recipe_module(recipe).LAYOUT, mesh_of(dist.get_world_size())
     block = max(16, layout.block_rows)
@@ -278,12 +271,6 @@ def is_initialized(recipe: str) -> None:
             found[use] = params(layer)[0].full_tensor().detach()
         assert_same(found["quantized"], recipe_module(recipe).quantize(found["plain"]))
         assert torch.equal(found["cast"], found["plain"])
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_current"])
-def test_shards_that_cut_blocks_are_initialized_as_plain_ones(four: Ranks, recipe: str) -> None:
-    four.run(is_initialized, recipe)
 
 
 def is_refused_between_far_bounds(recipe: str) -> str:

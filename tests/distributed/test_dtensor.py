@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import (
     RECIPES,
     SHARED,
@@ -86,7 +86,9 @@ def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> Non
     four.run(redistributes, recipe)
 
 
-def stays_in_flight(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("two")
+def test_a_gather_is_one_call_and_waits_when_it_is_used(recipe: str) -> None:
     """Nothing waits between the all-gather and the use: what comes back is still in flight; one call for all planes."""
     mesh, size = mesh_of(dist.get_world_size()), side(recipe)
     whole = weight(recipe, size, size)
@@ -99,11 +101,6 @@ def stays_in_flight(recipe: str) -> None:
         x = torch.randn(4, size)
         assert torch.equal(F.linear(x, moved), F.linear(x, whole.dequantize()))
         assert_same(moved.wait(), whole)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gather_is_one_call_and_waits_when_it_is_used(two: Ranks, recipe: str) -> None:
-    two.run(stays_in_flight, recipe)
 
 
 class Calls(TorchDispatchMode):
@@ -126,9 +123,12 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def experts_are_whole(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+@on("four")
+def test_ranks_without_rows_take_part(recipe: str) -> None:
     """Three experts on four ranks: short ranks are filled up on the way. Whatever was sent has been waited for, also
-    planes that all ranks have alike, which are not kept: else torch holds them, and warns when the process ends."""
+    planes that all ranks have alike, which are not kept: else torch holds them, and warns when the process ends.
+    """
     mesh = mesh_of(dist.get_world_size())
     whole = weight(recipe, 3, 128, 256)
     before = _get_work_registry_size()
@@ -138,11 +138,6 @@ def experts_are_whole(recipe: str) -> None:
             assert made.to_local().shape[0] == (1 if dist.get_rank() < 3 else 0)
             assert_same(made.full_tensor(), whole)
             assert _get_work_registry_size() == before
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
-def test_ranks_without_rows_take_part(four: Ranks, recipe: str) -> None:
-    four.run(experts_are_whole, recipe)
 
 
 def rows_of_experts(recipe: str) -> str:
@@ -174,22 +169,22 @@ def test_rows_of_experts_are_cut_between_blocks(two: Ranks, recipe: str) -> None
     assert "cut dim 0, which may fall anywhere" in messages[0]
 
 
-def merges(recipe: str) -> bool:
+@on("two")
+def test_a_plain_update_is_merged_into_shards() -> None:
+    """Each rank takes its part of what all have."""
+    recipe = "mxfp8"
     mesh, whole = mesh_of(2), weight(recipe, side(recipe), side(recipe))
     delta = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)) * 0.05
     cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     error = layoutc.merge_(cut, delta)
     alone = layoutc.merge_(whole, delta)
     assert_same(cut.full_tensor(), whole)
-    return abs(error - alone) < 1e-6
+    assert abs(error - alone) < 1e-6
 
 
-def test_a_plain_update_is_merged_into_shards(two: Ranks) -> None:
-    """Each rank takes its part of what all have."""
-    assert two.run(merges, "mxfp8") == [True, True]
-
-
-def sends_each_byte_once(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+@on("four")
+def test_shards_of_rows_become_shards_of_columns(recipe: str) -> None:
     """The all-to-all of cards, by name: gloo's DTensor gathers instead."""
     mesh, size = mesh_of(dist.get_world_size()), side(recipe)
     whole, group = weight(recipe, size, size), mesh.get_group().group_name
@@ -198,11 +193,6 @@ def sends_each_byte_once(recipe: str) -> None:
     with layoutc.strict():
         assert_same(alltoall(rows, 0, 1, group), columns.clone())
         assert_same(alltoall(columns, 1, 0, group), rows.clone())
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
-def test_shards_of_rows_become_shards_of_columns(four: Ranks, recipe: str) -> None:
-    four.run(sends_each_byte_once, recipe)
 
 
 def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
@@ -476,8 +466,12 @@ def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str)
     four.run(trains_as_simple_fsdp, recipe, False)
 
 
-def refuses_cast_weights(recipe: str) -> None:
-    """Before anything is sent; values are gathered for those who ask for values."""
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@on("two")
+def test_simple_fsdp_refuses_weights_that_are_cast_on_gather(recipe: str) -> None:
+    """Plain values would travel, and layers would multiply them. Before anything is sent; values are gathered for those
+    who ask for values.
+    """
     mesh, width = mesh_of(dist.get_world_size()), width_for(recipe, dist.get_world_size())
     model = nn.Linear(width, width, bias=False)
     values = model.weight.detach().clone()
@@ -495,12 +489,6 @@ def refuses_cast_weights(recipe: str) -> None:
     assert torch.equal(getattr(whole, "plain", whole), values)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_simple_fsdp_refuses_weights_that_are_cast_on_gather(two: Ranks, recipe: str) -> None:
-    """Plain values would travel, and layers would multiply them."""
-    two.run(refuses_cast_weights, recipe)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
@@ -509,7 +497,9 @@ def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- modules and state dicts
-def distributes_modules(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("two")
+def test_modules_are_distributed(recipe: str) -> None:
     """distribute_module replicates the first rank's weights."""
     world = dist.get_world_size()
     mesh, width = mesh_of(world), width_for(recipe, world)
@@ -517,8 +507,3 @@ def distributes_modules(recipe: str) -> None:
     with layoutc.strict():
         replicated = distribute_module(build(recipe, width, seed=dist.get_rank()), mesh)
         assert_whole(replicated, reference)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_modules_are_distributed(two: Ranks, recipe: str) -> None:
-    two.run(distributes_modules, recipe)

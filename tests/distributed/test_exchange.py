@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import mesh_of, on
 from test_fsdp2_options import LOOPS, built, sharded, stepped, two_steps
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -71,7 +71,10 @@ def equal_to_reduce_scatter(use: str, loop: Callable[[Any], Any], **options: Any
     return sent
 
 
-def all_loops(use: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("use", USES)
+@on("two")
+def test_gradients_of_two_ranks_are_those_of_a_reduce_scatter(use: str) -> None:
     """Those that accumulate without synchronization reduce sums in fp32, and all others exchange."""
     for name, loop in LOOPS.items():
         if use != "quantized" and name not in ("two_steps", "gradients_later", "left_out"):
@@ -84,13 +87,8 @@ def all_loops(use: str) -> None:
         assert bool(sent["exchanges"]) != accumulates, name
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("use", USES)
-def test_gradients_of_two_ranks_are_those_of_a_reduce_scatter(two: Ranks, use: str) -> None:
-    two.run(all_loops, use)
-
-
-def half_of_the_bytes() -> None:
+@on("two")
+def test_half_of_the_bytes_travel() -> None:
     model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
     with counted() as before:
         stepped(model, 0)
@@ -104,26 +102,18 @@ def half_of_the_bytes() -> None:
     assert {dtype.itemsize for dtype, _ in after["exchanges"]} == {2}
 
 
-def test_half_of_the_bytes_travel(two: Ranks) -> None:
-    two.run(half_of_the_bytes)
-
-
 def by_columns(param: nn.Parameter) -> Shard:
     return Shard(param.dim() - 1)
 
 
-def other_ways() -> None:
+@on("two")
+def test_offload_columns_and_policies_without_a_wider_sum() -> None:
     """Where gradients are fp32, or summed and divided otherwise, FSDP2's own reduce-scatter is left."""
-    for use in ("plain", "cast"):
-        equal_to_reduce_scatter(use, two_steps, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        assert equal_to_reduce_scatter(use, two_steps, shard_placement_fn=by_columns)["exchanges"]
-        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)):
-            with pytest.raises(LayoutError, match="has nothing to do"):
-                layoutc.exchange_gradients(sharded(built("fp8_block", use), mp_policy=policy))
-
-
-def test_offload_columns_and_policies_without_a_wider_sum(two: Ranks) -> None:
-    two.run(other_ways)
+    equal_to_reduce_scatter("plain", two_steps, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert equal_to_reduce_scatter("cast", two_steps, shard_placement_fn=by_columns)["exchanges"]
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)):
+        with pytest.raises(LayoutError, match="has nothing to do"):
+            layoutc.exchange_gradients(sharded(built("fp8_block", "plain"), mp_policy=policy))
 
 
 def uneven(width: int) -> nn.Sequential:
@@ -131,7 +121,8 @@ def uneven(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False))
 
 
-def summed_in_order() -> None:
+@on("four")
+def test_sums_are_in_the_order_of_ranks() -> None:
     """Each rank's gradients in bf16, computed by itself, added up in fp32 one after the other. 37 rows over 4 ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     x = torch.randn(16, 37, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
@@ -153,20 +144,14 @@ def summed_in_order() -> None:
     assert differ  # so the order is seen
 
 
-def test_sums_are_in_the_order_of_ranks(four: Ranks) -> None:
-    four.run(summed_in_order)
-
-
-def replicas() -> None:
+@on("four")
+def test_hybrid_sharding_exchanges_within_its_shards() -> None:
     sent = equal_to_reduce_scatter("quantized", two_steps, mesh=mesh_of(2, 2, names=("copies", "slices")))
     assert sent["exchanges"]
 
 
-def test_hybrid_sharding_exchanges_within_its_shards(four: Ranks) -> None:
-    four.run(replicas)
-
-
-def freed() -> None:
+@on("two")
+def test_gradients_are_freed() -> None:
     """No gradient outlives its sum, though the collector is off: nothing refers to itself."""
     model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
     layoutc.exchange_gradients(model)
@@ -186,11 +171,8 @@ def freed() -> None:
     assert all(one() is None for one in kept)
 
 
-def test_gradients_are_freed(two: Ranks) -> None:
-    two.run(freed)
-
-
-def refused() -> None:
+@on("two")
+def test_what_is_refused_names_what_works() -> None:
     with pytest.raises(LayoutError, match="FSDP2 shards no module of this model"):
         layoutc.exchange_gradients(nn.Linear(4, 4))
     model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
@@ -202,7 +184,3 @@ def refused() -> None:
     with counted() as sent:
         stepped(model, 0)
     assert sent["exchanges"]
-
-
-def test_what_is_refused_names_what_works(two: Ranks) -> None:
-    two.run(refused)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unshipped
-from harness import Ranks
+from harness import on
 from models import assert_same_tensors, recipe_module
 from resharding import awkward
 from test_cast_on_gather import trains as trains_cast
@@ -40,19 +40,19 @@ def known(*names: str) -> None:
         layoutc.recipes.RECIPES = (*layoutc.recipes.RECIPES, name)
 
 
-def cut(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", NAMES if ALL_PAIRS else KINDS)
+@on("four")
+def test_weights_are_gathered_at_every_cut(recipe: str) -> None:
     """Stored as codes, on two ranks and on three: gathered, in state dicts, distributed."""
     known(recipe)
     at_all_cuts(recipe, (2, 3))
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", NAMES if ALL_PAIRS else KINDS)
-def test_weights_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
-    four.run(cut, recipe)
-
-
-def cast(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", KINDS)
+@on("four")
+def test_weights_that_are_cast_are_gathered_at_every_cut(recipe: str) -> None:
     """Stored as plain values, on two and three ranks: what is gathered is the whole weight, quantized."""
     known(recipe)
     for world in (2, 3):
@@ -72,11 +72,8 @@ def cast(recipe: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", KINDS)
-def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
-    four.run(cast, recipe)
-
-
-def train(recipe: str) -> None:
+@on("two")
+def test_training_on_two_ranks_equals_one_process(recipe: str) -> None:
     """Both ways, with cuts inside blocks and a short last shard."""
     known(recipe)
     layout = recipe_module(recipe).LAYOUT
@@ -86,19 +83,11 @@ def train(recipe: str) -> None:
     trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", KINDS)
-def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> None:
-    two.run(train, recipe)
-
-
-def resume(recipes: tuple[str, ...], folder: str) -> None:
-    """Saved by any ranks, loaded by any."""
-    known(*recipes)
-    resumes(recipes, awkward, folder, 1)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipes", [KINDS], ids="-".join)
-def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
-    four.run(resume, recipes, str(tmp_path))
+@on("four")
+def test_any_ranks_load_what_any_ranks_saved(recipes: tuple[str, ...], tmp_path: Path) -> None:
+    """Saved by any ranks, loaded by any."""
+    folder = str(tmp_path)
+    known(*recipes)
+    resumes(recipes, awkward, folder, 1)

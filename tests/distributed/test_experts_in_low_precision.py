@@ -8,7 +8,7 @@ import product_modes
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Ranks, mesh_of
+from harness import mesh_of, on
 from models import adam, local, my_share, recipe_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -99,7 +99,21 @@ def optimizer_of(model: nn.Module, use: str) -> Any:
     return adam(model) if use == "quantize_" else torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "use", "mode", "keeps", "compiled"),
+    [
+        ("nvfp4", "quantize_", "low_precision", False, False),
+        ("fp8_block", "quantize_", "reference", False, False),
+        ("fp8_rowwise", "quantize_", "low_precision", True, False),
+        ("nvfp4", "cast_on_gather_", "reference", True, False),
+        ("mxfp8", "cast_on_gather_", "reference", False, True),
+    ],
+)
+@on("two")
+def test_experts_under_fsdp2_train_as_one_process(
+    recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool
+) -> None:
     """Sharded by FSDP2 alone: each rank has some of the experts."""
     reference, model = build(recipe, use), build(recipe, use)
     torch._dynamo.reset()
@@ -117,27 +131,22 @@ def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> No
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("recipe", "use", "mode", "keeps", "compiled"),
+    ("recipe", "mode", "dim", "compiled"),
     [
-        ("nvfp4", "quantize_", "low_precision", False, False),
-        ("fp8_block", "quantize_", "reference", False, False),
-        ("fp8_rowwise", "quantize_", "low_precision", True, False),
-        ("mxfp8", "quantize_", "reference", True, False),
-        ("fp8_rowwise", "cast_on_gather_", "reference", False, False),
-        ("nvfp4", "cast_on_gather_", "reference", True, False),
-        ("fp8_current", "quantize_", "reference", False, True),
-        ("mxfp8", "cast_on_gather_", "reference", False, True),
+        ("fp8_block", "reference", 1, False),
+        ("nvfp4", "low_precision", 1, False),
+        ("fp8_rowwise", "reference", 0, False),
+        ("mxfp8", "reference", 1, True),
     ],
 )
-def test_experts_under_fsdp2_train_as_one_process(
-    two: Ranks, recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool
+@on("four")
+def test_experts_over_ranks_and_their_rows_over_others_train_as_one_process(
+    recipe: str, mode: Mode, dim: int, compiled: bool
 ) -> None:
-    two.run(trains, recipe, use, mode, keeps, compiled)
-
-
-def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> None:
-    """Experts over one dim of a mesh, and a dim of their weights by FSDP2 over the other: each rank multiplies the
-    tokens of its experts."""
+    """Recipes with a scale of the tensor in high precision: each rank's activations have one of their own. Experts over
+    one dim of a mesh, and a dim of their weights by FSDP2 over the other: each rank multiplies the tokens of its
+    experts.
+    """
     mesh, use = mesh_of(2, 2, names=("fsdp", "experts")), "quantize_"
     reference, model = build(recipe, use), build(recipe, use, mesh["experts"])
     torch._dynamo.reset()
@@ -159,21 +168,3 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
             expected = train_step(reference, optimizers[0], step, 1.0)
             found = train_step(model, optimizers[1], step, share, first, first + 2)
             assert torch.equal(found, expected[[0, *ends][first] : ends[first + 1]]), f"step {step}"
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "mode", "dim", "compiled"),
-    [
-        ("mxfp8", "low_precision", 1, False),
-        ("fp8_block", "reference", 1, False),
-        ("nvfp4", "low_precision", 1, False),
-        ("fp8_rowwise", "reference", 0, False),
-        ("mxfp8", "reference", 1, True),
-    ],
-)
-def test_experts_over_ranks_and_their_rows_over_others_train_as_one_process(
-    four: Ranks, recipe: str, mode: Mode, dim: int, compiled: bool
-) -> None:
-    """Recipes with a scale of the tensor in high precision: each rank's activations have one of their own."""
-    four.run(trains_in_parallel, recipe, mode, dim, compiled)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -112,8 +112,12 @@ def test_quantized_weights_of_a_group_have_one_amax_after_every_step(two: Ranks,
     assert two.run(steps, recipe) == [True, True]
 
 
-def gathers(recipe: str, each: bool) -> bool:
-    """What a forward pass multiplies with is each weight under the amax of its group, before and after a step."""
+@pytest.mark.parametrize(("recipe", "each"), [("nvfp4", False), ("fp8_current", True)])
+@on("two")
+def test_weights_that_are_cast_on_gather_have_one_amax(recipe: str, each: bool) -> None:
+    """each: FSDP2 gathers them apart, and amaxes are found ahead. What a forward pass multiplies with is each weight
+    under the amax of its group, before and after a step.
+    """
     model, seen = model_of(recipe, layoutc.cast_on_gather_, each), dict[str, Tensor]()
     for name, module in model.named_modules():
         if name.endswith("_proj"):
@@ -137,13 +141,7 @@ def gathers(recipe: str, each: bool) -> bool:
             right = right and torch.equal(quantized.dequantize(torch.float32), seen[name])
         optimizer.step()
         optimizer.zero_grad()
-    return right
-
-
-@pytest.mark.parametrize(("recipe", "each"), [("nvfp4", False), ("fp8_current", True)])
-def test_weights_that_are_cast_on_gather_have_one_amax(two: Ranks, recipe: str, each: bool) -> None:
-    """each: FSDP2 gathers them apart, and amaxes are found ahead."""
-    assert two.run(gathers, recipe, each) == [True, True]
+    assert right
 
 
 def refused() -> str:

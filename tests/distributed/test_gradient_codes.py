@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import unshipped
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from test_exchange import by_columns, counted, gradients
 from test_fsdp2_options import LOOPS, built, sharded, stepped, two_steps
 from torch import Tensor, nn
@@ -137,7 +137,16 @@ WAYS_TO_SHARD: dict[str, dict[str, Any]] = {
 }
 
 
-def summed(recipe: str, ranks: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "way"),
+    [
+        *(("grad_fp8", 2, "rows"), ("grad_int4", 3, "rows"), ("grad_fp8", 4, "rows")),
+        *(("grad_fp8", 2, "columns"), ("grad_int4", 2, "columns")),
+        *(("grad_fp8", 3, "offloaded"), ("grad_int4", 4, "offloaded")),
+    ],
+)
+@on("four")
+def test_sums_are_those_of_a_model_in_numpy(recipe: str, ranks: int, way: str) -> None:
     """Two steps: random bits are others in each."""
     rank, mesh, columns = dist.get_rank(), mesh_of(ranks), way == "columns"
     if rank >= ranks:
@@ -158,18 +167,6 @@ def summed(recipe: str, ranks: int, way: str) -> None:
         assert dtype is torch.uint8
         blocks = -(-len(expected) // 128)
         assert nbytes == ranks * (blocks * {"grad_fp8": 128, "grad_int4": 64}[recipe] + -(-4 * blocks // 16) * 16)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "way"),
-    [
-        *(("grad_fp8", 2, "rows"), ("grad_int4", 3, "rows"), ("grad_fp8", 4, "rows")),
-        *(("grad_fp8", 2, "columns"), ("grad_int4", 2, "columns")),
-        *(("grad_fp8", 3, "offloaded"), ("grad_int4", 4, "offloaded")),
-    ],
-)
-def test_sums_are_those_of_a_model_in_numpy(four: Ranks, recipe: str, ranks: int, way: str) -> None:
-    four.run(summed, recipe, ranks, way)
 
 
 class Lossless:
@@ -227,7 +224,8 @@ class Experts(nn.Module):
         return torch.einsum("etm,emk->etk", x, self.weight[:3])
 
 
-def experts() -> None:
+@on("two")
+def test_gradients_of_experts() -> None:
     """Cut on experts and on their rows: as a reduce-scatter."""
     for dim in (0, 1):
         found = []
@@ -243,11 +241,9 @@ def experts() -> None:
         assert found[0].shape == ((2, 32, 16), (4, 16, 16))[dim]
 
 
-def test_gradients_of_experts(two: Ranks) -> None:
-    two.run(experts)
-
-
-def trained() -> None:
+@pytest.mark.thorough
+@on("two")
+def test_masters_and_clipping_take_sums_of_codes() -> None:
     """Steps with codes lower the loss as much as those without do, within a fifth."""
     gains = []
     for recipe in (None, "grad_fp8", "grad_int4"):
@@ -265,11 +261,6 @@ def trained() -> None:
         gains.append(losses[0] - losses[-1])
     assert gains[0] > 0
     assert all(0.8 * gains[0] < gain < 1.2 * gains[0] for gain in gains), gains
-
-
-@pytest.mark.thorough
-def test_masters_and_clipping_take_sums_of_codes(two: Ranks) -> None:
-    two.run(trained)
 
 
 def frozen(model: Any) -> Any:
@@ -294,15 +285,12 @@ WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
 }
 
 
-def in_a_way(name: str) -> None:
-    use, loop, options = WAYS[name]
-    is_that_of_fsdp2(use, loop, **options)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WAYS)
-def test_all_that_fsdp2_reduces_travels_as_codes(two: Ranks, name: str) -> None:
-    two.run(in_a_way, name)
+@on("two")
+def test_all_that_fsdp2_reduces_travels_as_codes(name: str) -> None:
+    use, loop, options = WAYS[name]
+    is_that_of_fsdp2(use, loop, **options)
 
 
 def replicas() -> None:
@@ -314,7 +302,8 @@ def test_replicas_are_summed_by_fsdp2(four: Ranks) -> None:
     four.run(replicas)
 
 
-def divided() -> None:
+@on("two")
+def test_factors_and_other_operations() -> None:
     """By a factor, as NCCL would multiply before sums; a sum that is none is left to FSDP2, which is said once."""
     premultiplied = dist._make_nccl_premul_sum(0.25)
     values = torch.randn(2, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -339,11 +328,8 @@ def divided() -> None:
     assert kept[2].eq(1).all()
 
 
-def test_factors_and_other_operations(two: Ranks) -> None:
-    two.run(divided)
-
-
-def not_finite() -> None:
+@on("two")
+def test_infinity_and_nan_arrive() -> None:
     """They reach the gradients of all ranks, as a GradScaler looks for them; other blocks stay finite."""
     for bad in (float("inf"), float("nan")):
         for recipe in ("grad_fp8", "grad_int4"):
@@ -358,13 +344,9 @@ def not_finite() -> None:
             assert grad[:, 128:].isfinite().all()
 
 
-def test_infinity_and_nan_arrive(two: Ranks) -> None:
-    two.run(not_finite)
-
-
-def fed_back() -> None:
+@on("two")
+def test_what_codes_miss_is_sent_later() -> None:
     """What was sent of all steps is all gradients but for what the last step has missed; without, small ones are lost.
-
     fp8_block_1d rounds to nearest, as any recipe of one's own may.
     """
     rank = dist.get_rank()
@@ -392,17 +374,14 @@ def fed_back() -> None:
             assert small.eq(0).all()
 
 
-def test_what_codes_miss_is_sent_later(two: Ranks) -> None:
-    two.run(fed_back)
-
-
 def layers(count: int) -> Any:
     torch.manual_seed(0)
     block = nn.Sequential(*(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16) for _ in range(count)))
     return sharded(nn.Sequential(block), mp_policy=POLICY)
 
 
-def by_turns() -> None:
+@on("two")
+def test_misses_of_some_parameters_are_not_added_to_others() -> None:
     """Two layers of a group that train by turns: what codes of the first missed is not added to the second."""
     found = []
     for feeds_back in (False, True):
@@ -418,11 +397,8 @@ def by_turns() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_misses_of_some_parameters_are_not_added_to_others(two: Ranks) -> None:
-    two.run(by_turns)
-
-
-def unfrozen() -> None:
+@on("two")
+def test_sums_of_a_block_frozen_at_first_are_explained() -> None:
     """A block that is frozen in the first forward, of which FSDP2 then keeps no reduce_dtype."""
     for exchanges in (False, True):
         model = layers(1)
@@ -442,11 +418,13 @@ def unfrozen() -> None:
         assert [(torch.bfloat16, after.sends)] == sent["reduce-scatters"]
 
 
-def test_sums_of_a_block_frozen_at_first_are_explained(two: Ranks) -> None:
-    two.run(unfrozen)
+def exchanges_of(model: Any) -> list[Any]:
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in model]
+    return [group._reduce_scatter_comm for group in groups]
 
 
-def explained() -> None:
+@on("two")
+def test_what_travels_is_explained() -> None:
     policy = {"mp_policy": POLICY}
     model = sharded(built("fp8_block", "quantized"), **policy)
     before = layoutc.explain_gradients(model)
@@ -464,16 +442,8 @@ def explained() -> None:
     assert "0: grad_int4 into torch.float32 over 2 ranks, " in str(coded[0])
 
 
-def exchanges_of(model: Any) -> list[Any]:
-    groups = [block._get_fsdp_state()._fsdp_param_group for block in model]
-    return [group._reduce_scatter_comm for group in groups]
-
-
-def test_what_travels_is_explained(two: Ranks) -> None:
-    two.run(explained)
-
-
-def stated_by_specs() -> None:
+@on("two")
+def test_specs_say_how_gradients_travel() -> None:
     """Groups of weights whose spec says so send codes; others go as they are; two recipes in a group are refused."""
     for wire in ("grad_fp8", "grad_int4"):
         text = (SPECS / "mxfp8.yaml").read_text(encoding="utf-8").replace("name: mxfp8", f"name: by_{wire}")
@@ -494,11 +464,8 @@ def stated_by_specs() -> None:
         layoutc.exchange_gradients(fully_shard(mixed, mp_policy=POLICY))
 
 
-def test_specs_say_how_gradients_travel(two: Ranks) -> None:
-    two.run(stated_by_specs)
-
-
-def refused() -> None:
+@on("two")
+def test_recipes_that_ranks_would_have_to_agree_on_are_refused() -> None:
     model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
     for recipe, reason in (
         ("nvfp4", "its scales depend on an amax of the whole matrix"),
@@ -509,10 +476,6 @@ def refused() -> None:
     with pytest.raises(ValueError, match="Did you mean grad_fp8"):
         layoutc.exchange_gradients(model, "grad_fp")
     assert {one.way for one in layoutc.explain_gradients(model)} == {"reduce-scatter"}
-
-
-def test_recipes_that_ranks_would_have_to_agree_on_are_refused(two: Ranks) -> None:
-    two.run(refused)
 
 
 EXAMPLES = (0.0, -0.0, 1e-42, -3e-41, 1e-38, 1e-8, 3e-5, -0.001, 0.37, -1.0, 2.5, 1000.0)  # of blocks of their own size

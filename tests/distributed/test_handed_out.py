@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks, mesh_of
+from harness import mesh_of, on
 from models import raw
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
@@ -199,13 +199,6 @@ def changed(recipe: str, shards: str) -> dict[str, bool]:
 plain = cache(lambda shards: changed("plain", shards))
 
 
-def owns_what_plain_weights_own(recipe: str, shards: str) -> None:
-    found = changed(recipe, shards)
-    written = [name for name in GIVERS if found[name] and not plain(shards)[name]]
-    assert not written, written
-    assert [name for name in ALIASES if found[name]] == [name for name in ALIASES if plain(shards)[name]] == [*ALIASES]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "shards"),
@@ -215,8 +208,12 @@ def owns_what_plain_weights_own(recipe: str, shards: str) -> None:
         *product(["nvfp4_4over6", "fp8_rowwise", "cast nvfp4"], ["two"]),
     ],
 )
-def test_writes_into_what_is_handed_out_leave_the_model(two: Ranks, recipe: str, shards: str) -> None:
-    two.run(owns_what_plain_weights_own, recipe, shards)
+@on("two")
+def test_writes_into_what_is_handed_out_leave_the_model(recipe: str, shards: str) -> None:
+    found = changed(recipe, shards)
+    written = [name for name in GIVERS if found[name] and not plain(shards)[name]]
+    assert not written, written
+    assert [name for name in ALIASES if found[name]] == [name for name in ALIASES if plain(shards)[name]] == [*ALIASES]
 
 
 def test_trainers_that_write_files_of_their_own_get_plain_values() -> None:

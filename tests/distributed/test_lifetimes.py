@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import on
 from models import adam, assert_gathers_as, batch, build, local, shard, train_step, width_for
 from storages import live_bytes, look_at_what_comes
 from test_memory import built
@@ -22,7 +22,9 @@ class Lost(Exception):
     """What goes wrong between the two hooks."""
 
 
-def goes_on_after_an_exception(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+@on("two")
+def test_shards_of_columns_survive_an_exception_between_the_hooks(recipe: str) -> None:
     """Weights before the one that fails have begun to gather; then the model moves, trains, and moves again."""
     width = width_for(recipe, dist.get_world_size())
     model, reference = build(recipe, width), build(recipe, width)
@@ -50,12 +52,19 @@ def goes_on_after_an_exception(recipe: str) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
-def test_shards_of_columns_survive_an_exception_between_the_hooks(two: Ranks, recipe: str) -> None:
-    two.run(goes_on_after_an_exception, recipe)
+def _planes(param: Any) -> list[torch.Tensor]:
+    shard = param._local_tensor
+    agreed = getattr(shard, "_agreed", None)
+    own = [shard] if not hasattr(shard, "store") else [*getattr(shard.store, "planes", shard.store).values()]
+    return own if agreed is None else own + [one for one in (agreed.amax, agreed.plane) if one is not None]
 
 
-def leaves_nothing(recipe: str, form: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "form"), [("mxfp8", "quantized"), ("nvfp4", "columns"), ("mxfp8", "cast"), ("fp8_delayed", "cast")]
+)
+@on("two")
+def test_deleted_models_leave_nothing(recipe: str, form: str) -> None:
     """Built, trained and deleted again and again; also while somebody holds on to what was sharded."""
     width = width_for(recipe, dist.get_world_size())
 
@@ -80,18 +89,3 @@ def leaves_nothing(recipe: str, form: str) -> None:
     assert known() == before
     own = sum(plane.nbytes for param in kept for plane in _planes(param))
     assert live_bytes(held[0] + own) <= held[0] + own
-
-
-def _planes(param: Any) -> list[torch.Tensor]:
-    shard = param._local_tensor
-    agreed = getattr(shard, "_agreed", None)
-    own = [shard] if not hasattr(shard, "store") else [*getattr(shard.store, "planes", shard.store).values()]
-    return own if agreed is None else own + [one for one in (agreed.amax, agreed.plane) if one is not None]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "form"), [("mxfp8", "quantized"), ("nvfp4", "columns"), ("mxfp8", "cast"), ("fp8_delayed", "cast")]
-)
-def test_deleted_models_leave_nothing(two: Ranks, recipe: str, form: str) -> None:
-    two.run(leaves_nothing, recipe, form)

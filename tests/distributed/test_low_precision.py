@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exact_products import exact
 from exact_products import product as whole_numbers
-from harness import Ranks, mesh_of
+from harness import mesh_of, on
 from models import Layer, adam, recipe_module, train_step, width_for
 from test_training import trains_as_one_process
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import layoutc
 from layoutc.runtime.product_mode import Mode
-
-
-def trains(recipe: str, keeps: bool, mode: Mode) -> None:
-    """Losses, bytes and collectives of quantized weights, as without low precision."""
-    with product_modes.products(mode):
-        trains_as_one_process(recipe, keeps, True, None, None)
 
 
 @pytest.mark.sample(1)
@@ -40,11 +34,17 @@ def trains(recipe: str, keeps: bool, mode: Mode) -> None:
         ("fp8_block", False, "reference"),
     ],
 )
-def test_training_in_low_precision_equals_one_process(two: Ranks, recipe: str, keeps: bool, mode: Mode) -> None:
-    two.run(trains, recipe, keeps, mode)
+@on("two")
+def test_training_in_low_precision_equals_one_process(recipe: str, keeps: bool, mode: Mode) -> None:
+    """Losses, bytes and collectives of quantized weights, as without low precision."""
+    with product_modes.products(mode):
+        trains_as_one_process(recipe, keeps, True, None, None)
 
 
-def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "compiled"), [("fp8_block", False), ("mxfp8", True), ("nvfp4", False)])
+@on("two")
+def test_weights_that_are_cast_on_gather_train_as_one_process(recipe: str, compiled: bool) -> None:
     """Weights in high precision, quantized by the gather; each block compiled, or none."""
     width = width_for(recipe, dist.get_world_size())
 
@@ -73,12 +73,9 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "compiled"), [("fp8_block", False), ("mxfp8", True), ("nvfp4", False)])
-def test_weights_that_are_cast_on_gather_train_as_one_process(two: Ranks, recipe: str, compiled: bool) -> None:
-    two.run(trains_cast_on_gather, recipe, compiled)
-
-
-def draws_as_one_process(compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@on("two")
+def test_gradients_are_rounded_on_ranks_as_in_one_process(compiled: bool) -> None:
     """Tokens that the recipes take: each step draws seeds for gradients, the same on ranks as in one process."""
     width, rank = 64, dist.get_rank()
 
@@ -118,14 +115,11 @@ def draws_as_one_process(compiled: bool) -> None:
     assert all("CPUs have no kernel" in name for name in counted)  # none was dequantized for its number of tokens
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_rounded_on_ranks_as_in_one_process(two: Ranks, compiled: bool) -> None:
-    two.run(draws_as_one_process, compiled)
-
-
-def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+@on("two")
+def test_tensor_parallel_products_are_exact(recipe: str) -> None:
     """Shards of rows and of columns multiply in low precision; no rounding, so whole numbers are what they give."""
+    mode = "reference"
     mesh = mesh_of(dist.get_world_size())
     tokens, width = 128, 256
     x, up, down = exact(recipe, tokens, width, 1), exact(recipe, width, width, 2), exact(recipe, width, width, 3)
@@ -145,12 +139,9 @@ def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
         assert torch.equal(out, whole[:, mine] if cuts_rows else whole)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
-def test_tensor_parallel_products_are_exact(two: Ranks, recipe: str) -> None:
-    two.run(is_exact_in_parallel, recipe, "reference")
-
-
-def counts_products(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@on("two")
+def test_shards_of_a_tensor_parallel_weight_multiply_in_low_precision(recipe: str) -> None:
     """Which products shards of a DTensor compute in low precision: forward and the gradient of the input."""
     from layoutc.runtime.products import linear
 
@@ -175,11 +166,8 @@ def counts_products(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
-def test_shards_of_a_tensor_parallel_weight_multiply_in_low_precision(two: Ranks, recipe: str) -> None:
-    two.run(counts_products, recipe)
-
-
-def waits_for_its_input(recipe: str) -> None:
+@on("two")
+def test_activations_that_are_being_gathered_are_waited_for(recipe: str) -> None:
     """An activation that is still being gathered gives what it gives when it has arrived; and so do its gradients."""
     world, width = dist.get_world_size(), 256
     layer = nn.Linear(width, width, bias=False)
@@ -201,12 +189,9 @@ def waits_for_its_input(recipe: str) -> None:
     assert torch.equal(layer.weight.grad, of_w)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
-def test_activations_that_are_being_gathered_are_waited_for(two: Ranks, recipe: str) -> None:
-    two.run(waits_for_its_input, recipe)
-
-
-def masters_train(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8_block"])
+@on("two")
+def test_losses_fall(recipe: str) -> None:
     """A step of MasterWeights in low precision moves what one process moves."""
     width = width_for(recipe, dist.get_world_size())
     torch.manual_seed(0)
@@ -218,8 +203,3 @@ def masters_train(recipe: str) -> None:
         before = train_step(model, optimizer, 0, width)
         after = [train_step(model, optimizer, 0, width) for _ in range(5)][-1]
     assert after < before
-
-
-@pytest.mark.parametrize("recipe", ["fp8_block"])
-def test_losses_fall(two: Ranks, recipe: str) -> None:
-    two.run(masters_train, recipe)

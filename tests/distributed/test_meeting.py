@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import pytest
 import torch.distributed as dist
-from harness import Ranks
+from harness import on
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -31,24 +31,8 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-def alone(folder: Path) -> None:
-    model = nn.Sequential(nn.Linear(256, 256, bias=False))
-    layoutc.quantize_(model, "fp8_block")
-    fully_shard(model)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, call in CALLS.items():
-            patch.setattr(meeting, "SOON", timedelta(seconds=0.05))
-            patch.setattr(meeting, "timeout_of", lambda group: timedelta(seconds=0.05))
-            if dist.get_rank() == 0:
-                said = rf"^{name} waits for rank 1: it is collective, so all 2 ranks of its group call it"
-                with pytest.warns(UserWarning, match=said), pytest.raises(LayoutError, match=said):
-                    call(model, folder)
-            dist.barrier()
-            patch.undo()
-            call(model, folder)
-
-
-def alone_at_first() -> None:
+@on("two")
+def test_a_rank_that_precomputes_alone_is_told() -> None:
     """What is called in each step tells at the first call; one rank is late at another."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
     layoutc.cast_on_gather_(model, "fp8_current")
@@ -69,10 +53,21 @@ def alone_at_first() -> None:
         layoutc.precompute_amaxes(model)
 
 
-def test_a_rank_that_precomputes_alone_is_told(two: Ranks) -> None:
-    two.run(alone_at_first)
-
-
 @pytest.mark.thorough
-def test_a_rank_that_calls_alone_is_told(two: Ranks, tmp_path: Path) -> None:
-    two.run(alone, tmp_path)
+@on("two")
+def test_a_rank_that_calls_alone_is_told(tmp_path: Path) -> None:
+    folder = tmp_path
+    model = nn.Sequential(nn.Linear(256, 256, bias=False))
+    layoutc.quantize_(model, "fp8_block")
+    fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in CALLS.items():
+            patch.setattr(meeting, "SOON", timedelta(seconds=0.05))
+            patch.setattr(meeting, "timeout_of", lambda group: timedelta(seconds=0.05))
+            if dist.get_rank() == 0:
+                said = rf"^{name} waits for rank 1: it is collective, so all 2 ranks of its group call it"
+                with pytest.warns(UserWarning, match=said), pytest.raises(LayoutError, match=said):
+                    call(model, folder)
+            dist.barrier()
+            patch.undo()
+            call(model, folder)

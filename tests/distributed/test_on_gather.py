@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks
+from harness import on
 from models import counted, recipe_module
 from storages import live_bytes
 from test_fsdp2_options import WIDTH, Block, sharded, stepped
@@ -84,7 +84,10 @@ def assert_alike(run: Callable[[Any], Found]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ choices
-def changes_modes(recipe: str, use: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "quantized"), ("nvfp4", "cast")])
+@on("two")
+def test_choices_change_between_steps(recipe: str, use: str) -> None:
     """Some weights of a group leave its pack and come back, in between steps; others stay."""
 
     def run(mode: Any) -> Found:
@@ -104,12 +107,6 @@ def changes_modes(recipe: str, use: str) -> None:
     assert_alike(run)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "quantized"), ("nvfp4", "cast")])
-def test_choices_change_between_steps(two: Ranks, recipe: str, use: str) -> None:
-    two.run(changes_modes, recipe, use)
-
-
 class Layers(nn.Module):
     """Linear layers in one group."""
 
@@ -124,7 +121,10 @@ class Layers(nn.Module):
         return x
 
 
-def trains_as_others(kind: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["recipes", "nvfp4 cast", "fp8_block quantized"])
+@on("four")
+def test_groups_of_mixed_weights_train_as_others(kind: str) -> None:
     """Rows that ranks cut inside of blocks, and whole blocks; ranks without rows; several recipes and modes."""
 
     def run(mode: Any) -> Found:
@@ -151,13 +151,9 @@ def trains_as_others(kind: str) -> None:
     assert_alike(run)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["recipes", "nvfp4 cast", "fp8_block quantized"])
-def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None:
-    four.run(trains_as_others, kind)
-
-
-def quantizes_once(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
+@on("two")
+def test_a_group_is_quantized_once_though_some_weights_travel_early(recipe: str) -> None:
     """Weights that are cast on gather, with others in between whose codes stay."""
     torch.manual_seed(0)
     model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
@@ -170,12 +166,9 @@ def quantizes_once(recipe: str) -> None:
     assert alone == []
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
-def test_a_group_is_quantized_once_though_some_weights_travel_early(two: Ranks, recipe: str) -> None:
-    two.run(quantizes_once, recipe)
-
-
-def knows_gathered_weights(use: str) -> None:
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+@on("two")
+def test_gathered_weights_are_known_as_quantized(use: str) -> None:
     """Of weights that are gathered as values: what tells of a model, or changes it, sees them or refuses."""
     model = sharded(blocks("nvfp4", use, ON_GATHER))
     told = [str(layoutc.coverage(model)), layoutc.explain_products(model), layoutc.check_ranks(model)]
@@ -204,13 +197,10 @@ def knows_gathered_weights(use: str) -> None:
     assert len(product_modes.set_products_(model, "reference")) == 4
 
 
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-def test_gathered_weights_are_known_as_quantized(two: Ranks, use: str) -> None:
-    two.run(knows_gathered_weights, use)
-
-
 # ------------------------------------------------------------------------------------------------------------- writes
-def refuses_lost_writes(recipe: str, use: str) -> None:
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "cast")])
+@on("two")
+def test_writes_that_the_next_gather_would_undo_are_refused(recipe: str, use: str) -> None:
     """In a pack, and alone; the next gather after the error is as if nothing had been written."""
     model = sharded(blocks(recipe, use, ON_GATHER))
     product_modes.set_products_(model, LATER, filter_fn=lambda _, name: name == "1.down")
@@ -228,11 +218,6 @@ def refuses_lost_writes(recipe: str, use: str) -> None:
             assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "cast")])
-def test_writes_that_the_next_gather_would_undo_are_refused(two: Ranks, recipe: str, use: str) -> None:
-    two.run(refuses_lost_writes, recipe, use)
-
-
 def by_hand(recipe: str, use: str, seed: int = 0) -> Any:
     """Modules that no call of layoutc has made."""
     torch.manual_seed(seed)
@@ -244,7 +229,10 @@ def by_hand(recipe: str, use: str, seed: int = 0) -> Any:
     return model
 
 
-def gathers_replaced_shards(recipe: str, use: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "cast")])
+@on("two")
+def test_shards_in_place_of_others_are_gathered_as_those(recipe: str, use: str) -> None:
     """The shards that a state dict assigns to such modules have no choice of products."""
 
     def run(mode: Any) -> Found:
@@ -264,13 +252,9 @@ def gathers_replaced_shards(recipe: str, use: str) -> None:
     assert_alike(run)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("nvfp4", "cast")])
-def test_shards_in_place_of_others_are_gathered_as_those(two: Ranks, recipe: str, use: str) -> None:
-    two.run(gathers_replaced_shards, recipe, use)
-
-
-def gathers_assigned_aliases(mode: str) -> None:
+@pytest.mark.parametrize("mode", [LATER, ON_GATHER])
+@on("two")
+def test_ranks_agree_on_who_sends_what_whatever_else_they_hold(mode: str) -> None:
     """One rank still has the shards that a state dict's aliases of the same values have replaced; the other has not."""
     model, reference = (fully_shard(by_hand("nvfp4", "cast")) for _ in range(2))
     product_modes.set_products_(model, mode)
@@ -287,13 +271,11 @@ def gathers_assigned_aliases(mode: str) -> None:
     assert len(kept) == (0 if dist.get_rank() else len(list(model.parameters())))
 
 
-@pytest.mark.parametrize("mode", [LATER, ON_GATHER])
-def test_ranks_agree_on_who_sends_what_whatever_else_they_hold(two: Ranks, mode: str) -> None:
-    two.run(gathers_assigned_aliases, mode)
-
-
 # ----------------------------------------------------------------------------------------------------------- lifetimes
-def leaves_nothing(use: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+@on("two")
+def test_a_deleted_model_leaves_nothing(use: str) -> None:
     """Values, plans and blocks of a model that is deleted while some of it is gathered; also while its shards live."""
 
     def trained() -> tuple[Any, list[weakref.ref[Any]], list[weakref.ref[Any]]]:
@@ -322,17 +304,12 @@ def leaves_nothing(use: str) -> None:
     assert live_bytes(before) <= before + 4096
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("use", ["quantized", "cast"])
-def test_a_deleted_model_leaves_nothing(two: Ranks, use: str) -> None:
-    two.run(leaves_nothing, use)
-
-
 class Lost(Exception):
     """What goes wrong in the middle of a gather."""
 
 
-def leaves_nothing_of_a_failed_gather() -> None:
+@on("two")
+def test_a_model_whose_gather_has_failed_can_be_deleted() -> None:
     """Some of a group's weights have arrived, the next one has not: their cuts go through blocks, so none is packed."""
     torch.manual_seed(0)
     model = fully_shard(converted(Layers([WIDTH, 384, WIDTH, 384]), "fp8_block", "quantized", ON_GATHER))
@@ -355,11 +332,9 @@ def leaves_nothing_of_a_failed_gather() -> None:
     assert [one() for one in left if one() is not None] == []
 
 
-def test_a_model_whose_gather_has_failed_can_be_deleted(two: Ranks) -> None:
-    two.run(leaves_nothing_of_a_failed_gather)
-
-
-def keeps_what_values_are_read_from(recipe: str, world: int) -> None:
+@pytest.mark.parametrize(("recipe", "world"), [("fp8_current", 2), ("fp8_current", 1), ("nvfp4", 2)])
+@on("two")
+def test_planes_that_values_are_read_from_stay_until_the_next_gather(recipe: str, world: int) -> None:
     """All memory that values were made of is there until the weight is gathered again: a card may still read it."""
     model = blocks(recipe, "cast", ON_GATHER)
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -378,8 +353,3 @@ def keeps_what_values_are_read_from(recipe: str, world: int) -> None:
         gc.collect()
         assert read
         assert not any(memory.expired() for memory in read)
-
-
-@pytest.mark.parametrize(("recipe", "world"), [("fp8_current", 2), ("fp8_current", 1), ("nvfp4", 2)])
-def test_planes_that_values_are_read_from_stay_until_the_next_gather(two: Ranks, recipe: str, world: int) -> None:
-    two.run(keeps_what_values_are_read_from, recipe, world)

@@ -10,7 +10,7 @@ import product_modes
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on
 from models import adam, build, local, my_share, shard, train_step
 from test_gather_groups import kernels_on_cpu
 from torch import Tensor, nn
@@ -88,7 +88,10 @@ def test_gathers_of_cast_weights(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, True)
 
 
-def launches_again(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_2d"])
+@on("two")
+def test_a_group_is_dequantized_in_one_launch(recipe: str) -> None:
     """By kernels: what a gather launches is kept for the next ones, while all of it lies where it lay."""
     model, values = of_rows(recipe, [32 * dist.get_world_size(), 64 * dist.get_world_size()])
     fully_shard(model)
@@ -103,12 +106,9 @@ def launches_again(recipe: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_2d"])
-def test_a_group_is_dequantized_in_one_launch(two: Ranks, recipe: str) -> None:
-    two.run(launches_again, recipe)
-
-
-def some_alone(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+@on("two")
+def test_weights_with_blocks_that_are_cut(recipe: str) -> None:
     """A weight whose blocks are cut between ranks, beside others."""
     block, world = import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows, dist.get_world_size()
     for rows in ([block * world, block * 3, block * world], [block * 3, block * world, block * 3]):
@@ -121,13 +121,10 @@ def some_alone(recipe: str) -> None:
         assert not plans(model)  # FSDP2 gathers them by their hooks
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
-def test_weights_with_blocks_that_are_cut(two: Ranks, recipe: str) -> None:
-    two.run(some_alone, recipe)
-
-
-def switches(recipe: str) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
+@on("two")
+def test_modes_that_change_between_steps(recipe: str) -> None:
     """Modes of all weights of a group, and of some, change between steps: losses stay those of one process."""
     width = max(64, 4 * import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows * dist.get_world_size())
     reference, model = build(recipe, width), build(recipe, width)
@@ -152,13 +149,8 @@ def switches(recipe: str) -> None:
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
-def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
-    two.run(switches, recipe)
-
-
-def refuses() -> None:
+@on("two")
+def test_what_can_not_be_done_says_what_can() -> None:
     model = build("fp8_current", 64)
     shard(model, nested=False)
     model.unshard()  # type: ignore[operator]
@@ -176,11 +168,9 @@ def refuses() -> None:
     layoutc.set_products_(model, "low_precision")
 
 
-def test_what_can_not_be_done_says_what_can(two: Ranks) -> None:
-    two.run(refuses)
-
-
-def gives_gathered_parameters(mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["dequantize", ON_GATHER])
+@on("two")
+def test_masters_are_made_of_shards(mode: Any) -> None:
     """To an optimizer, which would train nothing: gradients come to shards."""
     model = build("fp8_current", 64)
     product_modes.set_products_(model, mode)
@@ -193,8 +183,3 @@ def gives_gathered_parameters(mode: Any) -> None:
         adam(model)
     model.reshard()  # type: ignore[operator]
     adam(model)
-
-
-@pytest.mark.parametrize("mode", ["dequantize", ON_GATHER])
-def test_masters_are_made_of_shards(two: Ranks, mode: str) -> None:
-    two.run(gives_gathered_parameters, mode)

@@ -12,7 +12,7 @@ import product_modes
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on
 from test_gather_groups import kernels_on_cpu
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -190,7 +190,21 @@ def quantizing(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[bool
         yield taken
 
 
-def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: int) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "mixed", "precomputed", "width"),
+    [
+        ("nvfp4", True, True, 64),
+        ("fp8_delayed", False, False, 64),
+        ("nvfp4", False, False, 64),
+        ("fp8_block", True, False, 256),
+        ("fp8_channel_bf16", True, False, 256),  # each orientation takes a launch of its own
+    ],
+)
+@on("two")
+def test_cast_weights_are_quantized_where_they_are_sent_from(
+    recipe: str, mixed: bool, precomputed: bool, width: int
+) -> None:
     """As weights whose hooks quantize, by the reference; where the first rank asks hooks."""
 
     def steps() -> list[Tensor]:
@@ -205,24 +219,9 @@ def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: in
     assert taken == [True] * 4 * dist.get_rank()  # all but the first gather
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "mixed", "precomputed", "width"),
-    [
-        ("nvfp4", True, True, 64),
-        ("fp8_delayed", False, False, 64),
-        ("nvfp4", False, False, 64),
-        ("fp8_block", True, False, 256),
-        ("fp8_channel_bf16", True, False, 256),  # each orientation takes a launch of its own
-    ],
-)
-def test_cast_weights_are_quantized_where_they_are_sent_from(
-    two: Ranks, recipe: str, mixed: bool, precomputed: bool, width: int
-) -> None:
-    two.run(is_quantized_in_place, recipe, mixed, precomputed, width)
-
-
-def values_that_move() -> None:
+@pytest.mark.thorough
+@on("two")
+def test_cast_weights_that_move() -> None:
     """Other values in a shard, in other memory; and a write into gathered values, which is refused."""
 
     def moved(model: Any, step: int) -> None:
@@ -248,11 +247,6 @@ def values_that_move() -> None:
             with pytest.raises(LayoutError, match="was written while it was gathered"):
                 layer.unshard()
     assert same(*found)
-
-
-@pytest.mark.thorough
-def test_cast_weights_that_move(two: Ranks) -> None:
-    two.run(values_that_move)
 
 
 def codes_are_the_same(
@@ -355,7 +349,18 @@ def test_shards_of_four_ranks(four: Ranks, recipe: str, rows: int) -> None:
     four.run(codes_are_the_same, recipe, False, False, 512, {}, partial(Narrow, rows))
 
 
-def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("recipe", "cast", "mixed", "rows", "width"),
+    [
+        ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
+        ("hybrid_fp8", True, True, 256, 128),  # a scale of four bytes on each rank
+        ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
+        ("mxfp8", True, False, 96, 64),  # 48 rows of blocks of 32, which forward's planes do not show
+    ],
+)
+@on("two")
+def test_parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
     """Parts of ranks that are no multiples of 8 bytes, where those of all ranks together are one."""
 
     def steps() -> list[Tensor]:
@@ -368,21 +373,8 @@ def parts_of_odd_sizes(recipe: str, cast: bool, mixed: bool, rows: int, width: i
         assert same(steps(), expected)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("recipe", "cast", "mixed", "rows", "width"),
-    [
-        ("fp8_rowwise", False, False, 65, 16),  # 33 and 32 scales of four bytes
-        ("hybrid_fp8", True, True, 256, 128),  # a scale of four bytes on each rank
-        ("fp8_channel_bf16", False, True, 260, 16),  # a slot of 260 bytes, of which 64 are the plane's
-        ("mxfp8", True, False, 96, 64),  # 48 rows of blocks of 32, which forward's planes do not show
-    ],
-)
-def test_parts_of_odd_sizes(two: Ranks, recipe: str, cast: bool, mixed: bool, rows: int, width: int) -> None:
-    two.run(parts_of_odd_sizes, recipe, cast, mixed, rows, width)
-
-
-def gathers_early() -> None:
+@on("two")
+def test_gathers_ahead_of_time() -> None:
     """Asynchronous gathers, ones that are waited for in backward's order, and explicit prefetching."""
     model = mixer("fp8_current")
     expected = trained(mixer("fp8_current"))
@@ -402,10 +394,6 @@ def gathers_early() -> None:
     assert len(taken) > 10
 
 
-def test_gathers_ahead_of_time(two: Ranks) -> None:
-    two.run(gathers_early)
-
-
 class OwnGather:
     """A user's collective: counts the bytes that it is asked for, and sends them by torch's."""
 
@@ -423,7 +411,8 @@ class OwnGather:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def by_a_users_collective() -> None:
+@on("two")
+def test_a_users_collective_sends_the_same_bytes() -> None:
     """Which is asked for the same bytes in both ways."""
     seen = []
     for allowed in (False, True):
@@ -439,11 +428,15 @@ def by_a_users_collective() -> None:
     assert same(seen[1], seen[3])
 
 
-def test_a_users_collective_sends_the_same_bytes(two: Ranks) -> None:
-    two.run(by_a_users_collective)
+def whole(model: Any) -> Iterator[Tensor]:
+    for layer in model:
+        layer.unshard()
+        yield from layer.parameters()
+        layer.reshard()
 
 
-def other_shards() -> None:
+@on("two")
+def test_shards_that_change() -> None:
     """Weights that are loaded, assigned or replaced between gathers, and parameters that are moved."""
     model, source = mixer("nvfp4"), mixer("nvfp4", seed=1)
     trained(model, 1)
@@ -463,18 +456,8 @@ def other_shards() -> None:
     model[0].reshard()
 
 
-def whole(model: Any) -> Iterator[Tensor]:
-    for layer in model:
-        layer.unshard()
-        yield from layer.parameters()
-        layer.reshard()
-
-
-def test_shards_that_change(two: Ranks) -> None:
-    two.run(other_shards)
-
-
-def is_left_alone() -> None:
+@on("two")
+def test_what_fsdp2_gathers_itself() -> None:
     """Other modes, and parameters that are sent in a way of their own, which FSDP2 gathers."""
     model = mixer("fp8_current")
     trained(model, 1)
@@ -502,11 +485,8 @@ def is_left_alone() -> None:
         assert not taken
 
 
-def test_what_fsdp2_gathers_itself(two: Ranks) -> None:
-    two.run(is_left_alone)
-
-
-def evaluates() -> None:
+@on("two")
+def test_evaluations_and_parameters_that_are_made_anew() -> None:
     """Without gradients, in inference mode, and in between steps; outputs that FSDP2 makes anew."""
     model = mixer("fp8_current")
     trained(model, 1)
@@ -536,11 +516,8 @@ def evaluates() -> None:
     model[0].reshard()
 
 
-def test_evaluations_and_parameters_that_are_made_anew(two: Ranks) -> None:
-    two.run(evaluates)
-
-
-def shows() -> None:
+@on("two")
+def test_profiles_show_gathers_as_fsdp2_does() -> None:
     model = mixer("fp8_current")
     trained(model, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, counted() as taken:
@@ -551,11 +528,8 @@ def shows() -> None:
         assert sum(name.split(" ")[0] == label for name in names) >= 2, label
 
 
-def test_profiles_show_gathers_as_fsdp2_does(two: Ranks) -> None:
-    two.run(shows)
-
-
-def fails() -> None:
+@on("two")
+def test_what_a_gather_refuses() -> None:
     """A write into gathered values is refused before the next gather, which can be taken again."""
     model = mixer("fp8_current")
     trained(model, 1)
@@ -573,11 +547,9 @@ def fails() -> None:
     assert taken == ["begun"]
 
 
-def test_what_a_gather_refuses(two: Ranks) -> None:
-    two.run(fails)
-
-
-def scales_that_are_written(recipe: str, inference: bool) -> None:
+@pytest.mark.parametrize(("recipe", "inference"), [("fp8_current", True), ("nvfp4", False)])
+@on("two")
+def test_scales_of_weights_that_stay_gathered(recipe: str, inference: bool) -> None:
     """While weights are gathered: they keep the scales that they were gathered with, in memory that stays."""
     found: list[list[Tensor]] = []
     for allowed in (False, True):
@@ -606,8 +578,3 @@ def scales_that_are_written(recipe: str, inference: bool) -> None:
         assert len(places) >= 3 * allowed
         found.append(seen)
     assert same(*found)
-
-
-@pytest.mark.parametrize(("recipe", "inference"), [("fp8_current", True), ("nvfp4", False)])
-def test_scales_of_weights_that_stay_gathered(two: Ranks, recipe: str, inference: bool) -> None:
-    two.run(scales_that_are_written, recipe, inference)

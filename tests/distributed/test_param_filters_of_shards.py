@@ -7,7 +7,7 @@ from typing import Any
 import product_modes
 import pytest
 import torch
-from harness import Ranks
+from harness import on
 from models import adam, my_share, recipe_module
 from models_of_experts import Gated, Joined, Mixture, batch
 from torch import nn
@@ -36,7 +36,20 @@ def step(model: nn.Module, optimizer: Any, number: int, share: float) -> float:
     return float(loss.detach())
 
 
-def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "use", "dim", "compiled"),
+    [
+        ("gated", "mxfp8", "quantize_", 1, False),
+        ("gated", "fp8_current", "cast_on_gather_", 0, False),
+        ("joined", "nvfp4", "quantize_", 0, False),
+        ("joined", "mxfp8", "quantize_", 0, True),
+        ("transposed", "mxfp8", "quantize_", 0, False),
+        ("transposed", "fp8_current", "cast_on_gather_", 0, True),
+    ],
+)
+@on("two")
+def test_experts_by_name_train_as_one_process(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     """A part of the weights in low precision by their own choice. Sharded: experts, or the rows of each."""
     reference, model = build(kind, recipe, use), build(kind, recipe, use)
     for one in (reference, model):
@@ -61,21 +74,3 @@ def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
         assert step(model, optimizers[1], number, my_share()) == expected, f"step {number}"
         seen.add(expected)
     assert len(seen) == 3
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("kind", "recipe", "use", "dim", "compiled"),
-    [
-        ("gated", "mxfp8", "quantize_", 1, False),
-        ("gated", "fp8_current", "cast_on_gather_", 0, False),
-        ("joined", "nvfp4", "quantize_", 0, False),
-        ("joined", "mxfp8", "quantize_", 0, True),
-        ("transposed", "mxfp8", "quantize_", 0, False),
-        ("transposed", "fp8_current", "cast_on_gather_", 0, True),
-    ],
-)
-def test_experts_by_name_train_as_one_process(
-    two: Ranks, kind: str, recipe: str, use: str, dim: int, compiled: bool
-) -> None:
-    two.run(trains, kind, recipe, use, dim, compiled)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exact_products import exact
 from exact_products import product as whole_numbers
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import Model, adam, build, local, my_share, shard, width_for
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -66,7 +66,20 @@ def train_step(model: nn.Module, optimizer: Any, step: int, width: int, share: f
     return float(loss.detach())
 
 
-def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "use", "keeps", "how"),
+    [
+        ("fp8_block", "quantize_", False, "after"),
+        ("mxfp8", "cast_on_gather_", True, "after"),
+        ("fp8_current", "quantize_", False, "before"),
+        ("mxfp8", "quantize_", False, "compiled"),
+        ("fp8_block", "cast_on_gather_", False, "compiled"),
+        ("mxfp8", "quantize_", False, "recomputed"),
+    ],
+)
+@on("two")
+def test_a_mix_trains_as_one_process(recipe: str, use: str, keeps: bool, how: str) -> None:
     """The mix is set on the whole weights or on shards, and changes between steps; so does the mode of all."""
     width = width_for(recipe, dist.get_world_size())
     reference, model = made(use, recipe), made(use, recipe)
@@ -110,28 +123,9 @@ def trains_a_mix(recipe: str, use: str, keeps: bool, how: str) -> None:
         linear._multiply = multiply
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "use", "keeps", "how"),
-    [
-        *(
-            (recipe, use, False, "after")
-            for recipe in ("mxfp8", "fp8_block")
-            for use in ("quantize_", "cast_on_gather_")
-        ),
-        ("fp8_current", "quantize_", False, "before"),
-        ("mxfp8", "quantize_", True, "before"),
-        ("mxfp8", "cast_on_gather_", True, "after"),
-        ("mxfp8", "quantize_", False, "compiled"),
-        ("fp8_block", "cast_on_gather_", False, "compiled"),
-        ("mxfp8", "quantize_", False, "recomputed"),
-    ],
-)
-def test_a_mix_trains_as_one_process(two: Ranks, recipe: str, use: str, keeps: bool, how: str) -> None:
-    two.run(trains_a_mix, recipe, use, keeps, how)
-
-
-def keeps_choices(use: str) -> None:
+@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
+@on("two")
+def test_what_keeps_a_choice(use: str) -> None:
     """Shards, gathered weights, copies, and shards that get memory after they were cut on the meta device."""
     width = width_for("mxfp8", dist.get_world_size())
     with torch.device("meta"):
@@ -164,12 +158,8 @@ def keeps_choices(use: str) -> None:
         assert product_modes.named(model.head.weight.full_tensor().own_products) == "dequantize"
 
 
-@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
-def test_what_keeps_a_choice(two: Ranks, use: str) -> None:
-    two.run(keeps_choices, use)
-
-
-def ranks_differ() -> None:
+@on("two")
+def test_ranks_that_choose_differently_are_named() -> None:
     model = shard(build("mxfp8", 64))
     layoutc.check_ranks(model)
     product_modes.set_products_(model, "reference" if dist.get_rank() else "low_precision")
@@ -181,10 +171,6 @@ def ranks_differ() -> None:
         with pytest.raises(LayoutError, match=words):
             layoutc.check_ranks(model)
     layoutc.check_ranks(model)
-
-
-def test_ranks_that_choose_differently_are_named(two: Ranks) -> None:
-    two.run(ranks_differ)
 
 
 def first_gather_differs(use: str, own: bool) -> str:
@@ -220,7 +206,9 @@ def test_the_first_gather_names_ranks_in_other_modes(two: Ranks, use: str, own: 
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallelism
-def is_explained(sharded: bool, by_parts: bool) -> None:
+@pytest.mark.parametrize(("sharded", "by_parts"), [(True, False), (True, True), (False, False)])
+@on("four")
+def test_tensor_parallel_weights_are_explained(sharded: bool, by_parts: bool) -> None:
     """What is said of a weight that tensor parallelism cuts is what its parts do, with FSDP2 over it or without."""
     mesh = mesh_of(2, 2, names=("fsdp", "tp"))
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
@@ -257,12 +245,6 @@ def is_explained(sharded: bool, by_parts: bool) -> None:
     assert sorted(seen) == sorted(2 * [(name, (256, 256)) for name in names])
 
 
-@pytest.mark.parametrize("by_parts", [False, True])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_tensor_parallel_weights_are_explained(four: Ranks, sharded: bool, by_parts: bool) -> None:
-    four.run(is_explained, sharded, by_parts)
-
-
 class Parts(nn.Module):
     """Rows of one weight and columns of the next on each rank, multiplied as local tensors."""
 
@@ -280,9 +262,11 @@ class Parts(nn.Module):
         return F.linear(x, up), F.linear(y, down)
 
 
-def gradient_is_exact(recipe: str, compiled: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "compiled"), [("fp8_current", False), ("mxfp8", False), ("mxfp8", True)])
+@on("four")
+def test_parts_of_weights_have_exact_gradients_in_low_precision(recipe: str, compiled: bool) -> None:
     """Weights over two dims of a mesh whose parts multiply as local tensors have all three products in low precision.
-
     No product rounds, so the gradients are whole numbers, wherever sums are cut.
     """
     mesh, tokens, width = mesh_of(2, 2, names=("fsdp", "tp")), 128, 512
@@ -317,9 +301,3 @@ def gradient_is_exact(recipe: str, compiled: bool) -> None:
         whole = found.redistribute(placements=[Replicate()] * 2).to_local()
         assert torch.equal(whole, torch.from_numpy(whole_numbers(g.t(), a)).float())
     assert local(model.up.weight).LAYOUT.name == recipe
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "compiled"), [("fp8_current", False), ("mxfp8", False), ("mxfp8", True)])
-def test_parts_of_weights_have_exact_gradients_in_low_precision(four: Ranks, recipe: str, compiled: bool) -> None:
-    four.run(gradient_is_exact, recipe, compiled)

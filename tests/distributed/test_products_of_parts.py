@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from exact_products import exact
 from exact_products import product as whole_numbers
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -123,7 +123,10 @@ def trained(recipe: str, mesh: Any, sharded: bool, compiled: bool) -> list[float
     return losses
 
 
-def trains_as_without_fsdp(recipe: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@on("four")
+def test_parts_train_under_fsdp2_as_without(recipe: str) -> None:
     """Ranks of one FSDP group have the same tokens here, so the mean of their gradients is that of each."""
     mesh = mesh_of(2, 2, names=("fsdp", "tp"))
     seen: list[str] = []
@@ -137,13 +140,9 @@ def trains_as_without_fsdp(recipe: str) -> None:
     assert seen.count("grad_weight") == seen.count("forward") == 2 * 3 * 4
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
-def test_parts_train_under_fsdp2_as_without(four: Ranks, recipe: str) -> None:
-    four.run(trains_as_without_fsdp, recipe)
-
-
-def compiles() -> None:
+@pytest.mark.thorough
+@on("two")
+def test_compiled_parts_train_as_eager_ones() -> None:
     mesh = mesh_of(1, 2, names=("fsdp", "tp"))
     assert trained("mxfp8", mesh, False, True) == trained("mxfp8", mesh, False, False)
     layer = nn.Linear(WIDTH, WIDTH)
@@ -158,12 +157,8 @@ def compiles() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-@pytest.mark.thorough
-def test_compiled_parts_train_as_eager_ones(two: Ranks) -> None:
-    two.run(compiles)
-
-
-def is_still_a_layer() -> None:
+@on("two")
+def test_layers_of_parts_are_layers() -> None:
     """Other modes, other inputs, copies: as torch's own layer; and a layer that nothing cuts stays what it is."""
     mesh = mesh_of(dist.get_world_size())
     torch.manual_seed(0)
@@ -185,7 +180,3 @@ def is_still_a_layer() -> None:
     for other in (given, given.redistribute(placements=[torch.distributed.tensor.Shard(0)])):
         out: Any = made.forward(other)
         assert torch.equal(out.full_tensor()[0, :, : WIDTH // 2], made.forward(given).full_tensor()[0, :, : WIDTH // 2])
-
-
-def test_layers_of_parts_are_layers(two: Ranks) -> None:
-    two.run(is_still_a_layer)

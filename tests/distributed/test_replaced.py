@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Ranks
+from harness import Ranks, on
 from models import adam, batch, build, my_share, shard, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -124,7 +124,8 @@ class OwnSGD(torch.optim.SGD):
     """Steps masters themselves, not their shards: what another class does between elements is not known."""
 
 
-def states_of_masters() -> None:
+@on("two")
+def test_states_of_masters_that_are_stepped_whole_are_shown_as_they_are() -> None:
     """Steps and states of DTensors, to the bit those of shards."""
     models, optimizers = [shard(build("mxfp8", WIDTH)) for _ in range(2)], list[layoutc.MasterWeights]()
     for model, kind in zip(models, (torch.optim.SGD, OwnSGD), strict=True):
@@ -141,7 +142,3 @@ def states_of_masters() -> None:
             assert isinstance(other, DTensor)
             assert type(other.to_local()) is torch.Tensor
             assert torch.equal(value.to_local(), other.to_local())
-
-
-def test_states_of_masters_that_are_stepped_whole_are_shown_as_they_are(two: Ranks) -> None:
-    two.run(states_of_masters)

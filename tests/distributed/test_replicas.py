@@ -8,7 +8,7 @@ import product_modes
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import RECIPES, adam, assert_equal_on_all_ranks, batch, build, my_share, raw
 from test_cast_on_gather import build_cast
 from torch import nn
@@ -38,22 +38,6 @@ def state_of(model: nn.Module) -> list[list[int]]:
     return found
 
 
-def replicates(recipe: str, use: str, differ: bool) -> None:
-    """Construction keeps the first rank's bytes, on all ranks; a curve equals that of one process."""
-    alone, model = built(recipe, use), built(recipe, use)
-    expected = state_of(model)
-    if differ and dist.get_rank() > 0:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.copy_(torch.randn(param.shape))
-    with layoutc.strict():
-        replicas = DistributedDataParallel(model)
-    assert state_of(model) == expected
-    assert trained(alone, use, 1.0) == trained(replicas, use, my_share())
-    assert_equal_on_all_ranks(state_of(model))
-    assert state_of(model) == state_of(alone)
-
-
 def trained(model: nn.Module, use: str, share: float) -> list[float]:
     """The losses of some steps."""
     optimizer: Any = (
@@ -81,9 +65,23 @@ def trained(model: nn.Module, use: str, share: float) -> list[float]:
         ("int4_group32", "quantized", True),
     ],
 )
-def test_replicas_keep_their_bytes_and_train_as_one_process(two: Ranks, recipe: str, use: str, differ: bool) -> None:
-    """Also where the other rank was built with other weights."""
-    two.run(replicates, recipe, use, differ)
+@on("two")
+def test_replicas_keep_their_bytes_and_train_as_one_process(recipe: str, use: str, differ: bool) -> None:
+    """Also where the other rank was built with other weights. Construction keeps the first rank's bytes, on all ranks;
+    a curve equals that of one process.
+    """
+    alone, model = built(recipe, use), built(recipe, use)
+    expected = state_of(model)
+    if differ and dist.get_rank() > 0:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.randn(param.shape))
+    with layoutc.strict():
+        replicas = DistributedDataParallel(model)
+    assert state_of(model) == expected
+    assert trained(alone, use, 1.0) == trained(replicas, use, my_share())
+    assert_equal_on_all_ranks(state_of(model))
+    assert state_of(model) == state_of(alone)
 
 
 def replicates_by_fsdp2(recipe: str, use: str) -> None:
@@ -132,16 +130,14 @@ def test_replicas_of_other_recipes_are_refused_on_every_rank(two: Ranks) -> None
     assert all("another rank quantized" in message for message in messages)
 
 
-def keeps_masters(recipe: str) -> None:
-    """An optimizer that was made before the replicas."""
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("two")
+def test_masters_stay_where_all_ranks_hold_the_same_bytes(recipe: str) -> None:
+    """Bytes that are written over themselves are no reason to start from codes. An optimizer that was made before the
+    replicas.
+    """
     model = build(recipe, WIDTH)
     optimizer = adam(model)
     before = [master.clone() for master in optimizer.masters().values()]
     DistributedDataParallel(model)
     assert all(torch.equal(*pair) for pair in zip(before, optimizer.masters().values(), strict=True))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_stay_where_all_ranks_hold_the_same_bytes(two: Ranks, recipe: str) -> None:
-    """Bytes that are written over themselves are no reason to start from codes."""
-    two.run(keeps_masters, recipe)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import mesh_of, on
 from test_exchange import by_columns
 from test_fsdp2_options import LOOPS, built, sharded, stepped, two_steps
 from test_gradient_codes import (
@@ -67,7 +67,18 @@ def kept_of_shards(first: str | None, sent: dict[int, np.ndarray], own: int, ste
     return total[own : own + 1] / np.float32(len(sent))
 
 
-def summed(first: str | None, among: str, feeds_back: bool, all_reduces_later: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "among", "feeds_back", "all_reduces_later"),
+    [
+        ("grad_fp8", "grad_int4", False, False),
+        ("grad_int4", "grad_fp8", False, True),
+        (None, "grad_int4", True, False),
+    ],
+)
+@on("four")
+def test_sums_of_replicas_are_those_of_a_model_in_numpy(
+    first: str | None, among: str, feeds_back: bool, all_reduces_later: bool
+) -> None:
     """Two replicas of two ranks, two steps: codes of whole shards travel. all_reduces_later: of both steps' sums."""
     own = dist.get_rank() % 2
     model = uneven()
@@ -105,20 +116,6 @@ def summed(first: str | None, among: str, feeds_back: bool, all_reduces_later: b
         assert explained.keeps == (4 * n if feeds_back else 0)
 
 
-@pytest.mark.parametrize(
-    ("first", "among", "feeds_back", "all_reduces_later"),
-    [
-        ("grad_fp8", "grad_int4", False, False),
-        ("grad_int4", "grad_fp8", False, True),
-        (None, "grad_int4", True, False),
-    ],
-)
-def test_sums_of_replicas_are_those_of_a_model_in_numpy(
-    four: Ranks, first: str | None, among: str, feeds_back: bool, all_reduces_later: bool
-) -> None:
-    four.run(summed, first, among, feeds_back, all_reduces_later)
-
-
 class Branches(torch.nn.Module):
     """A layer of one row, of which the second of two ranks has none, and which steps may leave out."""
 
@@ -147,7 +144,8 @@ def coded(recipe: str, values: np.ndarray, missed: dict[int, np.ndarray], rank: 
     return found
 
 
-def fed_back() -> None:
+@on("four")
+def test_misses_of_both_levels_are_sent_later_and_short_shards_too() -> None:
     """Error feedback of both levels, of parameters that are all there in two steps, and not in the next two."""
     own = dist.get_rank() % 2
     model = fully_shard(Branches(), mesh=mesh_of(2, 2, names=NAMES), mp_policy=POLICY)
@@ -172,12 +170,10 @@ def fed_back() -> None:
         are_shards_of(model, ((sums[0] + sums[1]) / np.float32(2))[0], step, alone)
 
 
-def test_misses_of_both_levels_are_sent_later_and_short_shards_too(four: Ranks) -> None:
-    four.run(fed_back)
-
-
-def by_parts(among: str) -> None:
+@on("four")
+def test_parts_are_added_up_where_that_is_fewer_bytes() -> None:
     """Four replicas, sums in bf16: each adds up a quarter, whose sums the others are sent."""
+    among = "grad_fp8"
     model, rank = uneven(), dist.get_rank()
     fully_shard(model, mesh=mesh_of(4, 1, names=NAMES), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     layoutc.exchange_gradients(model, replicas=among, seed=SEED)
@@ -195,10 +191,6 @@ def by_parts(among: str) -> None:
         (explained,) = layoutc.explain_gradients(model)
         assert explained.sends_among == 3 * sum(sent)
         assert tuple(sent) == wire_of(plan_of(SPECS / f"{among}.yaml")).among(n, 4, 2)
-
-
-def test_parts_are_added_up_where_that_is_fewer_bytes(four: Ranks) -> None:
-    four.run(by_parts, "grad_fp8")
 
 
 def all_reduced_later(model: Any) -> Any:
@@ -219,18 +211,16 @@ WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
 }
 
 
-def in_a_way(name: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", WAYS)
+@on("four")
+def test_all_that_fsdp2_all_reduces_travels_as_codes(name: str) -> None:
     use, loop, options = WAYS[name]
     is_that_of_fsdp2(use, loop, "grad_fp8", mesh=mesh_of(2, 2, names=NAMES), **options)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", WAYS)
-def test_all_that_fsdp2_all_reduces_travels_as_codes(four: Ranks, name: str) -> None:
-    four.run(in_a_way, name)
-
-
-def refused_and_undone() -> None:
+@on("four")
+def test_replicas_are_needed_and_a_second_call_takes_effect() -> None:
     """Without replicas nothing is to be sent; a second call without a recipe for them leaves FSDP2 its all-reduce."""
     with pytest.raises(LayoutError, match="replicas='grad_fp8', but no shard of this model has replicas"):
         layoutc.exchange_gradients(sharded(built("fp8_block", "plain"), mp_policy=POLICY), replicas="grad_fp8")
@@ -248,11 +238,8 @@ def refused_and_undone() -> None:
     assert len(sent) == len(model)  # of shards alone
 
 
-def test_replicas_are_needed_and_a_second_call_takes_effect(four: Ranks) -> None:
-    four.run(refused_and_undone)
-
-
-def not_finite() -> None:
+@on("four")
+def test_infinity_and_nan_arrive_at_all_replicas() -> None:
     for bad in (float("inf"), float("nan")):
         model = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False))
         fully_shard(model, mp_policy=POLICY, mesh=mesh_of(2, 2, names=NAMES))
@@ -263,7 +250,3 @@ def not_finite() -> None:
         grad: Any = model[0].weight.grad
         assert not grad.to_local()[:, :128].isfinite().any()
         assert grad.to_local()[:, 128:].isfinite().all()
-
-
-def test_infinity_and_nan_arrive_at_all_replicas(four: Ranks) -> None:
-    four.run(not_finite)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import (
-    RECIPES,
     Model,
     assert_same_tensors,
     build,
@@ -38,7 +37,6 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 INNER = 384  # rows of layers.0: three blocks of 128, so that two and four ranks cut inside of one
-CASES = [(2, INNER), (3, INNER), (4, INNER), (4, 256)]
 
 
 def among(world: int) -> DeviceMesh | None:
@@ -188,42 +186,29 @@ def own_bytes(model: nn.Module) -> list[bytes]:
     return found
 
 
-def on_ranks(recipe: str, world: int, inner: int, where: str) -> None:
-    """The first ranks of four; the others take no part."""
-    if (mesh := among(world)) is not None:
-        loads_and_exports(recipe, 128, inner, where, mesh)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("world", "inner"), CASES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "world", "inner", "form"),
+    [
+        ("fp8_delayed", 4, 256, "shards"),
+        ("nvfp4", 4, INNER, "offloaded"),
+        ("fp8_block", 4, INNER, "replicas"),
+        ("mxfp8", 2, INNER, "shards"),
+        ("fp8_block", 3, INNER, "shards"),
+        ("nvfp4", 4, INNER, "shards"),
+        ("fp8_current", 3, INNER, "shards"),
+    ],
+)
+@on("four")
 def test_shards_load_and_export_as_one_process_does(
-    four: Ranks, world: int, inner: int, recipe: str, tmp_path: Path
+    recipe: str, world: int, inner: int, form: str, tmp_path: Path
 ) -> None:
-    four.run(on_ranks, recipe, world, inner, str(tmp_path))
-
-
-def offloaded(recipe: str, where: str) -> None:
-    """CPU offload."""
-    loads_and_exports(recipe, 128, INNER, where, mesh_of(4), offload_policy=CPUOffloadPolicy(False))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block"])
-def test_offloaded_shards_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
-    four.run(offloaded, recipe, str(tmp_path))
-
-
-def replicated(recipe: str, where: str) -> None:
-    """HSDP: two replicas of two shards."""
-    mesh = mesh_of(2, 2, names=("replicate", "shard"))
-    loads_and_exports(recipe, 128, INNER, where, mesh)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
-def test_replicas_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
-    four.run(replicated, recipe, str(tmp_path))
+    """The first ranks of four; the others take no part. Or two replicas of two shards (HSDP); or offloaded to CPUs."""
+    where = str(tmp_path)
+    options = {"offload_policy": CPUOffloadPolicy(False)} if form == "offloaded" else {}
+    mesh = mesh_of(2, 2, names=("replicate", "shard")) if form == "replicas" else among(world)
+    if mesh is not None:
+        loads_and_exports(recipe, 128, inner, where, mesh, **options)
 
 
 # -------------------------------------------------------------------------------------------- other ways to cut weights
@@ -236,8 +221,17 @@ class Experts(nn.Module):
         self.register_buffer("seen", torch.arange(4))
 
 
-def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "experts", "rows", "dim"),
+    [("fp8_delayed", 5, 128, 0), ("fp8_block", 3, 512, 1), ("nvfp4", 5, 128, 0), ("mxfp8", 3, 512, 1)],
+)
+@on("four")
+def test_experts_load_also_where_a_rank_has_none(
+    recipe: str, experts: int, rows: int, dim: int, tmp_path: Path
+) -> None:
     """Cut on the dim of experts, so that one rank has none, or inside of each of them."""
+    where = str(tmp_path)
     mesh = mesh_of(4)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(experts, rows, 64, generator=generator)
@@ -270,15 +264,6 @@ def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) ->
     assert torch.equal(plain[0].weight.full_tensor(), want)  # type: ignore[operator]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("experts", "rows", "dim"), [(5, 128, 0), (3, 512, 1)])
-def test_experts_load_also_where_a_rank_has_none(
-    four: Ranks, recipe: str, experts: int, rows: int, dim: int, tmp_path: Path
-) -> None:
-    four.run(loads_experts, recipe, experts, rows, dim, str(tmp_path))
-
-
 class Pair(nn.Module):
     """Two layers, of which tensor parallelism cuts the first by rows, the second by columns."""
 
@@ -287,8 +272,12 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
 
 
-def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "sharded"), [("fp8_block", True), ("nvfp4", True), ("fp8_delayed", False)])
+@on("four")
+def test_tensor_parallel_shards_load(recipe: str, sharded: bool, tmp_path: Path) -> None:
     """Tensor parallelism over two ranks, with FSDP2 over two more, whose cuts of `up` go through blocks of 128."""
+    where = str(tmp_path)
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     generator = torch.Generator().manual_seed(5)
     tensors = {
@@ -321,15 +310,12 @@ def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
     assert own_bytes(other) == own_bytes(model)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("sharded", [False, True])
-def test_tensor_parallel_shards_load(four: Ranks, recipe: str, sharded: bool, tmp_path: Path) -> None:
-    four.run(loads_in_two_dims, recipe, sharded, str(tmp_path))
-
-
-def loads_casts(recipe: str, where: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
+@on("four")
+def test_weights_that_are_cast_on_gather_load(recipe: str, tmp_path: Path) -> None:
     """Weights that are cast on gather take plain values; what is gathered is the whole weight quantized."""
+    where = str(tmp_path)
     tensors = values(128, INNER)
     if dist.get_rank() == 0:
         write(Path(where) / "source", tensors)
@@ -349,12 +335,6 @@ def loads_casts(recipe: str, where: str) -> None:
     export_safetensors(model, Path(where) / "plain", dtype=torch.bfloat16)
     found = load_file(Path(where) / "plain" / "model.safetensors")
     assert_same_tensors(tensors, found)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
-def test_weights_that_are_cast_on_gather_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
-    four.run(loads_casts, recipe, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -483,8 +463,12 @@ def test_an_export_that_fails_raises_on_all_ranks_and_leaves_nothing(
     assert told[0][2] == left
 
 
-def converts(files: str, recipe: str, where: str) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
+@on("four")
+def test_another_layout_is_converted_when_asked_for(files: str, recipe: str, tmp_path: Path) -> None:
     """A quantized export into shards of another layout: as quantizing what the files have, dequantized to fp32."""
+    where = str(tmp_path)
     tensors = values(128, INNER)
     donor = shard(build(files, 128, INNER))
     if dist.get_rank() == 0:
@@ -497,12 +481,6 @@ def converts(files: str, recipe: str, where: str) -> None:
     there = recipe_module(files)
     fp32 = {n: there.quantize(x).dequantize(torch.float32) if x.dim() == 2 else x for n, x in tensors.items()}
     assert_holds(model, whole(recipe, fp32))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
-def test_another_layout_is_converted_when_asked_for(four: Ranks, files: str, recipe: str, tmp_path: Path) -> None:
-    four.run(converts, files, recipe, str(tmp_path))
 
 
 def disagrees(kind: str, where: str) -> tuple[str, str]:
@@ -550,8 +528,10 @@ def test_ranks_that_read_or_export_different_things_all_raise(
     assert all(found == left for _, found in told), told
 
 
-def is_held_by_some(where: str) -> None:
+@on("four")
+def test_a_weight_that_only_other_ranks_have_is_left_to_them(tmp_path: Path) -> None:
     """A plain weight that only the first two ranks have, beside one that all have."""
+    where = str(tmp_path)
     rank, values = dist.get_rank(), torch.arange(96.0).view(8, 12)
     if rank == 0:
         save_file({"some": values, "all": values + 1}, f"{where}/model.safetensors")
@@ -564,10 +544,6 @@ def is_held_by_some(where: str) -> None:
     some, every = (local_tensor(param).detach() for param in model.parameters())
     assert torch.equal(every, (values + 1)[2 * rank : 2 * rank + 2])
     assert torch.equal(some, values[4 * rank : 4 * rank + 4]) if rank < 2 else some.numel() == 0
-
-
-def test_a_weight_that_only_other_ranks_have_is_left_to_them(four: Ranks, tmp_path: Path) -> None:
-    four.run(is_held_by_some, str(tmp_path))
 
 
 def narrows(where: str) -> tuple[str, list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import Model, local, my_share, shard, train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -175,8 +175,12 @@ def test_values_written_into_shards_are_kept(
     two.run(written, recipe, shape, how, str(tmp_path / "plain" if how == "convert" else tmp_path))
 
 
-def refreshes(recipe: str, shape: tuple[int, ...]) -> None:
-    """Plain values after the optimizer is made, and quantized bytes, which have none."""
+@pytest.mark.parametrize(("recipe", "shape"), [("mxfp8", (96, 64)), ("fp8_current", (17, 64))])
+@on("two")
+def test_masters_follow_what_is_written(recipe: str, shape: tuple[int, ...]) -> None:
+    """Plain values exactly; quantized ones as what they dequantize to. Plain values after the optimizer is made, and
+    quantized bytes, which have none.
+    """
     model = quantized(torch.ones(shape), recipe)
     fully_shard(model)
     param: Any = model.weight
@@ -195,14 +199,12 @@ def refreshes(recipe: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(optimizer.masters()[param].full_tensor(), dequantized)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("recipe", "shape"), [("mxfp8", (96, 64)), ("fp8_current", (17, 64))])
-def test_masters_follow_what_is_written(two: Ranks, recipe: str, shape: tuple[int, ...]) -> None:
-    """Plain values exactly; quantized ones as what they dequantize to."""
-    two.run(refreshes, recipe, shape)
-
-
-def unfrozen(recipe: str) -> None:
-    """A weight that trains from the third step on, beside one that trains from the first."""
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@on("two")
+def test_a_weight_that_is_frozen_at_first_starts_from_its_values(recipe: str) -> None:
+    """Though the optimizer had not been given it, and FSDP2 has gathered it. A weight that trains from the third step
+    on, beside one that trains from the first.
+    """
     model = nn.Sequential(*(quantized(plain((64, 64)) + layer, recipe) for layer in range(2)))
     model[0].requires_grad_(False)
     fully_shard(model)
@@ -218,14 +220,10 @@ def unfrozen(recipe: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_weight_that_is_frozen_at_first_starts_from_its_values(two: Ranks, recipe: str) -> None:
-    """Though the optimizer had not been given it, and FSDP2 has gathered it."""
-    two.run(unfrozen, recipe)
-
-
-def drops(recipe: str) -> None:
-    """Weights that collectives write in place."""
+@pytest.mark.parametrize("recipe", ["mxfp8"])
+@on("two")
+def test_values_end_with_their_bytes(recipe: str) -> None:
+    """Where bytes are sent, all ranks have the source's. Weights that collectives write in place."""
     other = quantized(plain((64, 64)) + dist.get_rank(), recipe)
     copies = [Replicate()]
     other.weight = nn.Parameter(distribute_tensor(other.weight, mesh_of(2), copies))
@@ -241,14 +239,10 @@ def drops(recipe: str) -> None:
     masters_are(whole, plain((128, 64)))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8"])
-def test_values_end_with_their_bytes(two: Ranks, recipe: str) -> None:
-    """Where bytes are sent, all ranks have the source's."""
-    two.run(drops, recipe)
-
-
-def tensor_parallel(recipe: str) -> None:
-    """DTensors that quantize_ makes shards of, sharded by FSDP2 as well."""
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+@on("four")
+def test_masters_of_tensor_parallel_shards(recipe: str) -> None:
+    """2 by 2. DTensors that quantize_ makes shards of, sharded by FSDP2 as well."""
     mesh = mesh_of(2, 2, names=("slices", "parts"))
     values = plain((128, 128))
     for dim in (0, 1):
@@ -257,12 +251,6 @@ def tensor_parallel(recipe: str) -> None:
         layoutc.quantize_(model, recipe)
         fully_shard(model, mesh=mesh["slices"])
         masters_are(model, values)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
-def test_masters_of_tensor_parallel_shards(four: Ranks, recipe: str) -> None:
-    """2 by 2."""
-    four.run(tensor_parallel, recipe)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -277,8 +265,13 @@ def small_adam(model: nn.Module) -> layoutc.MasterWeights:
     return layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-5)
 
 
-def trains_as_one(recipe: str, sizes: tuple[int, int]) -> None:
-    """Losses, masters and the first step: made before the first forward, in which FSDP2 copies short shards again."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "sizes"), [("mxfp8", (64, 96)), ("nvfp4", (80, 48)), ("fp8_delayed", (66, 35))])
+@on("four")
+def test_small_learning_rates_train_as_one_process(recipe: str, sizes: tuple[int, int]) -> None:
+    """Short shards are copied in the first forward, which must not look like a write. Losses, masters and the first
+    step: made before the first forward, in which FSDP2 copies short shards again.
+    """
     reference, sharded = small_model(recipe, *sizes), shard(small_model(recipe, *sizes))
     ours, theirs = small_adam(sharded), small_adam(reference)
     for step in range(3):
@@ -288,10 +281,3 @@ def trains_as_one(recipe: str, sizes: tuple[int, int]) -> None:
     for mine, whole in pairs:
         assert isinstance(mine, DTensor)
         assert torch.equal(mine.full_tensor(), whole)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "sizes"), [("mxfp8", (64, 96)), ("nvfp4", (80, 48)), ("fp8_delayed", (66, 35))])
-def test_small_learning_rates_train_as_one_process(four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
-    """Short shards are copied in the first forward, which must not look like a write."""
-    four.run(trains_as_one, recipe, sizes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, on
 from models import (
     Model,
     adam,
@@ -85,8 +85,13 @@ def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, h
     two.run(starts_on_meta, recipe, how, blocks)
 
 
-def is_gathered_before_the_first_forward(recipe: str) -> None:
-    """unshard and reshard, then train."""
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+@on("two")
+def test_unsharding_before_the_first_forward_changes_nothing(recipe: str) -> None:
+    """The root's mode is not final before the first forward, and must not be taken for it. unshard and reshard, then
+    train.
+    """
     width = width_for(recipe, dist.get_world_size())
     reference, model = build(recipe, width), shard(build(recipe, width))
     optimizer, expected_optimizer = adam(model), adam(reference)
@@ -94,13 +99,6 @@ def is_gathered_before_the_first_forward(recipe: str) -> None:
     for step in range(2):
         expected = train_step(reference, expected_optimizer, step, width)
         assert train_step(model, optimizer, step, width, my_share()) == expected
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
-def test_unsharding_before_the_first_forward_changes_nothing(two: Ranks, recipe: str) -> None:
-    """The root's mode is not final before the first forward, and must not be taken for it."""
-    two.run(is_gathered_before_the_first_forward, recipe)
 
 
 def changes_the_mode(recipe: str) -> str:
@@ -225,8 +223,12 @@ def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"), blocks)
 
 
-def is_zeroed(recipe: str) -> None:
-    """All shards, without a word to other ranks; what is gathered then is a whole weight of zeros."""
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+@on("two")
+def test_shards_are_zeroed_by_each_rank_for_itself(recipe: str) -> None:
+    """Zeros share an amax already, so a rank that zeroes its shards waits for none. All shards, without a word to other
+    ranks; what is gathered then is a whole weight of zeros.
+    """
     width = width_for(recipe, dist.get_world_size())
     model, reference = shard(build(recipe, width)), build(recipe, width)
     with torch.no_grad(), counted("all_reduce", lambda *_, **__: 1) as reductions:
@@ -234,9 +236,3 @@ def is_zeroed(recipe: str) -> None:
             param.zero_()
     assert not reductions
     assert_gathers_as(model, reference)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
-def test_shards_are_zeroed_by_each_rank_for_itself(two: Ranks, recipe: str) -> None:
-    """Zeros share an amax already, so a rank that zeroes its shards waits for none."""
-    two.run(is_zeroed, recipe)

@@ -10,7 +10,7 @@ import product_modes
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import on
 from models import (
     adam,
     assert_gathers_as,
@@ -34,7 +34,12 @@ def on_dim_1(param: Any) -> Shard:
     return Shard(1) if param.dim() > 1 else Shard(0)
 
 
-def works_nothing_out_again(recipe: str, stays: bool) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "stays"), [("fp8_current", False), ("mxfp8", True), ("fp8_block", False), ("nvfp4", True)]
+)
+@on("two")
+def test_what_gathers_have_in_common_is_worked_out_once(recipe: str, stays: bool) -> None:
     """From the second step on; and steps are those of one process."""
     world = dist.get_world_size()
     width = width_for(recipe, world)
@@ -51,14 +56,6 @@ def works_nothing_out_again(recipe: str, stays: bool) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "stays"), [("fp8_current", False), ("mxfp8", True), ("fp8_block", False), ("nvfp4", True)]
-)
-def test_what_gathers_have_in_common_is_worked_out_once(two: Ranks, recipe: str, stays: bool) -> None:
-    two.run(works_nothing_out_again, recipe, stays)
-
-
 def gathered_twice(recipe: str) -> tuple[Any, int]:
     """A model whose next gathers are like those before."""
     width = width_for(recipe, dist.get_world_size())
@@ -73,7 +70,9 @@ def gathered_twice(recipe: str) -> tuple[Any, int]:
     return model, width
 
 
-def sees_other_planes(recipe: str, way: str) -> None:
+@pytest.mark.parametrize(("recipe", "way"), [("fp8_current", "data"), ("mxfp8", "set_"), ("fp8_block", "set_")])
+@on("two")
+def test_planes_that_are_others_now_are_sent(recipe: str, way: str) -> None:
     """Planes that were replaced, or moved to other memory, since the last gather."""
     model, width = gathered_twice(recipe)
     reference = build(recipe, width, seed=1)
@@ -91,13 +90,11 @@ def sees_other_planes(recipe: str, way: str) -> None:
     assert_gathers_as(model, reference)
 
 
-@pytest.mark.parametrize(("recipe", "way"), [("fp8_current", "data"), ("mxfp8", "set_"), ("fp8_block", "set_")])
-def test_planes_that_are_others_now_are_sent(two: Ranks, recipe: str, way: str) -> None:
-    two.run(sees_other_planes, recipe, way)
-
-
-def follows_its_own_choice(recipe: str, cast: bool) -> None:
+@pytest.mark.parametrize("cast", [False, True])
+@on("two")
+def test_a_choice_between_gathers_is_followed(cast: bool) -> None:
     """A mode that is set between two gathers, of the shard alone, as it is while the weight is not gathered."""
+    recipe = "mxfp8"
     width = width_for(recipe, dist.get_world_size())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
@@ -113,12 +110,16 @@ def follows_its_own_choice(recipe: str, cast: bool) -> None:
         model.reshard()
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_a_choice_between_gathers_is_followed(two: Ranks, cast: bool) -> None:
-    two.run(follows_its_own_choice, "mxfp8", cast)
-
-
-def says_why_no_plan_sends(reason: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("", {}),
+        ("it is offloaded to the CPU", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        ("it is sharded on dim 1", {"shard_placement_fn": on_dim_1}),
+    ],
+)
+@on("two")
+def test_what_no_plan_sends_is_said_once(reason: str, options: dict[str, Any]) -> None:
     """Once for each reason, with the first weight's name."""
     torch_private._left.clear()
     models = [build("mxfp8", 128), build("mxfp8", 128)]
@@ -133,15 +134,3 @@ def says_why_no_plan_sends(reason: str, options: dict[str, Any]) -> None:
     found = [str(one.message) for one in said if "own steps gather this weight" in str(one.message)]
     assert [re.split(r", because |[:.] ", one)[2] for one in found] == [reason] * bool(reason)
     assert all(one.partition(":")[0] in names for one in found)
-
-
-@pytest.mark.parametrize(
-    ("reason", "options"),
-    [
-        ("", {}),
-        ("it is offloaded to the CPU", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-        ("it is sharded on dim 1", {"shard_placement_fn": on_dim_1}),
-    ],
-)
-def test_what_no_plan_sends_is_said_once(two: Ranks, reason: str, options: dict[str, Any]) -> None:
-    two.run(says_why_no_plan_sends, reason, options)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from test_packed_groups import MIXED, Mixer, mixer, same
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -170,7 +170,10 @@ def offloads(model: Any) -> list[Tensor]:
     return grads_of(model)
 
 
-def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]]) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("use", [accumulates, divides, has_hooks, is_frozen, is_left_out, offloads])
+@on("two")
+def test_what_is_left_to_fsdp2(use: Callable[[Any], list[Tensor]]) -> None:
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if use is offloads else {}
     make = partial(mixer, "nvfp4", mode="dequantize", layers=LAYERS, **options)
     with counted(lambda: False):
@@ -181,13 +184,8 @@ def is_left_to_fsdp2(use: Callable[[Any], list[Tensor]]) -> None:
     assert not taken
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("use", [accumulates, divides, has_hooks, is_frozen, is_left_out, offloads])
-def test_what_is_left_to_fsdp2(two: Ranks, use: Callable[[Any], list[Tensor]]) -> None:
-    two.run(is_left_to_fsdp2, use)
-
-
-def replicates() -> None:
+@on("four")
+def test_replicas_are_left_to_fsdp2() -> None:
     """Of two replicas of two shards, gradients are reduced over all four ranks, by FSDP2."""
     found = []
     for allowed in (False, True):
@@ -202,11 +200,8 @@ def replicates() -> None:
     assert same(*found)
 
 
-def test_replicas_are_left_to_fsdp2(four: Ranks) -> None:
-    four.run(replicates)
-
-
-def frees() -> None:
+@on("two")
+def test_nothing_is_kept() -> None:
     """Gradients of the first group are freed while the next one is reduced, and at the end nothing is in flight."""
     model = mixer("nvfp4", mode="dequantize", layers=LAYERS)
     backward(model)
@@ -228,10 +223,6 @@ def frees() -> None:
     context = model[0]._get_fsdp_state()._fsdp_param_group.comm_ctx
     assert not getattr(context, "reduce_scatter_states", ())
     assert getattr(context, "reduce_scatter_state", None) is None
-
-
-def test_nothing_is_kept(two: Ranks) -> None:
-    two.run(frees)
 
 
 def is_another_torch(name: str) -> None:
@@ -276,7 +267,8 @@ def test_another_torch(two: Ranks) -> None:
     two.run(gathers_in_another_torch, "_no_name_either")
 
 
-def shows() -> None:
+@on("two")
+def test_profiles_show_reductions_as_fsdp2_does() -> None:
     model = mixer("nvfp4", mode="dequantize", layers=LAYERS)
     backward(model)
     for param in model.parameters():
@@ -288,11 +280,8 @@ def shows() -> None:
     assert names.count("FSDP::post_backward_reduce") == LAYERS
 
 
-def test_profiles_show_reductions_as_fsdp2_does(two: Ranks) -> None:
-    two.run(shows)
-
-
-def changes_dtype() -> None:
+@on("two")
+def test_gradients_of_another_dtype() -> None:
     """What is kept of a reduction is not taken for gradients that are reduced in another dtype."""
     found = []
     for changed in (False, True):
@@ -309,7 +298,3 @@ def changes_dtype() -> None:
         assert len(taken) == 4 * LAYERS
         found.append(seen)
     assert same(*found)
-
-
-def test_gradients_of_another_dtype(two: Ranks) -> None:
-    two.run(changes_dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
+from harness import Ranks, on
 from models import raw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,7 +113,8 @@ def test_shards_may_have_unequal_sizes(four: Ranks) -> None:
     four.run(steps_as_one_process, "Adam", "fp8_current", 90)
 
 
-def copies_go_on() -> None:
+@on("two")
+def test_copies_step_their_own_masters() -> None:
     """A copy steps its own masters, with its own state, and the original stays."""
     model = model_of("fp8_block")
     fully_shard(model)
@@ -136,13 +137,12 @@ def copies_go_on() -> None:
         assert other.state[param]["exp_avg"]._local_tensor.data_ptr() == stepped.data_ptr()
 
 
-def test_copies_step_their_own_masters(two: Ranks) -> None:
-    two.run(copies_go_on)
-
-
-def outer_steps(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@on("two")
+def test_an_outer_optimizer_steps_masters_of_shards(recipe: str) -> None:
     """An outer optimizer's step on masters: weights have the bytes that one process writes, also where a cut splits
-    blocks, and go on from there."""
+    blocks, and go on from there.
+    """
     planes = []
     for world in (1, 2):
         model = model_of(recipe)
@@ -167,12 +167,8 @@ def outer_steps(recipe: str) -> None:
     assert all(map(torch.equal, *planes))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-def test_an_outer_optimizer_steps_masters_of_shards(two: Ranks, recipe: str) -> None:
-    two.run(outer_steps, recipe)
-
-
-def others_see_whole_masters() -> None:
+@on("two")
+def test_classes_of_others_get_masters() -> None:
     """A class that torch does not have gets DTensors, as it would of a plain model."""
     model = model_of("mxfp8")
     fully_shard(model)
@@ -183,11 +179,8 @@ def others_see_whole_masters() -> None:
     assert all(isinstance(value["exp_avg"], DTensor) for value in optimizer.state.values())
 
 
-def test_classes_of_others_get_masters(two: Ranks) -> None:
-    two.run(others_see_whole_masters)
-
-
-def several_meshes_in_one_step() -> None:
+@on("four")
+def test_weights_of_several_meshes_are_stepped_together() -> None:
     """Weights of two meshes, of which DTensor's fused AdamW refuses to step one beside the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
@@ -206,11 +199,8 @@ def several_meshes_in_one_step() -> None:
         assert same(one, other)
 
 
-def test_weights_of_several_meshes_are_stepped_together(four: Ranks) -> None:
-    four.run(several_meshes_in_one_step)
-
-
-def gradients_that_are_cut_otherwise() -> None:
+@on("two")
+def test_gradients_are_cut_as_masters() -> None:
     """Gradients come to masters as they are cut: replicated, or with other rows on a rank."""
     model = model_of("mxfp8")
     fully_shard(model)
@@ -227,11 +217,8 @@ def gradients_that_are_cut_otherwise() -> None:
         assert same(one, other)
 
 
-def test_gradients_are_cut_as_masters(two: Ranks) -> None:
-    two.run(gradients_that_are_cut_otherwise)
-
-
-def autograd_sees_the_step() -> None:
+@on("two")
+def test_autograd_knows_what_was_stepped() -> None:
     """A parameter in fp32 is its own master: autograd must still know that a step has written it."""
     layer = nn.Linear(8, 8, bias=False)
     fully_shard(layer)
@@ -245,10 +232,6 @@ def autograd_sees_the_step() -> None:
     assert not torch.equal(weight.full_tensor(), before)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-
-
-def test_autograd_knows_what_was_stepped(two: Ranks) -> None:
-    two.run(autograd_sees_the_step)
 
 
 def edited_states(kind: str) -> list[str]:

@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from harness import Ranks
+from harness import on
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
 
 
-def converts_gradients_together() -> None:
-    """Masters have a mesh that is equal to that of their parameters, and another object.
-
-    DTensor's rules, while they are cached, give masters the mesh of whichever model asked first.
+@on("two")
+def test_gradients_are_converted_together() -> None:
+    """Masters have a mesh that is equal to that of their parameters, and another object. DTensor's rules, while they
+    are cached, give masters the mesh of whichever model asked first.
     """
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)))
     layoutc.quantize_(model, "mxfp8")
@@ -36,7 +36,3 @@ def converts_gradients_together() -> None:
         optimizer.step()
         assert len(optimizer._gradients._entries) == 3, "converted one by one"
         optimizer.zero_grad()
-
-
-def test_gradients_are_converted_together(two: Ranks) -> None:
-    two.run(converts_gradients_together)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks
+from harness import on
 from torch import Tensor
 
 import layoutc
@@ -38,7 +38,20 @@ def exchanged(x: Tensor, takes: list[int], sends: list[int]) -> Tensor:
     return received
 
 
-def travels(recipe: str, dtype: torch.dtype, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "compiled"),
+    [
+        ("fp8_rowwise", torch.bfloat16, False),
+        ("mxfp8", torch.float32, False),
+        ("fp8_block_1d", torch.float16, False),
+        ("fp8_rowwise", torch.bfloat16, True),
+    ],
+)
+@on("two")
+def test_what_arrives_is_what_quantizing_after_the_exchange_gives(
+    recipe: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    """Forward for tokens that are dispatched, backward for outputs that are combined; the other way is exact."""
     rank, sent = dist.get_rank(), []
     send = tokens._all_to_all
     exchange = layoutc.exchange_tokens
@@ -66,23 +79,8 @@ def travels(recipe: str, dtype: torch.dtype, compiled: bool) -> None:
             assert compiled or len(sent) == 3
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "compiled"),
-    [
-        ("fp8_rowwise", torch.bfloat16, False),
-        ("mxfp8", torch.float32, False),
-        ("fp8_block_1d", torch.float16, False),
-        ("fp8_rowwise", torch.bfloat16, True),
-    ],
-)
-def test_what_arrives_is_what_quantizing_after_the_exchange_gives(
-    two: Ranks, recipe: str, dtype: torch.dtype, compiled: bool
-) -> None:
-    """Forward for tokens that are dispatched, backward for outputs that are combined; the other way is exact."""
-    two.run(travels, recipe, dtype, compiled)
-
-
-def refused() -> None:
+@on("two")
+def test_what_can_not_travel_is_refused_before_anything_is_sent() -> None:
     x, world = torch.zeros(4, COLUMNS), dist.group.WORLD
     for recipe, why in (
         ("fp8_current", "an amax of the whole matrix"),
@@ -109,7 +107,3 @@ def refused() -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiate twice.*once_differentiable"):
         grad.sum().backward()
-
-
-def test_what_can_not_travel_is_refused_before_anything_is_sent(two: Ranks) -> None:
-    two.run(refused)

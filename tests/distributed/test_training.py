@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import (
     RECIPES,
     adam,
@@ -151,33 +151,30 @@ def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "experts"), [("nvfp4", 3), ("fp8_block", 3), ("fp8_current", 5)])
-def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: str, experts: int) -> None:
-    """3-D weights keep their shape; the last rank may have no expert."""
-    four.run(gathers_experts, recipe, experts)
+@on("four")
+def test_expert_weights_shard_by_expert_with_empty_ranks(recipe: str, experts: int) -> None:
+    """3-D weights keep their shape; the last rank may have none. Forward equals the plain product, gradient flows."""
+    torch.manual_seed(0)
+    whole = recipe_module(recipe).quantize(torch.randn(experts, 128, 64))
+    module = Experts(whole.clone())
+    fully_shard(module)
+    assert type(local(module.weight)) is type(whole)
+    x = torch.randn(experts, 4, 64)
+    for _ in range(2):
+        out = module(x)
+        assert_same_tensors({"out": out}, {"out": torch.bmm(x, whole.dequantize().transpose(1, 2))})
+        out.sum().backward()
+    module.unshard()
+    assert_same_tensors(module.weight.buffers(), whole.buffers())
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4", "hybrid_fp8"])
-def test_other_dims_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
-    """Columns, and rows within each expert: steps equal one process, and gathers send bytes in the order of ranks."""
-    two.run(trains_on_other_dims, recipe)
-
-
-class ExpertModel(nn.Module):
-    """A linear layer, and an expert weight of three dims."""
-
-    def __init__(self, width: int, experts: int, rows: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-        self.experts = Experts(torch.randn(experts, rows, width) / width**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.nn.functional.gelu(self.layer(x))
-        return self.experts(x.expand(self.experts.weight.shape[0], -1, -1))
-
-
-def trains_on_other_dims(recipe: str) -> None:
-    """Shard(1) everywhere."""
+@on("two")
+def test_other_dims_shard_where_the_layout_allows(recipe: str) -> None:
+    """Columns, and rows within each expert: steps equal one process, and gathers send bytes in the order of ranks.
+    Shard(1) everywhere.
+    """
     world, facts = dist.get_world_size(), recipe_module(recipe).LAYOUT
     width = max(64, world * facts.column_multiple)
     rows = max(32, world * facts.block_rows)
@@ -209,6 +206,19 @@ def trains_on_other_dims(recipe: str) -> None:
     assert layoutc.implicit_dequantizes() == dequantized
 
 
+class ExpertModel(nn.Module):
+    """A linear layer, and an expert weight of three dims."""
+
+    def __init__(self, width: int, experts: int, rows: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.experts = Experts(torch.randn(experts, rows, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.gelu(self.layer(x))
+        return self.experts(x.expand(self.experts.weight.shape[0], -1, -1))
+
+
 class Experts(nn.Module):
     """One 3-D weight."""
 
@@ -221,23 +231,9 @@ class Experts(nn.Module):
         return torch.bmm(x, self.weight.transpose(1, 2))
 
 
-def gathers_experts(recipe: str, experts: int) -> None:
-    """Forward equals the plain product, gradient flows."""
-    torch.manual_seed(0)
-    whole = recipe_module(recipe).quantize(torch.randn(experts, 128, 64))
-    module = Experts(whole.clone())
-    fully_shard(module)
-    assert type(local(module.weight)) is type(whole)
-    x = torch.randn(experts, 4, 64)
-    for _ in range(2):
-        out = module(x)
-        assert_same_tensors({"out": out}, {"out": torch.bmm(x, whole.dequantize().transpose(1, 2))})
-        out.sum().backward()
-    module.unshard()
-    assert_same_tensors(module.weight.buffers(), whole.buffers())
-
-
-def keeps_the_scale_of_its_codes(recipe: str, reshards: bool) -> None:
+@pytest.mark.parametrize(("recipe", "reshards"), [("fp8_current", False), ("nvfp4", True)])
+@on("two")
+def test_a_gathered_weight_keeps_the_scale_of_its_codes(recipe: str, reshards: bool) -> None:
     """A weight that is gathered while its shard is rewritten has the old values; the next gather has the new ones."""
     torch.manual_seed(0)
     module = nn.Linear(64, 96, bias=False)
@@ -260,11 +256,6 @@ def keeps_the_scale_of_its_codes(recipe: str, reshards: bool) -> None:
     assert float(after.abs().max()) > 4 * float(before.abs().max())
 
 
-@pytest.mark.parametrize(("recipe", "reshards"), [("fp8_current", False), ("nvfp4", True)])
-def test_a_gathered_weight_keeps_the_scale_of_its_codes(two: Ranks, recipe: str, reshards: bool) -> None:
-    two.run(keeps_the_scale_of_its_codes, recipe, reshards)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("recipe", "keeps"), [("fp8_block", False), ("mxfp8", True), ("nvfp4", False)])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:
@@ -284,8 +275,22 @@ def test_every_other_recipe_trains_as_one_process(two: Ranks, recipe: str) -> No
     two.run(trains_as_one_process, recipe, False, True, widths, None)
 
 
-def trains_with(recipe: str, extra: str) -> None:
-    """A few steps with one more feature of torch switched on; they equal one process."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("recipe", "extra"),
+    [
+        ("mxfp8", "keep_backward"),
+        ("mxfp8", "checkpoint"),
+        ("mxfp8", "prefetch"),
+        ("mxfp8", "offload"),
+        ("fp8_delayed", "tied"),
+    ],
+)
+@on("two")
+def test_features_of_fsdp2_change_nothing(recipe: str, extra: str) -> None:
+    """Of weights whose passes read codes of their own, and of a history; test_fsdp2_options.py has all, of others. A
+    few steps with one more feature of torch switched on; they equal one process.
+    """
     world = dist.get_world_size()
     width = width_for(recipe, world)
     reference, model = build(recipe, width), build(recipe, width)
@@ -321,24 +326,12 @@ def trains_with(recipe: str, extra: str) -> None:
         assert_gathers_as(model, reference)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("recipe", "extra"),
-    [
-        ("mxfp8", "keep_backward"),
-        ("mxfp8", "checkpoint"),
-        ("mxfp8", "prefetch"),
-        ("mxfp8", "offload"),
-        ("fp8_delayed", "tied"),
-    ],
-)
-def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, extra: str) -> None:
-    """Of weights whose passes read codes of their own, and of a history; test_fsdp2_options.py has all, of others."""
-    two.run(trains_with, recipe, extra)
-
-
-def accumulates(recipe: str) -> None:
-    """Two micro-batches a step, weights kept after the first backward: what it gathered serves the second forward."""
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+@on("two")
+def test_weights_kept_after_backward_serve_the_next_forward(recipe: str) -> None:
+    """A weight that holds backward's planes alone gathers forward's when it is asked for them. Two micro-batches a
+    step, weights kept after the first backward: what it gathered serves the second forward.
+    """
     width = width_for(recipe, dist.get_world_size())
     reference, model = build(recipe, width), shard(build(recipe, width))
     for step in range(2):
@@ -352,9 +345,3 @@ def accumulates(recipe: str) -> None:
                 loss.backward()
                 losses.append(loss.item())
             assert losses[0] == losses[1], (step, part, losses)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
-def test_weights_kept_after_backward_serve_the_next_forward(two: Ranks, recipe: str) -> None:
-    """A weight that holds backward's planes alone gathers forward's when it is asked for them."""
-    two.run(accumulates, recipe)

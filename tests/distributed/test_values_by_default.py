@@ -11,7 +11,7 @@ import product_modes
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -184,7 +184,8 @@ def test_numbers_are_those_of_layers(two: Ranks, recipe: str, cast: bool, modes:
     two.run(trains_as_by_layers, recipe, cast, [*modes])
 
 
-def backward_outside() -> None:
+@on("two")
+def test_backward_follows_its_forward() -> None:
     """A gather for backward leaves what that for forward has left."""
     runs = []
     for outside in ("dequantize", "gather"):
@@ -196,13 +197,12 @@ def backward_outside() -> None:
     assert_alike(runs[-1], train(built("nvfp4"), ["dequantize"] * 3))
 
 
-def test_backward_follows_its_forward(two: Ranks) -> None:
-    two.run(backward_outside)
-
-
-def switches_within_a_step(warm: bool) -> None:
+@pytest.mark.parametrize("warm", [False, True])
+@on("two")
+def test_another_mode_between_forward_and_backward_is_refused(warm: bool) -> None:
     """A pass in between, as of a teacher, that would gather otherwise: refused, as the loss still has to go back; not
-    where it gathers alike, nor without a graph, nor after backward, though the loss is still there."""
+    where it gathers alike, nor without a graph, nor after backward, though the loss is still there.
+    """
     model = built("nvfp4")
     with layoutc.products("low_precision"):
         if warm:
@@ -221,12 +221,8 @@ def switches_within_a_step(warm: bool) -> None:
     assert set(left_by(model).values()) == {False}
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_another_mode_between_forward_and_backward_is_refused(two: Ranks, warm: bool) -> None:
-    two.run(switches_within_a_step, warm)
-
-
-def switches_where_one_rank_waits() -> None:
+@on("two")
+def test_a_graph_on_one_rank_is_refused_on_all() -> None:
     """One rank alone has kept the loss of a pass without backward: all refuse, and none waits for it."""
     model = built("nvfp4")
     kept = [loss for loss in [loss_of(model, 0)] if dist.get_rank() == 0]
@@ -238,11 +234,8 @@ def switches_where_one_rank_waits() -> None:
     assert not any(left_by(model).values())
 
 
-def test_a_graph_on_one_rank_is_refused_on_all(two: Ranks) -> None:
-    two.run(switches_where_one_rank_waits)
-
-
-def switches_while_gradients_add_up() -> None:
+@on("two")
+def test_gradients_that_add_up_are_not_lost() -> None:
     """FSDP2 keeps gradients that are reduced later with the gathered parameters, in the dtype of the policy."""
     model = built("nvfp4", policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model.set_requires_gradient_sync(False)
@@ -261,11 +254,9 @@ def switches_while_gradients_add_up() -> None:
         loss_of(model, 2)
 
 
-def test_gradients_that_add_up_are_not_lost(two: Ranks) -> None:
-    two.run(switches_while_gradients_add_up)
-
-
-def stays_gathered(how: str) -> None:
+@pytest.mark.parametrize("how", ["by hand", "after backward"])
+@on("two")
+def test_values_that_are_still_gathered_are_no_codes(how: str) -> None:
     """Values that are still gathered are not multiplied as codes, without a word."""
     model = built("fp8_current")
     for number in range(2):
@@ -289,12 +280,8 @@ def stays_gathered(how: str) -> None:
         assert torch.equal(loss, loss_of(built("fp8_current"), 2))
 
 
-@pytest.mark.parametrize("how", ["by hand", "after backward"])
-def test_values_that_are_still_gathered_are_no_codes(two: Ranks, how: str) -> None:
-    two.run(stays_gathered, how)
-
-
-def follows_the_mode() -> None:
+@on("two")
+def test_a_mode_around_forward_alone() -> None:
     """A mode around forward alone: backward gathers what forward did, in few steps, and the next forward decides."""
     model = built("nvfp4")
     for number in range(4):
@@ -310,11 +297,8 @@ def follows_the_mode() -> None:
     assert set(left_by(model).values()) == {True, False}
 
 
-def test_a_mode_around_forward_alone(two: Ranks) -> None:
-    two.run(follows_the_mode)
-
-
-def gathers_in_few_steps() -> None:
+@on("two")
+def test_groups_gather_in_few_steps() -> None:
     """Also after the mode of all weights has changed, and has changed back."""
     model = built("nvfp4")
     for number, mode in enumerate(
@@ -329,7 +313,3 @@ def gathers_in_few_steps() -> None:
             groups = [group for _, group in held if type(group) is SteadyGroup]
             assert {id(group) for group in groups} == {id(group) for _, group in held}
             assert all(any(group._plans.values()) for group in groups)
-
-
-def test_groups_gather_in_few_steps(two: Ranks) -> None:
-    two.run(gathers_in_few_steps)

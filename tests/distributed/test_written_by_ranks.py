@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on
 from models import make_uneven
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
@@ -43,8 +43,23 @@ def gathered(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def averages(recipe: str, use: str, how: str) -> None:
-    """The sum of the values of all ranks, quantized; the same on all of them."""
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("recipe", "use", "how"),
+    [
+        ("fp8_block", "quantized", "sync"),
+        ("nvfp4", "quantized", "average_parameters"),
+        ("mxfp8", "cast", "async"),
+        ("mxfp8", "quantized", "async"),
+        ("nvfp4", "cast", "sync"),
+        ("fp8_block", "cast", "average_parameters"),
+    ],
+)
+@on("two")
+def test_models_are_averaged_alike_on_all_ranks(recipe: str, use: str, how: str) -> None:
+    """As local SGD and its like do; a result that is thrown away would leave each rank its own model. The sum of the
+    values of all ranks, quantized; the same on all of them.
+    """
     model = model_of(recipe, use, seed=dist.get_rank())
     every = [gathered(values_of(param)) for param in model.parameters()]
     if how == "average_parameters":
@@ -66,25 +81,12 @@ def averages(recipe: str, use: str, how: str) -> None:
         assert all(torch.equal(one, values_of(param)) for one in gathered(values_of(param)))
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("recipe", "use", "how"),
-    [
-        ("fp8_block", "quantized", "sync"),
-        ("nvfp4", "quantized", "average_parameters"),
-        ("mxfp8", "cast", "async"),
-        ("mxfp8", "quantized", "async"),
-        ("nvfp4", "cast", "sync"),
-        ("fp8_block", "cast", "average_parameters"),
-    ],
-)
-def test_models_are_averaged_alike_on_all_ranks(two: Ranks, recipe: str, use: str, how: str) -> None:
-    """As local SGD and its like do; a result that is thrown away would leave each rank its own model."""
-    two.run(averages, recipe, use, how)
-
-
-def averages_shards(recipe: str) -> None:
-    """After values were cast and gathered, other values of the same shards, whose amax is another."""
+@pytest.mark.parametrize("recipe", RECIPES)
+@on("two")
+def test_an_amax_that_was_agreed_is_forgotten(recipe: str) -> None:
+    """A scale of the old values would clip or starve the new ones. After values were cast and gathered, other values of
+    the same shards, whose amax is another.
+    """
     model: Any = model_of(recipe, "cast")
     for layer in (model[0], model[2]):
         fully_shard(layer)
@@ -101,12 +103,6 @@ def averages_shards(recipe: str) -> None:
             param.copy_(value)
     assert torch.equal(model(x), alone(x))
     assert not torch.equal(model(x), before)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_amax_that_was_agreed_is_forgotten(two: Ranks, recipe: str) -> None:
-    """A scale of the old values would clip or starve the new ones."""
-    two.run(averages_shards, recipe)
 
 
 def receives(recipe: str, name: str) -> list[str]:
@@ -148,7 +144,9 @@ def test_what_would_be_received_and_lost_is_refused(two: Ranks, name: str, ranks
     assert all("(256, 128) in mxfp8 can't receive values: receive them into" in words[0] for words in said if words)
 
 
-def lists(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@on("two")
+def test_lists_that_are_gathered_are_copied(recipe: str) -> None:
     """torch copies what it has received into each tensor of a list, which quantizes."""
     rank = dist.get_rank()
     *sent, other = [model_of(recipe, "quantized", seed=seed)[0].weight.data for seed in range(3)]
@@ -162,11 +160,8 @@ def lists(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_lists_that_are_gathered_are_copied(two: Ranks, recipe: str) -> None:
-    two.run(lists, recipe)
-
-
-def as_the_message_says(recipe: str) -> None:
+@on("two")
+def test_what_the_refusal_says_works(recipe: str) -> None:
     """Both ways."""
     weight: Any = model_of(recipe, "quantized", seed=dist.get_rank())[0].weight.data
     first = model_of(recipe, "quantized", seed=0)[0].weight.data
@@ -182,11 +177,6 @@ def as_the_message_says(recipe: str) -> None:
     for plane in weight.planes().values():
         dist.recv(plane.view(torch.uint8), 0)
     assert torch.equal(weight, first)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_what_the_refusal_says_works(two: Ranks, recipe: str) -> None:
-    two.run(as_the_message_says, recipe)
 
 
 def flattens(use: str, original: bool) -> str:
@@ -207,7 +197,10 @@ def test_fsdp1_is_refused(two: Ranks, use: str, original: bool) -> None:
         assert "fully_shard (FSDP2; in accelerate, fsdp_version: 2)" in said
 
 
-def steps_in_parts(recipe: str, use: str) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("mxfp8", "cast"), ("nvfp4", "quantized")])
+@on("two")
+def test_optimizer_state_in_parts_under_ddp(recipe: str, use: str) -> None:
     """ZeroRedundancyOptimizer sends what each rank has stepped; one process steps all."""
     curves = []
     for parted in (True, False):
@@ -228,9 +221,3 @@ def steps_in_parts(recipe: str, use: str) -> None:
             curves[-1].append(loss.item())
     assert curves[0] == curves[1]
     assert len(set(curves[0])) == 3
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("recipe", "use"), [("fp8_block", "quantized"), ("mxfp8", "cast"), ("nvfp4", "quantized")])
-def test_optimizer_state_in_parts_under_ddp(two: Ranks, recipe: str, use: str) -> None:
-    two.run(steps_in_parts, recipe, use)

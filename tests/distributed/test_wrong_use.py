@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of
+from harness import Ranks, mesh_of, on
 from models import Model, adam, assert_gathers_as, build, local, my_share, recipe_module, shard, train_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -396,7 +396,13 @@ def test_a_smaller_mesh_after_forward_is_refused_on_every_rank(four: Ranks) -> N
 
 
 # --------------------------------------------------------------------------- odd, and no error: the same as one process
-def holds_what_is_not_finite(recipe: str, value: float) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("recipe", "value"),
+    [("fp8_delayed", float("inf")), ("nvfp4", float("nan")), ("fp8_block", float("nan")), ("mxfp8", float("inf"))],
+)
+@on("two")
+def test_values_that_are_not_finite_give_the_bytes_of_one_process(recipe: str, value: float) -> None:
     """The bytes are those of the whole weight quantized, on all ranks alike, and a forward runs."""
     width = 512
     torch.manual_seed(0)
@@ -413,15 +419,6 @@ def holds_what_is_not_finite(recipe: str, value: float) -> None:
         assert_gathers_as(model, reference)
         assert torch.equal(model(torch.ones(2, width)).isnan(), reference(torch.ones(2, width)).isnan())
         assert layoutc.check_ranks(model) == 5
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("recipe", "value"),
-    [("fp8_delayed", float("inf")), ("nvfp4", float("nan")), ("fp8_block", float("nan")), ("mxfp8", float("inf"))],
-)
-def test_values_that_are_not_finite_give_the_bytes_of_one_process(two: Ranks, recipe: str, value: float) -> None:
-    two.run(holds_what_is_not_finite, recipe, value)
 
 
 def counts_adamw_without_masters() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import forget, use_fsdp2
-from harness import Ranks
+from harness import Ranks, on
 from models import Model, adam, batch, build, make_uneven, my_share
 from test_cast_on_gather import build_cast
 from torch import nn
@@ -84,7 +84,9 @@ def test_accelerate_trains_as_one_process(two: Ranks, recipe: str, use: str, sha
         assert len(set(losses)) == STEPS
 
 
-def upcasts(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@on("two")
+def test_mixed_precision_changes_no_byte(recipe: str) -> None:
     """For mixed precision accelerate makes trained parameters fp32, by .data: a relabel, and no byte changes."""
     from models import raw
 
@@ -99,13 +101,58 @@ def upcasts(recipe: str) -> None:
         assert all(torch.equal(raw(a), b) for a, b in zip(whole.planes().values(), planes, strict=True)), name
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_mixed_precision_changes_no_byte(two: Ranks, recipe: str) -> None:
-    two.run(upcasts, recipe)
+@pytest.mark.parametrize("use", ["quantized", "cast_on_gather"])
+def test_an_optimizer_has_its_own_fused(use: Any) -> None:
+    """`prepare` hands it over, and groups of weights under one amax have a name of their own."""
+    from layoutc.integrations.accelerate import prepare
+
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    more: dict[str, Any] = {"share_amax": [["0", "1"]], "fused": True, "lr": 1e-2}
+    model, optimizer = prepare(accelerator(False), plain, torch.optim.AdamW, recipe="fp8_current", use=use, **more)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    weights = [getattr(one.weight, "_agreed", one.weight) for one in model]
+    assert weights[0].fused == weights[1].fused is not None
 
 
-def resumes(recipe: str, use: str, folder: str) -> None:
+@on("two")
+def test_an_unsharded_state_is_saved_without_safetensors(tmp_path: Path) -> None:
+    """safetensors takes no codes, and says so; torch's own format does."""
+    folder = str(tmp_path)
+    from layoutc.integrations.accelerate import prepare
+
+    engine = accelerator(False)
+    torch.manual_seed(0)
+    model, optimizer = prepare(engine, Model(WIDTH), torch.optim.AdamW, recipe="nvfp4", lr=1e-2)
+    one_step(model, optimizer, 0, engine)
+    with (
+        pytest.raises(UnsupportedOperator, match="safetensors can't write") if engine.is_main_process else nullcontext()
+    ):
+        engine.save_state(f"{folder}/refused")
+    engine.save_state(f"{folder}/state", safe_serialization=False)
+    engine.wait_for_everyone()
+    losses = [one_step(model, optimizer, step, engine) for step in (1, 2)]
+    engine.load_state(f"{folder}/state")
+    assert [one_step(model, optimizer, step, engine) for step in (1, 2)] == losses
+
+
+def one_step(model: Any, optimizer: Any, step: int, engine: Any = None) -> float:
+    """The loss before it."""
+    x, y = batch(step, WIDTH)
+    loss = (model(x) - y).square().mean()
+    if engine is None:
+        loss.backward()
+    else:
+        engine.backward(loss * my_share())
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_current", "cast_on_gather")])
+@on("two")
+def test_what_accelerate_saves_it_resumes(tmp_path: Path, recipe: str, use: str) -> None:
     """`prepare` trains as one process does; saved after two steps, another model goes on from there; and exports."""
+    folder = str(tmp_path)
     from layoutc.checkpoint import load_safetensors
     from layoutc.integrations.accelerate import export, prepare
 
@@ -137,57 +184,3 @@ def resumes(recipe: str, use: str, folder: str) -> None:
     load_safetensors(again, f"{folder}/out")
     x, _ = batch(9, WIDTH)
     assert torch.equal(again(x), alone(x) if use == "quantized" else again(x))
-
-
-@pytest.mark.parametrize("use", ["quantized", "cast_on_gather"])
-def test_an_optimizer_has_its_own_fused(use: Any) -> None:
-    """`prepare` hands it over, and groups of weights under one amax have a name of their own."""
-    from layoutc.integrations.accelerate import prepare
-
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    more: dict[str, Any] = {"share_amax": [["0", "1"]], "fused": True, "lr": 1e-2}
-    model, optimizer = prepare(accelerator(False), plain, torch.optim.AdamW, recipe="fp8_current", use=use, **more)
-    assert all(group["fused"] for group in optimizer.param_groups)
-    weights = [getattr(one.weight, "_agreed", one.weight) for one in model]
-    assert weights[0].fused == weights[1].fused is not None
-
-
-def resumes_unsharded(folder: str) -> None:
-    """safetensors takes no codes, and says so; torch's own format does."""
-    from layoutc.integrations.accelerate import prepare
-
-    engine = accelerator(False)
-    torch.manual_seed(0)
-    model, optimizer = prepare(engine, Model(WIDTH), torch.optim.AdamW, recipe="nvfp4", lr=1e-2)
-    one_step(model, optimizer, 0, engine)
-    with (
-        pytest.raises(UnsupportedOperator, match="safetensors can't write") if engine.is_main_process else nullcontext()
-    ):
-        engine.save_state(f"{folder}/refused")
-    engine.save_state(f"{folder}/state", safe_serialization=False)
-    engine.wait_for_everyone()
-    losses = [one_step(model, optimizer, step, engine) for step in (1, 2)]
-    engine.load_state(f"{folder}/state")
-    assert [one_step(model, optimizer, step, engine) for step in (1, 2)] == losses
-
-
-def test_an_unsharded_state_is_saved_without_safetensors(two: Ranks, tmp_path: Path) -> None:
-    two.run(resumes_unsharded, str(tmp_path))
-
-
-def one_step(model: Any, optimizer: Any, step: int, engine: Any = None) -> float:
-    """The loss before it."""
-    x, y = batch(step, WIDTH)
-    loss = (model(x) - y).square().mean()
-    if engine is None:
-        loss.backward()
-    else:
-        engine.backward(loss * my_share())
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_current", "cast_on_gather")])
-def test_what_accelerate_saves_it_resumes(two: Ranks, tmp_path: Path, recipe: str, use: str) -> None:
-    two.run(resumes, recipe, use, str(tmp_path))

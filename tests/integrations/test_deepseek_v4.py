@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from sharding_of_layers import shard_layers
+from test_files_of_others import same, tensors_in
 from torch import Tensor
 
 import layoutc
@@ -156,21 +157,6 @@ def stacked(values: Tensors) -> Tensors:
         found[f"{experts}.gate_up_proj"] = torch.stack([torch.cat([w1, w3]) for w1, _, w3 in of])
         found[f"{experts}.down_proj"] = torch.stack([w2 for _, w2, _ in of])
     return found
-
-
-def tensors_in(path: Path) -> Tensors:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    """The same names, dtypes, shapes and bytes."""
-    return left.keys() == right.keys() and all(
-        (one.dtype, one.shape) == (right[name].dtype, right[name].shape)
-        and torch.equal(one.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
-        for name, one in left.items()
-    )
 
 
 def loaded(path: Path, *, shard: bool = False, **options: Any) -> Any:

@@ -409,16 +409,19 @@ def tensors_in(path: Path) -> Tensors:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def same_files(a: Path, b: Path, but: tuple[str, ...] = ()) -> bool:
-    """The same names, dtypes, shapes and bytes. but: how names end of tensors that `b` need not have."""
-    left, right = tensors_in(a), tensors_in(b)
-    left = {name: one for name, one in left.items() if name in right or not name.endswith(but)} if but else left
+def same(left: Tensors, right: Tensors) -> bool:
+    """The same names, dtypes, shapes and bytes."""
     return left.keys() == right.keys() and all(
-        one.dtype == right[name].dtype
-        and one.shape == right[name].shape
+        (one.dtype, one.shape) == (right[name].dtype, right[name].shape)
         and torch.equal(one.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
         for name, one in left.items()
     )
+
+
+def same_files(a: Path, b: Path, but: tuple[str, ...] = ()) -> bool:
+    """The same tensors. but: how names end of those that `b` need not have."""
+    left, right = tensors_in(a), tensors_in(b)
+    return same({name: one for name, one in left.items() if name in right or not (but and name.endswith(but))}, right)
 
 
 # ---------------------------------------------------------------------------------------------------------- one process

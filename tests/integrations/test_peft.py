@@ -34,7 +34,6 @@ pytestmark = [
 ]
 
 STEPS = 10
-RECIPES = ("fp8_block", "mxfp8", "mxfp8_frozen", "nvfp4")
 
 
 def base(recipe: str) -> Any:
@@ -250,30 +249,3 @@ def test_adapters_that_are_more_than_a_product_are_refused_and_nothing_is_merged
         ):
             merge(model)
         assert all(torch.equal(param.detach(), kept[name]) for name, param in model.named_parameters())
-
-
-def is_merged_in_shards(recipe: str) -> list[float]:
-    """By hand, into shards: the bytes and the errors of one process. PEFT's own are refused there."""
-    from layoutc.integrations.peft import merge
-
-    alone, model = adapted(recipe, "by hand"), sharded(adapted(recipe, "by hand"))
-    errors = []
-    for one, other in zip(alone.modules(), model.modules(), strict=True):
-        if isinstance(one, Adapted) and isinstance(other, Adapted):
-            with torch.no_grad():
-                delta = one.up.weight @ one.down.weight
-            expected, error = layoutc.merge_(one.layer.weight, delta), layoutc.merge_(other.layer.weight, delta)
-            assert error == pytest.approx(expected, rel=1e-9)
-            assert torch.equal(whole(other.layer.weight), one.layer.weight.detach())
-            errors.append(error)
-    with pytest.raises(ValueError, match="is sharded: save the adapters"):
-        merge(sharded(adapted(recipe, "peft")))
-    with pytest.raises(TypeError, match=r"write weight\.add_\(delta\)"):
-        layoutc.merge_(torch.ones(2, 2), torch.ones(2, 2))
-    return errors
-
-
-def test_updates_are_merged_into_shards(two: Ranks) -> None:
-    first, second = two.run(is_merged_in_shards, "nvfp4")
-    assert first == second
-    assert len(first) == 14

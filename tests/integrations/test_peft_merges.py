@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
+from harness import Ranks, on
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -248,16 +248,21 @@ def test_merge_has_an_undo(recipe: str) -> None:
         layoutc.unmerge_(weight)
     with pytest.raises(TypeError, match=r"unmerge_ takes from quantized weights; .* write weight.sub_\(delta\)"):
         layoutc.unmerge_(torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"write weight\.add_\(delta\)"):
+        layoutc.merge_(torch.ones(2, 2), torch.ones(2, 2))
 
 
-def streams_in_shards() -> bool:
+@on("two")
+def test_merged_adapters_stream_from_shards() -> None:
     """Merged LoRA, by the base's names: the bytes of one process, as the engine's files hold them."""
     from layoutc.checkpoint import stream_export
-    from layoutc.integrations.peft import merged_state
+    from layoutc.integrations.peft import merge, merged_state
 
     update_warnings._warned.add("merge")
     alone, model = (adapted(model_of("fp8_block"), lora()) for _ in range(2))
     fully_shard(model)
+    with pytest.raises(ValueError, match="is sharded: save the adapters"):
+        merge(model)
     with pytest.raises(ValueError, match=r"0 has adapters that are not merged, 2 layers in all: merge_adapter"):
         merged_state(model)
     with pytest.raises(LayoutError, match=r"0\.base_layer\.weight is the base of a layer with adapters\. Merge them"):
@@ -268,11 +273,7 @@ def streams_in_shards() -> bool:
     expected = dict(stream_export(alone.merge_and_unload(), files="deepseek"))
     assert {"0.weight", "1.weight"} < {*found}
     assert found.keys() == expected.keys()
-    return all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items())
-
-
-def test_merged_adapters_stream_from_shards(two: Ranks) -> None:
-    assert two.run(streams_in_shards) == [True, True]
+    assert all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items())
 
 
 def merges_or_says(name: str, safe: bool) -> tuple[bool, bool, bool]:
@@ -326,30 +327,6 @@ def test_merged_adapters_are_exported_by_the_names_of_the_base(tmp_path: Path) -
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "alone"))
     assert {"0.weight", "1.weight"} < found.keys() == expected.keys()
     assert all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items())
-
-
-def comes_back_in_shards(recipe: str) -> bool:
-    """PEFT's LoRA, and `merge_`: merged as in one process; and each rank's own bytes."""
-    update_warnings._warned.add("merge")
-    alone, model = (adapted(model_of(recipe, rows=96), lora()) for _ in range(2))
-    fully_shard(model)
-    before = planes_of(model)
-    wholes = [param for param in model.parameters() if isinstance(param._local_tensor, QuantizedTensor)]
-    for _ in range(3):
-        alone.merge_adapter()
-        model.merge_adapter()
-        for weight, one in zip(wholes, weights_of(alone), strict=True):
-            assert torch.equal(weight.full_tensor(), one)
-        assert not same(planes_of(model), before)
-        alone.unmerge_adapter()
-        model.unmerge_adapter()
-        assert same(planes_of(model), before)
-    delta = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
-    for weight, one in zip(wholes, weights_of(alone), strict=True):
-        error = layoutc.merge_(one, delta, keep_base=True)
-        assert layoutc.merge_(weight, delta, keep_base=True) == pytest.approx(error, rel=1e-9)
-        layoutc.unmerge_(weight)
-    return same(planes_of(model), before)
 
 
 def of_experts(recipe: str) -> Any:
@@ -423,8 +400,11 @@ def test_adapters_of_experts_and_by_transformers_merge_and_are_exported(
             merge(model)
 
 
-def experts_in_shards(recipe: str) -> bool:
+@pytest.mark.filterwarnings("ignore:.*target_parameters")
+@on("two")
+def test_experts_in_shards_come_back() -> None:
     """Adapters of stacked experts too: as in one process."""
+    recipe = "nvfp4_modelopt_experts"
     from peft import LoraConfig
 
     from layoutc.integrations.peft import merged_state
@@ -442,12 +422,7 @@ def experts_in_shards(recipe: str) -> bool:
     assert all(torch.equal(states[0][name], states[1][name].full_tensor()) for name in names)  # type: ignore[attr-defined]
     assert not same(planes_of(model), before)
     model.unmerge_adapter()
-    return same(planes_of(model), before)
-
-
-@pytest.mark.filterwarnings("ignore:.*target_parameters")
-def test_experts_in_shards_come_back(two: Ranks) -> None:
-    assert two.run(experts_in_shards, "nvfp4_modelopt_experts") == [True, True]
+    assert same(planes_of(model), before)
 
 
 def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
@@ -480,6 +455,28 @@ def test_merged_adapters_are_written_into_gguf_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
-def test_a_base_in_shards_comes_back_too(two: Ranks, recipe: str) -> None:
-    """Of cuts inside blocks as well, with rows of other ranks."""
-    assert two.run(comes_back_in_shards, recipe) == [True, True]
+@on("two")
+def test_a_base_in_shards_comes_back_too(recipe: str) -> None:
+    """Of cuts inside blocks as well, with rows of other ranks. PEFT's LoRA, and `merge_`: merged as in one process; and
+    each rank's own bytes.
+    """
+    update_warnings._warned.add("merge")
+    alone, model = (adapted(model_of(recipe, rows=96), lora()) for _ in range(2))
+    fully_shard(model)
+    before = planes_of(model)
+    wholes = [param for param in model.parameters() if isinstance(param._local_tensor, QuantizedTensor)]
+    for _ in range(3):
+        alone.merge_adapter()
+        model.merge_adapter()
+        for weight, one in zip(wholes, weights_of(alone), strict=True):
+            assert torch.equal(weight.full_tensor(), one)
+        assert not same(planes_of(model), before)
+        alone.unmerge_adapter()
+        model.unmerge_adapter()
+        assert same(planes_of(model), before)
+    delta = torch.randn(96, 256, generator=torch.Generator().manual_seed(2)) * 0.05
+    for weight, one in zip(wholes, weights_of(alone), strict=True):
+        error = layoutc.merge_(one, delta, keep_base=True)
+        assert layoutc.merge_(weight, delta, keep_base=True) == pytest.approx(error, rel=1e-9)
+        layoutc.unmerge_(weight)
+    assert same(planes_of(model), before)

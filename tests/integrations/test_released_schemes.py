@@ -284,6 +284,15 @@ SCHEMES = {
 ON_RANKS = ("block_bytes", "tensor_of_transformers")  # one of each kind of plane
 
 
+def folder_of(path: Path, tensors: Tensors, config: Any) -> None:
+    """A folder as a release has it."""
+    from safetensors.torch import save_file
+
+    path.mkdir(exist_ok=True)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+
+
 @pytest.fixture(scope="session")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of each scheme, written once."""
@@ -291,12 +300,9 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(name: str) -> Path:
         if name not in folders:
-            from safetensors.torch import save_file
-
             tensors, config = SCHEMES[name].write(dict(Mlp().state_dict()))
             path = folders[name] = tmp_path_factory.mktemp(name)
-            save_file({key: one.contiguous() for key, one in tensors.items()}, path / "model.safetensors")
-            (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+            folder_of(path, tensors, config)
         return folders[name]
 
     return of
@@ -409,13 +415,10 @@ def loads_sharded(path: str, plain: str, dtype: torch.dtype) -> bool:
 def test_blocks_of_other_sizes_are_read_as_values(name: str, tmp_path: Path, two: Ranks) -> None:
     """By a plain model, sharded or not, by one of another recipe, and without a model, to the bit; and
     quantize_as_stored says what would hold them as they are."""
-    from safetensors.torch import save_file
 
     by, path = OTHER_BLOCKS[name], tmp_path / "in"
     tensors, config = by.write(dict(Mlp(by.dtype).state_dict()))
-    path.mkdir()
-    save_file({key: one.contiguous() for key, one in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, tensors, config)
     read = by.read or partial(read_by_compressed_tensors, config=config)
     expected = {key: read(tensors, key).to(by.dtype) for key in ("up_proj.weight", "down_proj.weight")}
     expected["head.weight"] = tensors["head.weight"]
@@ -522,7 +525,6 @@ def test_a_recipe_of_ones_own_holds_other_blocks_as_they_are(tmp_path: Path, mon
     """As the refusal says: a copy of a spec with other blocks, built here and named, byte for byte; also of files
     without g_idx, and by a binding that states nothing of experts."""
     from click.testing import CliRunner
-    from safetensors.torch import save_file
 
     from layoutc.cli.app import main
 
@@ -532,9 +534,7 @@ def test_a_recipe_of_ones_own_holds_other_blocks_as_they_are(tmp_path: Path, mon
     spec.write_text(re.sub(r" +parts:\n( {6}.*\n)+", "", spec.read_text().replace("128", "32")))
     assert CliRunner().invoke(main, ["build", str(spec)]).exit_code == 0
     tensors, config = gptq(dict(Mlp(HALF).state_dict()), each=32)
-    path.mkdir()
-    save_file({name: one for name, one in tensors.items() if "g_idx" not in name}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, {name: one for name, one in tensors.items() if "g_idx" not in name}, config)
 
     model, files = Mlp(HALF), "gptq_of_32/gptq"
     assert set(quantize_as_stored(model, path, files=files).values()) == {"gptq_of_32"}
@@ -595,13 +595,11 @@ def test_configs_as_people_write_them(released: Callable[[str], Path], tmp_path:
 
 def test_a_config_without_a_method_is_written_back_as_it_is(tmp_path: Path) -> None:
     """bitsandbytes' first ones have none, and their folder no second key, which MLX's have for theirs."""
-    from safetensors.torch import save_file
 
     tensors, config = bitsandbytes(dict(Mlp().state_dict()))
     del config["quant_method"]
     (path := tmp_path / "in").mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, tensors, config)
     export_safetensors(loaded(path), tmp_path / "out", files="bitsandbytes", source=path)
     assert same_files(path, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"quantization_config": config}
@@ -639,13 +637,10 @@ def test_auto_rounds_own_format_is_that_of_the_program_whose_tensors_it_has(
 def test_auto_rounds_own_format_is_written_back(tmp_path: Path) -> None:
     """GPTQ's tensors but for g_idx, under its config: the values of GPTQ's definition, by an export, a conversion and a
     stream that add nothing; and with g_idx where no source says that files lack it."""
-    from safetensors.torch import save_file
 
     config = of_auto_round("auto_gptq", block_name_to_quantize="layers")
     path, model, tensors = tmp_path / "in", Mlp(HALF), gptq(dict(Mlp(HALF).state_dict()))[0]
-    path.mkdir()
-    save_file({name: one for name, one in tensors.items() if "g_idx" not in name}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, {name: one for name, one in tensors.items() if "g_idx" not in name}, config)
     assert set(quantize_as_stored(model, path).values()) == {"gptq"}
     assert load_safetensors(model, path) == ((), ())
     for name, param in model.named_parameters():
@@ -662,7 +657,6 @@ def test_auto_rounds_own_format_is_written_back(tmp_path: Path) -> None:
 
 def test_metas_fp8_of_fbgemm_is_loaded_and_written_back(tmp_path: Path) -> None:
     """As in Meta's FP8 release of Llama 3.1 405B: a scale for each row, as (rows, 1), and a bound of activations."""
-    from safetensors.torch import save_file
 
     config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     model, tensors = Mlp(torch.bfloat16), dict[str, Tensor]()
@@ -674,9 +668,7 @@ def test_metas_fp8_of_fbgemm_is_loaded_and_written_back(tmp_path: Path) -> None:
         tensors[name], tensors[f"{name}_scale"] = (value / scale).to(torch.float8_e4m3fn), scale
         tensors[f"{name.rpartition('.')[0]}.input_scale_ub"] = torch.tensor([1200.0])
     path = tmp_path / "in"
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, tensors, config)
     assert set(quantize_as_stored(model, path).values()) == {"fp8_rowwise"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -822,11 +814,9 @@ def test_weights_are_not_left_as_they_were_beside_codes_that_nothing_reads(
     names: tuple[str, ...], config: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """Nor with strict=False, which leaves out what files lack: they do not lack these."""
-    from safetensors.torch import save_file
 
     tensors = {f"up_proj.{name}": torch.ones(96, 256, dtype=torch.int32) for name in names}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    folder_of(tmp_path, tensors, config)
     for call in (
         partial(load_safetensors, strict=False),
         partial(load_safetensors, strict=False, convert=True),
@@ -968,13 +958,10 @@ def moves_stacks(path: str, out: str) -> bool:
 
 def test_experts_that_files_have_stacked(two: Ranks, tmp_path: Path) -> None:
     """As transformers' quantizer writes them, in place of a tensor for each expert; with a model and without."""
-    from safetensors.torch import save_file
 
     state = {f"mlp.experts.{name}": one for name, one in Stacks().state_dict().items()}
     tensors, config = fp8_of_transformers(state, ends="_proj")
-    (tmp_path / "in").mkdir()
-    save_file(tensors, tmp_path / "in" / "model.safetensors")
-    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(tmp_path / "in", tensors, config)
     assert two.run(moves_stacks, str(tmp_path / "in"), str(tmp_path / "out")) == [True, True]
     assert same_files(tmp_path / "in", tmp_path / "out")
     plain = of_experts(Stacks())
@@ -989,7 +976,6 @@ def test_experts_that_files_have_stacked(two: Ranks, tmp_path: Path) -> None:
 def nvfp4_experts(folder: Path) -> Stacks:
     """The same experts in NVFP4, a tensor each under a global scale of its own; 192 rows of gate, which end inside of
     FP8's blocks."""
-    from safetensors.torch import save_file
 
     model, state = Stacks(rows=384), dict[str, Tensor]()
     for number, matrix in enumerate(model.gate_up_proj.detach()):
@@ -997,9 +983,7 @@ def nvfp4_experts(folder: Path) -> Stacks:
             state[f"mlp.experts.{number}.{part}.weight"] = rows * (number + 1)
         state[f"mlp.experts.{number}.down_proj.weight"] = model.down_proj.detach()[number]
     tensors, config = compressed("NVFP4A16", "nvfp4-pack-quantized")(state)
-    folder.mkdir()
-    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(folder, tensors, config)
     return model
 
 
@@ -1048,7 +1032,6 @@ ONE_BY_ONE: dict[str, tuple[Writer, Values, torch.dtype]] = {
 def test_experts_that_files_have_one_by_one_are_stacked(label: str, tmp_path: Path) -> None:
     """As Qwen's releases in GPTQ have them, byte for byte there and back; under a scale for each weight they go into a
     plain model alone, which the refusal says."""
-    from safetensors.torch import save_file
 
     write, read, dtype = ONE_BY_ONE[label]
     path, stacks = tmp_path / "in", Stacks().to(dtype)
@@ -1062,9 +1045,7 @@ def test_experts_that_files_have_one_by_one_are_stacked(label: str, tmp_path: Pa
         )
     }
     tensors, config = write(parts)
-    path.mkdir()
-    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}), encoding="utf-8")
+    folder_of(path, tensors, config)
     values = {name: read(tensors, name).to(dtype) for name in parts}
     gate_up = [[values[f"mlp.experts.{number}.{one}_proj.weight"] for one in ("gate", "up")] for number in range(4)]
     expected = torch.stack([torch.cat(both) for both in gate_up])

@@ -61,8 +61,8 @@ def trains(recipe: str, name: str, backend: str | None) -> list[float]:
     """The loss curve, against that of one process."""
     alone, sharded = build_cast(recipe, WIDTH), shard(build_cast(recipe, WIDTH))
     losses: list[list[float]] = []
-    with compiling(backend):
-        for model, share in ((alone, 1.0), (sharded, my_share())):
+    for model, share, how in ((alone, 1.0, None), (sharded, my_share(), backend)):
+        with compiling(how):
             stepper, curve = optimizer(name, model.parameters()), list[float]()
             for step in range(3):
                 x, y = batch(step, WIDTH)
