@@ -71,4 +71,16 @@ FILES = {
         recognized=("quant_method",),
         read_only=True,
     ),
+    "quanto": Binding(
+        name="quanto",
+        summary="optimum-quanto's qfloat8 weights",
+        planes={
+            "rowwise_data": BoundPlane("{name}._data", "F8_E4M3", 8),
+            "rowwise_scale": BoundPlane("{name}._scale", "F32", 32),
+        },
+        config={"quant_method": "quanto"},
+        recognized=("quant_method",),
+        ignored=("{module}.input_scale", "{module}.output_scale"),
+        read_only=True,
+    ),
 }

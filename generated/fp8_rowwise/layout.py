@@ -32,7 +32,7 @@ def made(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row; columnwise, one for each column",
-    spec_sha256="27701c873991a155c9511613df8fce8be46af316ae9d9696b06d7dccb4e68ac1",
+    spec_sha256="a90c782d0b730867127136d5e131e3902ac94fd6931113472f88259fa2ca1ab9",
     layout_id="a93daaa57939",
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

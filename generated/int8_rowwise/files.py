@@ -67,4 +67,16 @@ FILES = {
         zeros=("{module}._weight_zero_point", "I8"),
         read_only=True,
     ),
+    "quanto": Binding(
+        name="quanto",
+        summary="optimum-quanto's qint8 weights",
+        planes={
+            "rowwise_data": BoundPlane("{name}._data", "I8", 8),
+            "rowwise_scale": BoundPlane("{name}._scale", "F32", 32),
+        },
+        config={"quant_method": "quanto"},
+        recognized=("quant_method",),
+        ignored=("{module}.input_scale", "{module}.output_scale"),
+        read_only=True,
+    ),
 }

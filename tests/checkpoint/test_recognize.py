@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import unshipped
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layoutc.checkpoint import convert_safetensors, load_safetensors, quantize_as_stored
@@ -167,20 +167,47 @@ def test_of_bindings_of_one_name_those_stay_that_config_json_does_not_contradict
 
 @pytest.mark.parametrize("name", ["quanto_qmap.json", "quantization_map.json"])
 def test_folders_of_quanto_say_what_they_are(tmp_path: Path, name: str) -> None:
-    """As `QuantizedModelForCausalLM.save_pretrained` of optimum-quanto writes them, and as its README does."""
-    codes = {"0.weight._data": torch.zeros(64, 64, dtype=torch.int8), "0.weight._scale": torch.ones(64, 1)}
+    """As `QuantizedModelForCausalLM.save_pretrained` of optimum-quanto writes int4, and as its README does."""
+    packed, scale = torch.zeros(32, 64, dtype=torch.uint8), torch.ones(64, 1)
+    codes = {"0.weight._data._data": packed, "0.weight._scale": scale, "0.weight._shift": scale.clone()}
     save_file({**codes, "0.input_scale": torch.ones(())}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / name).write_text('{"0": {"weights": "qint8", "activations": "none"}}')
-    said = (
-        rf"{name} has a quantization_config .* quant_method = 'quanto'\noptimum-quanto reads them: .*named_parameters"
-    )
+    (tmp_path / name).write_text('{"0": {"weights": "qint4", "activations": "none"}}')
+    said = rf"{name} describes files of \w+/quanto, .* names\. optimum-quanto reads them: .*named_parameters"
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     for call in (load_safetensors, quantize_as_stored, partial(load_safetensors, convert=True)):
         with pytest.raises(LayoutError, match=said):
             call(model, tmp_path)
     with pytest.raises(LayoutError, match=said):
         convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), [(torch.int8, "int8_rowwise"), (torch.float8_e4m3fn, "fp8_rowwise")])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+def test_quantos_bytes_load_with_its_values(
+    scales: torch.dtype, dtype: torch.dtype, recipe: str, tmp_path: Path
+) -> None:
+    """optimum-quanto 0.2.7 multiplies codes by scales in the scales' dtype, which is that of the model."""
+    torch.manual_seed(0)
+    codes, scale = torch.randint(-127, 128, (64, 96)).to(dtype), (torch.rand(64, 1) / 64).to(scales)
+    tensors = {"0.weight._data": codes, "0.weight._scale": scale, "0.input_scale": torch.ones((), dtype=scales)}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "in" / "quanto_qmap.json").write_text('{"0": {"weights": "qint8", "activations": "none"}}')
+    model = nn.Sequential(nn.Linear(96, 64, bias=False, dtype=scales))
+    assert quantize_as_stored(model, tmp_path / "in") == {"0.weight": recipe}
+    with pytest.warns(UserWarning, match=r"0\.input_scale are for other programs alone"):
+        load_safetensors(model, tmp_path / "in")
+    found: Any = model[0].weight
+    assert torch.equal(found.planes()["rowwise_data"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.dequantize(scales), scale * codes.to(scales))
+    convert_safetensors(tmp_path / "in", tmp_path / "plain", dtype=scales)
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["0.weight"], scale * codes.to(scales))
+    (tmp_path / "in" / "quanto_qmap.json").unlink()  # as a state dict of torch.save has no map
+    with pytest.raises(LayoutError, match=rf"0\.weight\._data .*{recipe}/quanto"):
+        convert_safetensors(tmp_path / "in", tmp_path / "out", dtype=scales)
 
 
 def test_one_of_the_weights_that_differ_in_numbers_says_which_bindings_a_folder_has(

@@ -33,7 +33,7 @@ _SHOWN = 6  # names that a message lists
 MOST = 64 * 2**20  # maximum bytes of a companion file; tokenizers with large vocabularies have 30 MB
 _BESIDE = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|(?i:LICEN[CS]E|NOTICE).*")
 # Files that describe the folder's weights, which a conversion rewrites or drops: config.json and older equivalents.
-_OF_WEIGHTS = re.compile(r"config\.json|.*\.index\.json|(hf_)?quant\w*_config\.json|layoutc\.json", re.IGNORECASE)
+_OF_WEIGHTS = re.compile(r"(config|.*\.index|(hf_)?quant\w*_(config|q?map)|layoutc)\.json", re.IGNORECASE)
 
 
 def incomplete(folder: Path) -> Path:

@@ -67,7 +67,7 @@ def check_holds(path: Path, files: str | None, told: Sequence[Bound], tensors: M
     if held := holding(every, tensors):
         instead = _as_held(path, recognize.quantization_config(path), held[0], every)
     elif undecoded(tensors):
-        instead = BY_THEIR_PROGRAM
+        instead = READ_AS_PLAIN.get(told[0].binding.config.get("quant_method"), BY_THEIR_PROGRAM)
     raise LayoutError(f"{path}: {says} describes files of {told[0].label}, but no tensor has their names. {instead}")
 
 
