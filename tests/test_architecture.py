@@ -306,7 +306,7 @@ def own_names(tree: ast.Module) -> set[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names |= {node.attr} if ast.unparse(node.value) == "self" else set()
+                names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
     return names
 
 

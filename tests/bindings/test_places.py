@@ -131,7 +131,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @given(cases())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_shape_of_a_weight_follows_from_that_of_its_codes(case) -> None:  # type: ignore[no-untyped-def]
     """Unless two unknown sizes are joined in one dim of the file's tensor."""
     plane, tensor, low_first, matrices, rows, columns = case
@@ -145,7 +145,7 @@ def test_the_shape_of_a_weight_follows_from_that_of_its_codes(case) -> None:  # 
 
 
 @given(cases(), st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_boxes_and_whole_tensors_hold_the_values_that_the_pattern_says(case, data) -> None:  # type: ignore[no-untyped-def]
     plane, tensor, low_first, matrices, rows, columns = case
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -184,7 +184,7 @@ def test_dims_may_only_count_the_values() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["2688 / x", "x / 2688"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_quotient_is_undone_or_refused(word: int, form: str) -> None:
     """What is written from any fp32 value is read as a value that writes the same again."""
     x = torch.tensor([word], dtype=torch.int64).to(torch.int32).view(torch.float32)

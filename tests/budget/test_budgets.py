@@ -61,7 +61,7 @@ def use(name: str, **options: Any) -> Use:
     st.integers(1, 70),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_largest_rank_is_the_largest_of_all(
     recipe: str, sizes: list[tuple[int, int]], ranks: int, cast: bool
 ) -> None:
@@ -94,7 +94,7 @@ def test_masters_are_read_once_where_the_step_writes_codes(recipe: str, again: i
 
 
 @given(st.sampled_from(RECIPES), st.integers(1, 40), st.integers(1, 4), st.integers(1, 70), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_masters_and_moments_of_all_ranks_are_those_of_the_weight(
     recipe: str, m: int, k: int, ranks: int, cast: bool
 ) -> None:
@@ -317,7 +317,7 @@ def test_gathers_inside_of_a_host_are_not_charged_across() -> None:
     st.integers(2, 4),
     st.sampled_from([Dtypes(), Dtypes(4, 4, 4), Dtypes(2, 2, 2)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_copies_exchanges_and_values_change_and_what_they_leave(
     recipe: str, cast: bool, sizes: list[tuple[int, int]], layers: int, ranks: int, copies: int, dtypes: Dtypes
 ) -> None:

@@ -83,7 +83,7 @@ def state(model: nn.Module) -> list[bytes]:
     return found
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, tmp_path: Path) -> None:
     width = max(128, recipe_class(recipe).LAYOUT.multiple_k)
@@ -350,7 +350,7 @@ def test_metadata_of_another_kind_is_refused_by_inspect_and_load(tmp_path: Path)
                 assert [one.shape for one in found.entries] == [one.shape for one in shown.entries], (fact, wrong)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 400), flip=st.integers(0, 399), bit=st.integers(0, 7))
 def test_no_damage_to_a_small_file_goes_unseen(cut: int, flip: int, bit: int, tmp_path: Path) -> None:
     """Shortened anywhere, or with any bit flipped: refused, or read as values of the same shapes."""
@@ -431,7 +431,7 @@ def test_any_shape_comes_back(recipe: str, rows: int, columns: int, experts: int
     assert torch.equal(plain.weight.data, quantized.dequantize())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_box_is_the_rows_that_it_says(data: Any) -> None:
     """Against torch's own indexing."""

@@ -85,7 +85,7 @@ def test_lines_that_the_starter_offers_make_a_sound_spec(key: str, tmp_path: Pat
     assert (spec is not None, found) == (True, [])
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_a_copy_is_the_recipe_under_another_name(path: Path, tmp_path: Path) -> None:
     """Comments included, nothing else changed."""

@@ -21,7 +21,7 @@ def test_what_is_balanced(text: str) -> None:
     assert balanced(text) == (not reduced)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(NAMES, min_size=1, max_size=12), st.integers(40, 90), st.sampled_from(["", "    "]))
 def test_a_call_that_is_broken_is_the_same_call(arguments: list[str], width: int, indent: str) -> None:
     """With as many arguments on a line as fit, where it is longer than a line may be."""

@@ -6,13 +6,14 @@ import importlib
 import sys
 from dataclasses import fields, replace
 from functools import cache
-from pathlib import Path
+from itertools import product
 from types import ModuleType
 
 import pytest
 from click import Choice, FloatRange
 from numpy_models import recipe
 from places import ROOT
+from weight_recipes import CUT_APART, WEIGHTS
 
 from layoutc.cli.estimate import estimate as estimate_command
 from layoutc.cli.plan import plan as plan_command
@@ -67,18 +68,13 @@ def use(name: str) -> Use:
     return made
 
 
-WEIGHTS = sorted(path.stem for path in Path(ROOT / "specs").glob("*.yaml") if not use(path.stem).plan.not_weights)  # type: ignore[union-attr]
-
-
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("world", [2, 3, 4, 24])
-def test_bytes_are_those_that_the_generated_code_sends(name: str, world: int) -> None:
+def test_bytes_are_those_that_the_generated_code_sends(name: str) -> None:
     """LAYOUT.gather, which tests/bench/wire.py counts in the collectives of 2 and 4 ranks; cuts inside blocks too."""
     layout = recipe(name).LAYOUT
-    for shape in (*SMALL.shapes, (384, 256)):
-        for which in PASSES:
-            assert sent(use(name), shape, world, which) == layout.gather(*shape, world, which).bytes_per_rank
+    for shape, world, which in product((*SMALL.shapes, (384, 256)), (2, 3, 4, 24), PASSES):
+        assert sent(use(name), shape, world, which) == layout.gather(*shape, world, which).bytes_per_rank
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
@@ -211,7 +207,7 @@ def test_which_planes_are_never_copied_out(shapes: tuple[tuple[int, int], ...], 
     assert (before - after) * H200.memory / len(model.model.layers) == pytest.approx(2 * packed * world, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", CUT_APART)
 def test_what_gathers_leave_no_values_of(name: str) -> None:
     """Products in low precision, which values don't have."""
     wanted = replace(use(name), on_gather=True)

@@ -117,7 +117,7 @@ groups_of_whole_seconds = st.lists(
 
 
 @given(groups=groups_of_whole_seconds, optimizer=st.integers(0, 9), steps=st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_steps_in_a_row_take_no_more_than_by_themselves(groups: list[GroupTimes], optimizer: int, steps: int) -> None:
     """And no less than the host takes of them, or the card without the host; a single one is as it was."""
     host = sum(group.host_forward + group.host_backward for group in groups)

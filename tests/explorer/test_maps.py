@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from explored import ALL, as_read, laid_out, numbered, plan_of, shapes_of
+from explored import OF_KINDS, as_read, laid_out, numbered, plan_of, shapes_of
 
 from layoutc.explorer.data import formula_data, plane_formula
 from layoutc.layout.formula import Formula
@@ -95,17 +95,17 @@ def compare(node: subprocess.Popen[str], asked: list[Case]) -> None:
             assert formula.index(*answer["back"][at]) == index
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("path", OF_KINDS, ids=lambda path: path.stem)
 def test_the_pages_maps_are_the_compilers_and_numpys(path: Path, node: subprocess.Popen[str]) -> None:
     compare(node, cases(plan_of(path).layout))
 
 
 def test_so_are_those_of_random_specs(node: subprocess.Popen[str]) -> None:
     """Random blocks, stored granularity, orders of axes, padding, packing and swizzles."""
-    layouts = [resolve(spec) for seed in range(80) if (spec := random_spec(seed)) is not None]
-    assert len(layouts) > 15
-    assert sum(layout.swizzle is not None for layout in layouts) > 3
+    layouts = [resolve(spec) for seed in range(40) if (spec := random_spec(seed)) is not None]
+    assert len(layouts) > 7
+    assert sum(layout.swizzle is not None for layout in layouts) > 1
     assert {plane.bits for layout in layouts for plane in layout.planes} >= {4, 6, 8, 16, 32}
     compare(node, [case for layout in layouts for case in cases(layout)])
 
@@ -154,8 +154,8 @@ def random_spec(seed: int) -> Spec | None:
     return read_spec(json.dumps(text), "at_random.yaml")[0]
 
 
-@pytest.mark.sample(16)
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("path", OF_KINDS, ids=lambda path: path.stem)
 def test_formulas_are_the_chains_of_every_small_shape(path: Path) -> None:
     """Enumerated: every value of every buffer, both ways, at every shape up to three multiples."""
     layout = plan_of(path).layout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from places import EXCHANGED, SPECS, UNSHIPPED
+from weight_recipes import CUT_APART, KINDS
 
 from layoutc.build import operands, pipeline
 from layoutc.conformance.model.placing import in_order
@@ -15,6 +16,8 @@ from layoutc.layout.layout import Buffer, Layout, Plane, is_swizzled
 from layoutc.plan.plan import Plan
 
 ALL = [*sorted(SPECS.glob("*.yaml")), *sorted(UNSHIPPED.glob("*.yaml")), *sorted(EXCHANGED.glob("*.yaml"))]
+# The shipped ones of each kind, and those that are unshipped because they are of no other.
+OF_KINDS = [path for path in ALL if path.parent != SPECS or path.stem in {*KINDS, *CUT_APART}]
 
 
 @cache

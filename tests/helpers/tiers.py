@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -35,6 +36,7 @@ CASES = {"distributed": (1, 2), "runtime": (2, 4), "checkpoint": (1, 3), "integr
 if not torch.cuda.is_available():
     CASES["gpu"] = (1, 1)  # all are skipped, and one of each test says so
 WEEK = os.environ.setdefault("LAYOUTC_WEEK", datetime.now(UTC).strftime("%G-W%V"))  # workers have that of their session
+THOROUGH, OTHER_WEEK = pytest.mark.thorough, pytest.mark.other_week  # to make one for each item takes a second
 EVERY, TURNS = os.environ.get("LAYOUTC_ALL_PAIRS") == "1", 3
 RECIPES = {path.stem for folder in (SPECS, UNSHIPPED, EXCHANGED) for path in folder.glob("*.yaml")}
 
@@ -45,7 +47,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.path.parent.name == "integrations" and not RANKS.isdisjoint(getattr(item, "fixturenames", ())):
-            item.add_marker("thorough")
+            item.add_marker(THOROUGH)
         if hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():
@@ -57,11 +59,11 @@ def mark(items: Iterable[pytest.Item]) -> None:
         kept = chosen(params, count, first % len(params))
         for number, item in enumerate(of_one):
             if number not in kept:
-                item.add_marker("thorough")
+                item.add_marker(THOROUGH)
         if not EVERY and of_one[0].get_closest_marker("every_week") is None:
             left = [item for item in of_one if item.get_closest_marker("thorough") is not None]
             for item in others(left, WEEK):
-                item.add_marker("other_week")
+                item.add_marker(OTHER_WEEK)
 
 
 def others(cases: Sequence[Case], week: str) -> list[Case]:
@@ -90,7 +92,7 @@ def chosen(cases: Sequence[Mapping[str, Any]], count: int, first: int = 0) -> se
     if count >= len(cases):
         return set(range(len(cases)))
     values = [{(name, type(value), _comparable(value)) for name, value in case.items()} for case in cases]
-    has = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in values]
+    has = [own | set(combinations(sorted(own, key=itemgetter(0)), 2)) for own in values]
     left, kept, away = set(range(len(cases))) - {first}, [first], [abs(at - first) for at in range(len(cases))]
     seen = set(has[first])
     while left and len(kept) < count:

@@ -44,7 +44,7 @@ def cuts_of(size: int, inner: int, world: int) -> Cuts:
 
 CUTS = st.builds(cuts_of, st.integers(1, 150), st.sampled_from([1, 1, 1, 3, 16, 24]), st.integers(1, 40))
 BLOCK = st.one_of(st.integers(1, 20), st.sampled_from([32, 64, 128, 4096]))
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=60, deadline=None)
 
 
 @given(CUTS)
@@ -233,7 +233,7 @@ def test_passes_of_as_many_bytes_are_filled_up_where_cut_blocks_make_one_larger(
 
 
 @given(st.sampled_from(RECIPES), st.integers(1, 40), st.integers(1, 5), st.integers(1, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_gather_counts_what_the_rows_of_each_rank_touch(name: str, rows: int, columns: int, world: int) -> None:
     layout = facts(name)
     m, k = rows * max(layout.multiple_m, 8), columns * max(layout.multiple_k, 8)

@@ -90,7 +90,7 @@ def apply_in_numpy(chain: Chain) -> Array:
 
 
 @given(chains())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_chain_agrees_with_numpy_in_both_directions(chain: Chain) -> None:
     expected = apply_in_numpy(chain)
     assert chain.shapes[-1] == expected.shape
@@ -101,7 +101,7 @@ def test_a_chain_agrees_with_numpy_in_both_directions(chain: Chain) -> None:
 
 
 @given(chains())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_positions_and_value_at_are_mutual_inverses_and_cover_every_byte(chain: Chain) -> None:
     expected, found = apply_in_numpy(chain), dict[tuple[int, int], tuple[int, ...]]()
     for index in itertools.product(*map(range, chain.start)):
@@ -138,7 +138,7 @@ def test_a_split_that_leaves_a_rest_is_refused() -> None:
     groups=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_torch_packs_where_the_chain_says(bits: int, low_first: bool, rows: int, groups: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, groups * 4), dtype=np.uint8)
     packed = numerics.pack(torch.from_numpy(codes), bits, low_first)
@@ -205,7 +205,7 @@ def test_generated_swizzle_equals_its_chain_and_unswizzle_undoes_it(name: str) -
     sizes=st.tuples(*[st.integers(1, 4)] * 3),
     tiles=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_swizzle_pattern_is_a_bijection_that_numpy_agrees_with(
     order: list[str], sizes: tuple[int, ...], tiles: tuple[int, int]
 ) -> None:

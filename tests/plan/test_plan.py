@@ -87,7 +87,7 @@ BLOCKS = st.tuples(st.tuples(SIZES, SIZES), st.tuples(SIZES, SIZES)).filter(
 
 
 @given(BLOCKS, st.sampled_from(["e4m3", "e2m1", "e3m2"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_alignment_of_one_source_alone_or_of_two_is_exact(
     blocks: tuple[tuple[int, int], tuple[int, int]], element: str
 ) -> None:
@@ -205,7 +205,7 @@ def test_square_mxfp8_blocks_make_columnwise_follow_from_rowwise() -> None:
 
 
 @given(BLOCKS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_columnwise_is_derived_exactly_when_the_blocks_are_the_same(
     blocks: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:

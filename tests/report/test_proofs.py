@@ -29,7 +29,7 @@ from layoutc.spec.checks.read import read_spec
 SPECS = ROOT / "specs"
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_holds_for_shipped_recipes(name: str) -> None:
     found = prove(recipe(name))
@@ -76,7 +76,7 @@ orientations:
 SIZE = st.sampled_from([1, 2, 3, 4, 5, 16, 32, "all"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.tuples(
         st.sampled_from([4, 12, 32]),

@@ -314,9 +314,9 @@ def check_sarif(log: dict[str, Any], expected: list[Diagnostic]) -> None:
                 ]
 
 
-@pytest.mark.sample(40)
-@pytest.mark.parametrize("case", sorted(ERRORS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_sarif_of_every_bad_spec(case: Path) -> None:
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("case", sorted(ERRORS.glob("*.yaml"))[::5], ids=lambda path: path.stem)
+def test_sarif_of_bad_specs(case: Path) -> None:
     found = read_spec_bytes(case.read_bytes(), f"specs/{case.name}")[1]
     check_sarif(json.loads(sarif(found)), found)
 

@@ -179,7 +179,7 @@ def encoded(fmt: Format, x: Tensor, bits: Tensor) -> Tensor:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FORMATS)
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_codes_are_those_of_the_rule(name: str, data: st.DataObject) -> None:
     """At and between codes, beside them, past the largest, subnormal; with the bits for which a code just changes."""
     fmt = FORMATS[name]

@@ -153,7 +153,7 @@ def test_gathering_a_large_weight_equals_quantizing_it(recipe: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data(), world=st.integers(1, 9), which=st.sampled_from(PASSES), seed=st.integers(0, 99))
 def test_any_shape_that_shards_gathers_exactly(
     recipe: str, data: st.DataObject, world: int, which: PassName, seed: int

@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(SIZES, st.sampled_from([0, 8, 5]), st.sampled_from(CASES))
 def test_a_rank_sends_what_torch_would_copy(
     sizes: list[int], first: int, case: tuple[torch.dtype, torch.dtype]
@@ -62,7 +62,7 @@ def test_a_rank_sends_what_torch_would_copy(
         assert torch.equal(row, expected)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     SIZES, st.sampled_from([0, 8, 5]), st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.data()
 )

@@ -132,20 +132,20 @@ YAML_PIECES = st.sampled_from([*MARKS, *WHOLE, "1:32", "0x7f", "1e-3", "1" * 500
 
 
 @pytest.mark.thorough
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.one_of(YAML_PIECES, st.text(max_size=5)), max_size=30).map("".join)))
 def test_never_raises_on_any_text(text: str) -> None:
     never_raises(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=200))
 def test_never_raises_on_any_bytes(content: bytes) -> None:
     read_spec_bytes(content, "specs/x.yaml")
 
 
 @pytest.mark.thorough
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(GOOD.values())), st.data())
 def test_never_raises_on_damaged_specs(text: str, data: st.DataObject) -> None:
     """Cut, doubled and replaced pieces of good specs."""
@@ -172,7 +172,7 @@ WORDS = sorted(
 
 
 @pytest.mark.thorough
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(GOOD)), st.data())
 def test_never_raises_on_exchanged_words(name: str, data: st.DataObject) -> None:
     """Still YAML, mostly still the right keys: reaches the later checks. What passes must also compile to a layout."""

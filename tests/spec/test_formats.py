@@ -237,7 +237,7 @@ def test_thresholds_give_the_code_that_exact_arithmetic_gives(name: str, roundin
     special=st.integers(0, 2),
     rounding=st.sampled_from(["nearest", "up", "down"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_thresholds_of_made_up_formats_are_exact_too(
     exponent: int, mantissa: int, bias: int, subnormals: bool, special: int, rounding: str
 ) -> None:
@@ -259,7 +259,7 @@ def test_thresholds_of_made_up_formats_are_exact_too(
     st.sampled_from(list(DTYPES)),
     st.sampled_from(["nearest", "up", "down"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_fp32_magnitude_gets_the_code_that_exact_arithmetic_gives(x: float, name: str, rounding: str) -> None:
     fmt = BUILTIN[name]
     expected = exact_code([Fraction(value) for value in fmt.magnitudes], Fraction(x), rounding)
