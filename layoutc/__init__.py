@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.products.choice import products_without_kernel
     from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.products.per_weight_mode import set_products_
-    from layoutc.runtime.quantize.batch_buffers import buffers_of
+    from layoutc.runtime.quantize.weights import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
     from layoutc.runtime.train.convert import cast_on_gather_, quantize_, quantized_init
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _RUNTIME = {
     "AdamW": "layoutc.runtime.optim.adamw",
     "MasterWeights": "layoutc.runtime.optim.by_rule",
-    "buffers_of": "layoutc.runtime.quantize.batch_buffers",
+    "buffers_of": "layoutc.runtime.quantize.weights",
     "cast_on_gather_": "layoutc.runtime.train.convert",
     "check_ranks": "layoutc.runtime.train.check_ranks",
     "coverage": "layoutc.runtime.train.coverage",

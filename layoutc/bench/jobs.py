@@ -13,7 +13,6 @@ from torch import Tensor
 from layoutc.bench.clocks import Make, Work
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.kernels import amaxes
-from layoutc.runtime.quantize.batch_buffers import buffers_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def _moved(planes: Iterable[Tensor], buffers: dict[str, Tensor]) -> int:
 def _group_jobs(
     name: str, cls: type[QuantizedTensor], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    """Many weights, in one launch and in one launch each."""
+    """Many weights: quantized in one launch and in one launch each, and laid out."""
     layout, label = cls.LAYOUT, str(dtype)[6:]
     m, k = up(cdiv(shape[0], GROUPED), layout.multiple_m), shape[1]
     xs = [torch.randn(m, k, device=device, dtype=dtype) * 0.02 for _ in range(GROUPED)]
@@ -148,8 +147,7 @@ def _group_jobs(
     tensors = [_tensor(cls, out, one, (m, k)) for out, one in zip(outs, shaped, strict=True)]
     nbytes = GROUPED * _moved(tensors[0].planes().values(), tensors[0].buffers(swizzled=swizzled))
     if nbytes and dtype == torch.bfloat16 and kernels.lay_out_tile is not None:
-        works[f"lay out {suffix}, a launch each"] = nbytes, lambda: [t.buffers(swizzled=swizzled) for t in tensors]
-        works[f"lay out {suffix}, one launch"] = nbytes, lambda: buffers_of(tensors, swizzled=swizzled)
+        works[f"lay out {suffix}"] = nbytes, lambda: [t.buffers(swizzled=swizzled) for t in tensors]
     for what, (nbytes, work) in works.items():
         yield Job(name, what, label, nbytes, lambda work=work: work, in_graph=False)  # type: ignore[misc]
 

@@ -22,7 +22,6 @@ import torch
 import triton
 from torch import Tensor
 
-import layoutc
 from layoutc.runtime.kernels import amaxes
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.weights import requantize_batch_
@@ -36,7 +35,6 @@ CASES = [
 ]
 NAMES = ("mxfp8", "nvfp4", "fp8_current", "fp8_block")
 COUNT, SHAPE = 64, (512, 4096)
-BLOCK = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]  # a transformer block's
 MIX = [(4096, 4096), (4096, 14336), (1024, 4096)]
 Work = Callable[[], object]
 Figures = dict[str, Any]
@@ -139,23 +137,6 @@ def batch_amax(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: list[Fig
     timed(f"amax {which}, from a launch each", nbytes, loop, lambda: amaxes.batch_amax(xs), rows)
 
 
-def lay_out(name: str, shapes: list[tuple[int, int]], rows: list[Figures]) -> None:
-    """What a GEMM reads of a gathered block's weights, in its order of scales: all at once, against one by one."""
-    tensors = [recipe(name).quantize(torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for shape in shapes]
-    swizzled = bool(recipe(name).LAYOUT.swizzled)
-    one_by_one = lambda: [tensor.buffers(swizzled=swizzled) for tensor in tensors]  # noqa: E731
-    together = lambda: layoutc.buffers_of(tensors, swizzled=swizzled)  # noqa: E731
-    expected, found = one_by_one(), together()
-    assert [list(one) for one in expected] == [list(one) for one in found], name
-    assert all(same(one[b], new[b]) for one, new in zip(expected, found, strict=True) for b in one), name
-    held = {plane.data_ptr() for tensor in tensors for plane in tensor.planes().values()}
-    wrote = sum(b.numel() * b.element_size() for one in found for b in one.values() if b.data_ptr() not in held)
-    read = sum(plane.numel() * plane.element_size() for tensor in tensors for plane in tensor.planes().values())
-    label = f"{len(shapes)} x {shapes[0][0]}x{shapes[0][1]}" if len(set(shapes)) == 1 else "a block's 7"
-    del expected, found
-    timed(f"lay out {name}, {label}", min(read, wrote) + wrote, one_by_one, together, rows)
-
-
 def requantize(names: Sequence[str], rows: list[Figures]) -> None:
     """A step's requantization of 64 weights from fp32 masters, one process, against what it was: a weight at a time."""
     values = [torch.randn(SHAPE, device="cuda") for _ in range(COUNT)]
@@ -192,10 +173,6 @@ def main() -> None:
             quantize_batch(name, dtype, orientations, rows)
         batch_amax([SHAPE] * COUNT, dtype, rows)
         batch_amax([MIX[index % 3] for index in range(COUNT)], dtype, rows)
-        torch.cuda.empty_cache()
-    for name in NAMES:
-        lay_out(name, [SHAPE] * COUNT, rows)
-        lay_out(name, BLOCK, rows)
         torch.cuda.empty_cache()
     for names in (*((name,) for name in NAMES), ("fp8_delayed",), (*NAMES, "fp8_delayed")):
         requantize(names, rows)

@@ -70,7 +70,6 @@ BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a re
 BATCHES_READ = {"mxfp8", "fp8_block", "nvfp4", "nf4", "q4_k"}  # of bytes and nibbles, codebooks, records
 BY_ROWS = {"fp8_current"}  # by the largest of the amaxes of rows
 IN_ROWS = {"grad_fp8", "grad_int4"}  # of gradients that ranks send
-BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
 def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], Tile, str]]:
@@ -93,8 +92,6 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
     if kernels.lay_out_tile is not None:
         tile = kernels.lay_out_size
         yield "lay_out", lay_out_kernel, [], tile, "bf16"
-        if layout.name in BATCHES_LAID_OUT:
-            yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
     tile = Tile(1, rank_sums.CODES_TILE, rank_sums.CODES_WARPS, rank_sums.CODES_PIECES)
     for label, kernel in (("quantize", quantize_rows_kernel), ("sum", sum_rows_kernel)):
         if layout.name in IN_ROWS:
@@ -132,7 +129,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
         types |= {f"x{number}": "*bf16" for number in range(9)}
         return types | {"out": "*fp32"} | dict.fromkeys(none)
     none |= MATRIX if name.startswith("quantize_batch") else set()
-    none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
+    none |= {"m", "k", "cover_k"} if name.startswith("dequantize_batch") else set()
     none |= set() if name.startswith("dequantize_parts") else {"part_rows", "part_bytes"}
     none |= set() if "batch" in name else {"table"}
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
@@ -264,7 +261,7 @@ def compiled(
 def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     """What a recipe's kernel is compiled for."""
     if name.startswith("lay_out"):
-        return {"LAY_OUT": kernels.lay_out_tile, "PLANES": len(kernels.moved)}
+        return {"LAY_OUT": kernels.lay_out_tile}
     if name.startswith(("quantize_rows", "sum_rows")):
         tiles = {"QUANTIZE": kernels.quantize_tile, "DEQUANTIZE": kernels.dequantize_tile}
         return {**tiles, "TILE": rank_sums.CODES_TILE, "DIVIDE": False}

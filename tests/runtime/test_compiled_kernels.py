@@ -40,8 +40,6 @@ BUDGETS = {
     ("nvfp4", "dequantize rowwise bf16"): 8,
     ("fp8_current", "lay_out"): 4,
     ("nvfp4", "lay_out"): 7,
-    ("fp8_current", "lay_out_batch"): 4,
-    ("nvfp4", "lay_out_batch"): 8,  # 7 with Triton 3.6
 }
 # Instructions that spill registers, with the assembler of Triton 3.7; with that of 3.6, by which kernels were timed, no
 # more. Tiles were chosen on an H200, where these few are worth the programs that run beside each other below a cap on

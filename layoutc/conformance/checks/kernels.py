@@ -89,11 +89,8 @@ def _compare(
         at_once = laid_out
         if kernels.buffer_sizes is not None:
             at_once = kernels.quantize_buffers(x.to(device), moved, orientations, **seed)
-        together = [laid_out]
-        if kernels.lay_out_tile is not None:
-            together = kernels.lay_out_batch([on_device] * 2, [(m, k)] * 2, orientations)
         for name, buffer in by_reference(subject.facts, subject.reference, planes, (m, k), orientations).items():
-            for buffers in (laid_out, at_once, *together):
+            for buffers in (laid_out, at_once):
                 expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         if subject.facts.swizzled:
             moved_on = kernels.lay_out(on_device, m, k, orientations, True)

@@ -1,9 +1,7 @@
-"""Allocating buffers for one weight or many, and listing the launches that fill them."""
+"""The buffers of a weight that launches fill: which there are, and which rows and columns they take."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv, up
-from layoutc.runtime.facts import Facts, Layout
-from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.kernels import launch
 
 Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
 
@@ -40,70 +38,6 @@ def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: t
 def are_made(layout: Layout, orientations: tuple[str, ...]) -> bool:
     """Whether any buffer of the orientations is not a plane."""
     return bool(layout.laid_out(layout.multiple_m, layout.multiple_k, orientations))
-
-
-def new_for_batch(
-    layout: Layout,
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-    weights: Sequence[Mapping[str, Tensor]],
-) -> list[dict[str, Tensor]]:
-    """As `new` for each of several weights. Buffers of the same name and shape share an allocation.
-
-    weights: their planes. Raises ValueError if these are on several devices.
-    """
-    made: list[dict[str, Tensor]] = [{} for _ in shapes]
-    devices = {plane.device for planes in weights for plane in planes.values()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"{layout.name}: the weights of a batch must be on one device, not on {', '.join(map(str, devices))}"
-        )
-    for name, (shape, dtype), members in _stackable_buffers(layout, orientations, *shapes) if weights else ():
-        new = torch.empty((len(members), *shape), dtype=dtype, device=next(iter(devices))).unbind()
-        for index, buffer in zip(members, new, strict=True):
-            made[index][name] = buffer
-    return made
-
-
-@lru_cache(maxsize=batches.CACHED)
-def _stackable_buffers(
-    layout: Layout, orientations: tuple[str, ...], *shapes: tuple[int, int]
-) -> list[tuple[str, Facts, list[int]]]:
-    """Buffers of the same name, shape and dtype: these, and the indices of the weights that have them.
-
-    A buffer whose size is not a multiple of 16 bytes gets its own allocation; the next one in it would be misaligned.
-    """
-    groups: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
-    for index, (m, k) in enumerate(shapes):
-        for name, facts in layout.laid_out(m, k, orientations).items():
-            groups[name, facts, index if facts.nbytes % 16 else -1].append(index)
-    return [(name, facts, members) for (name, facts, _), members in groups.items()]
-
-
-def split(
-    planes: Sequence[str],
-    names: Sequence[str],
-    weights: Sequence[Mapping[str, Tensor]],
-    made: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    covers: Sequence[tuple[int, int]],
-    tile: tuple[int, int],
-    word: int,
-) -> tuple[Sequence[batches.Table], Sequence[int]]:
-    """The tables of launches that fill buffers, and the indices of weights that take a launch each.
-
-    planes, names: names of planes and of buffers, in the order of the kernel's arguments. made: the buffers of each
-    weight. covers: the rows and columns that tiles cover, padding included. word: rows and columns whose codes are
-    moved at a time.
-    """
-    if not weights or not made[0]:
-        return (), ()
-    tensors = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
-    columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in tensors]
-    ms, ks = zip(*shapes, strict=True)
-    fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
-    some = next(iter(made[0].values()))
-    return batches.tables_of(some.device, covers, fields, wide, tile, (word, word))
 
 
 @lru_cache(maxsize=4096)

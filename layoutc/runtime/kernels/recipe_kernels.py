@@ -302,62 +302,22 @@ class Kernels(Reading):
 
         def plan() -> LaunchPlan:
             made = buffers.new(self.layout, m, k, orientations, device)
-            launches = self._laying_out(planes, made, m, k, swizzled, None) if made else LaunchPlan([])
+            launches = self._laying_out(planes, made, m, k, swizzled) if made else LaunchPlan([])
             return launches.reading(moved).making(self._new({}, made, orientations, False))
 
         found: LaunchPlan = plans.cache.get((self, like)) or plans.cache.of((self, like), plan)
         new = dict(zip(found.new, found(*[planes[name] for name in moved]), strict=True))
         return self._buffers(planes, new, orientations, swizzled)
 
-    def lay_out_batch(
-        self,
-        weights: Sequence[Planes],
-        shapes: Sequence[tuple[int, int]],
-        orientations: tuple[str, ...],
-        swizzled: bool = False,
-    ) -> list[dict[str, Tensor]]:
-        """As `lay_out` for each of several weights, in few launches. Raises ValueError if these are on two devices."""
-        if self.by_reference is not None:
-            return [self.lay_out(one, *at, orientations, swizzled) for one, at in zip(weights, shapes, strict=True)]
-        for planes, shape in zip(weights, shapes, strict=True):
-            launch.check_planes(self.layout, planes, *shape)
-        weights = [launch.readable(planes) for planes in weights]
-        made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
-        covers = [buffers.cover(self.padding, *shape) for shape in shapes]
-        tables, alone = buffers.split(
-            self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size[:2], self.word
-        )
-        tensors = [
-            [of[name] for of, names in ((one, self.moved), (to, self._made)) for name in names if name in of]
-            for one, to in zip(weights, made, strict=True)
-        ]
-        for table in tables:  # all else follows from the first weight's plan
-            laying = partial(self._laying_out, weights[0], made[0], *shapes[0], swizzled, table)
-            table.plans.of((self, orientations, swizzled), laying)(*tensors[0])
-        for at in alone:
-            if 0 not in shapes[at]:
-                self._laying_out(weights[at], made[at], *shapes[at], swizzled, None)(*tensors[at])
-        new = [{(False, name): buffer for name, buffer in one.items()} for one in made]
-        return [self._buffers(*both, orientations, swizzled) for both in zip(weights, new, strict=True)]
-
-    def _laying_out(
-        self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
-    ) -> LaunchPlan:
-        """The plan that fills the buffers in `made` from a weight's planes; with a table, those of all weights.
-
-        The weight is then one of the table's, which determines planes, buffers and dtypes.
-        """
+    def _laying_out(self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool) -> LaunchPlan:
+        """The plan that fills the buffers in `made` from a weight's planes."""
         cover_m, cover_k = buffers.cover(self.padding, m, k)
         tile_m, tile_k, warps, *_ = self.lay_out_size
-        if table is None:
-            even = m % self.word == 0 and k % self.word == 0
-            table = batches.Table(
-                None, 0, launch.programs(cover_m, cover_k, tile_m, tile_k), False, even, plans.Plans()
-            )
-        tiled = tile_m, tile_k, launch.hardware(next(iter(made.values())).device)
+        in_words = m % self.word == 0 and k % self.word == 0
+        tiled = in_words, tile_m, tile_k, launch.hardware(next(iter(made.values())).device)
         tensors = *map(planes.get, self._moved), *map(made.get, self._made)
-        args = table.entries, m, k, cover_k, *tensors, self.lay_out_tile, len(self.moved), swizzled, *table.kind, *tiled
-        return LaunchPlan.of(lay_out_kernel, table.programs, args, warps, bound=[table.entries])
+        args = m, k, cover_k, *tensors, self.lay_out_tile, swizzled, *tiled
+        return LaunchPlan.of(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
 
     def _new(self, planes: Planes, made: Planes, orientations: tuple[str, ...], typed: bool) -> Made:
         """The tensors that a launch makes, in the order of its arguments. typed: in the dtypes of

@@ -290,6 +290,40 @@ def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dic
     return operators.quantize(cls, matrix, amax, cls.LAYOUT.orientations)
 
 
+def buffers_of(
+    tensors: Sequence[QuantizedTensor], *, orientations: Sequence[str] | None = None, swizzled: bool = False
+) -> list[dict[str, Tensor]]:
+    """Returns `buffers()` of each quantized tensor, in order. The tensors may be of different recipes.
+
+    orientations: those to lay out, of every tensor; default: all that it holds. swizzled: as for `buffers`.
+
+    Raises before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
+    does not have, or for `swizzled` without a swizzle in the spec; MissingOrientation for an orientation that a tensor
+    does not hold; LayoutError as `buffers` does.
+
+    Example:
+
+        >>> weight = layoutc.recipes.nvfp4.quantize(torch.ones(128, 256))
+        >>> layoutc.buffers_of([weight])[0]["rowwise_data"].shape
+        torch.Size([128, 128])
+    """
+    asked: list[tuple[QuantizedTensor, tuple[str, ...]]] = []
+    for tensor in tensors:
+        if not isinstance(tensor, QuantizedTensor):
+            raise TypeError(f"buffers_of takes quantized tensors, not {type(tensor).__name__}")
+        tensor.LAYOUT.check_swizzled(swizzled)
+        tensor.check_whole()
+        present = tensor.orientations
+        chosen = present if orientations is None else chosen_orientations(tensor.LAYOUT, orientations)
+        if not chosen or any(name not in present for name in chosen):
+            raise MissingOrientation(
+                f"{tensor.label()} holds {', '.join(present) or 'no orientation'}, "
+                f"not {', '.join(chosen) or 'any to lay out'}"
+            )
+        asked.append((tensor, chosen))
+    return [tensor.laid_out(chosen, swizzled) for tensor, chosen in asked]
+
+
 def chosen_orientations(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
     """The orientations that a caller asks for, rowwise first; all for None. Raises ValueError for unknown ones."""
     if orientations is None:

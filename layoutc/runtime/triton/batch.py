@@ -2,9 +2,8 @@
 
 A table is int64. It begins with ROWS 32-bit numbers: the first program of each matrix; entries past the last matrix
 are larger than any program. Fields follow, each with one entry per matrix (ROWS in all): rows, columns, an extra
-number, and addresses in the order of the kernel's arguments (x, then planes; or planes, then buffers). The extra
-number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover; if it copies,
-the matrix's offset in what a rank sends. Matrices are contiguous.
+number, and addresses in the order of the kernel's arguments (x, then planes). The extra number is the index of the
+matrix's first amax; if the kernel copies, the matrix's offset in what a rank sends. Matrices are contiguous.
 """
 
 from __future__ import annotations
@@ -24,34 +23,17 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     """(fields, first row, first column, m, k): this program's matrix in the table, and its tile in the matrix.
 
-    ALIGNED: k and all addresses are multiples of 16, so that a thread can move 16 bytes at a time.
-    """
-    fields, number, m, k = _member_and_tile(table, ROWS, 1, 16 if ALIGNED else 1)
-    row, column = tile_at(number, k, TILE_M, TILE_K)
-    return fields, row, column, m, k
-
-
-@triton.jit
-def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Like member_of, for tiles that cover more columns than the matrix has. ALIGNED: m is a multiple of 16 too."""
-    fields, number, m, k = _member_and_tile(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
-    row, column = tile_at(number, tl.load(fields + 2 * ROWS).to(tl.int32), TILE_M, TILE_K)
-    return fields, row, column, m, k
-
-
-@triton.jit
-def _member_and_tile(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
-    """(fields, tile number, m, k) of this program's matrix. m and k are multiples of UNIT_M and UNIT_K.
-
-    The hints are next to the loads because Triton drops them from values that a function returns.
+    ALIGNED: k and all addresses are multiples of 16, so that a thread can move 16 bytes at a time. The hint is next to
+    the load because Triton drops it from values that a function returns.
     """
     program = tl.program_id(0)
     starts = table.to(tl.pointer_type(tl.int32))
     index = tl.sum((tl.load(starts + tl.arange(0, ROWS)) <= program).to(tl.int32), 0) - 1
     fields = table + ROWS // 2 + index
-    m = tl.multiple_of(tl.load(fields).to(tl.int32), UNIT_M)
-    k = tl.multiple_of(tl.load(fields + ROWS).to(tl.int32), UNIT_K)
-    return fields, program - tl.load(starts + index), m, k
+    m = tl.load(fields).to(tl.int32)
+    k = tl.multiple_of(tl.load(fields + ROWS).to(tl.int32), 16 if ALIGNED else 1)
+    row, column = tile_at(program - tl.load(starts + index), k, TILE_M, TILE_K)
+    return fields, row, column, m, k
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
+from layoutc.runtime.triton.batch import amax_at, matrix_at, member_of, plane_at, plane_like
 from layoutc.runtime.triton.blocks import largest_of, to_float
 from layoutc.runtime.triton.reductions import measured_rows
 from layoutc.runtime.triton.tiles import (
@@ -182,31 +182,18 @@ def _in_part(plane, part, part_bytes):
 
 @triton.jit
 def lay_out_kernel(
-    table,  # of a batch; other arguments are then one weight's. None: a single weight
     m, k, cover_k,  # cover_k: the columns that tiles cover: k and the padding of all buffers
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # planes to read, buffers to write
     LAY_OUT: tl.constexpr,  # the recipe's lay_out_tile
-    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are read; whether scales are in the GEMM's order
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # WORDS: codes can be moved in 32-bit words
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr,  # scales are in the GEMM's order; codes can be moved in 32-bit words
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, CVT_LEVEL: tl.constexpr,
 ):  # fmt: skip
     """Lays out: each program moves one tile of codes and its blocks' scales into every buffer."""
-    planes = (p0, p1, p2, p3, p4, p5)
-    buffers = (b0, b1, b2, b3, b4, b5)
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        planes = [
-            plane_like(planes[i], fields, i, ROWS, ALIGNED) if planes[i] is not None else planes[i]
-            for i in (0, 1, 2, 3, 4, 5)
-        ]
-        buffers = [
-            plane_like(buffers[i], fields, PLANES + i, ROWS, ALIGNED) if buffers[i] is not None else buffers[i]
-            for i in (0, 1, 2, 3, 4, 5)
-        ]
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    at = (row, column, m, k)
-    LAY_OUT(planes, buffers, at, LayOutOptions(SWIZZLED, WORDS, TILE_M, TILE_K, CVT_LEVEL))
+    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
+    LAY_OUT(
+        (p0, p1, p2, p3, p4, p5), (b0, b1, b2, b3, b4, b5), (row, column, m, k),
+        LayOutOptions(SWIZZLED, WORDS, TILE_M, TILE_K, CVT_LEVEL),
+    )  # fmt: skip
 
 
 @triton.jit

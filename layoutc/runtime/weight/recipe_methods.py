@@ -182,16 +182,6 @@ class RecipeMethods:
                 buffers[name] = cls.REFERENCE.gemm_scale(buffers, orientation, kind)
         return buffers
 
-    @classmethod
-    def lay_out_batch(
-        cls, weights: Sequence[Planes], shapes: Sequence[tuple[int, int]], orientations: tuple[str, ...], swizzled: bool
-    ) -> list[dict[str, Tensor]] | None:
-        """As lay_out for each of weights, in few launches. Returns None, and does nothing, without such a kernel."""
-        kernels = cls.usable_kernels(next(iter(weights[0].values())))
-        if kernels is None or kernels.lay_out_tile is None:
-            return None
-        return kernels.lay_out_batch(weights, shapes, orientations, swizzled)
-
 
 @cache
 def _kernels_of(module: str) -> Any:

@@ -37,13 +37,23 @@ class QuantizedTensor(PlaneTensor):
         others are laid out anew on each call. swizzled: scales and zero points are flat, in the order of the spec's
         `gemm`. Raises LayoutError for a shard cut inside a block, ValueError for `swizzled` if there is no swizzle.
         """
+        self.check_whole()
+        return self.laid_out(self.orientations, swizzled)
+
+    def check_whole(self) -> None:
+        """Raises LayoutError for a tensor without buffers: a shard cut inside a block, or one that can't be read."""
         store = self.store
         if store.halo.rows or store.matrix[0] % self.LAYOUT.multiple_m:
             raise LayoutError(f"{self.label()} is cut inside a block, so it has no buffers; gather the weight first")
+        if store.handle is None:
+            self.check_readable()
+
+    def laid_out(self, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Tensor]:
+        """The buffers of these orientations, after `check_whole`."""
+        store = self.store
         if (handle := store.handle) is not None:
-            return gathered_in_graphs.lay_out(type(self), handle, store.window, self.orientations, swizzled)
-        self.check_readable()
-        return operators.lay_out(type(self), store.planes, *store.matrix, self.orientations, swizzled)
+            return gathered_in_graphs.lay_out(type(self), handle, store.window, orientations, swizzled)
+        return operators.lay_out(type(self), store.planes, *store.matrix, orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of the outer shape, from rowwise if it is held, else from columnwise.

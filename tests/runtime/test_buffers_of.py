@@ -1,9 +1,8 @@
-"""Many weights laid out in one launch, under Triton's interpreter: the reference's bytes for each."""
+"""Laid out weights of ragged shapes, under Triton's interpreter, and buffers_of: the reference's bytes for each."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from weight_recipes import KINDS
 
 import layoutc
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.kernels import batches, buffers, launch
+from layoutc.runtime.kernels import buffers, launch
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -40,18 +39,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kernels serve plain CPU tensors, as they do those of a card; how many weights each launch was for."""
+def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels serve plain CPU tensors, as they do those of a card."""
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
-    sizes: list[int] = []
-    split = buffers.split
-
-    def noted(planes: Any, names: Any, weights: Sequence[Any], *rest: Any) -> Any:
-        sizes.append(len(weights))
-        return split(planes, names, weights, *rest)
-
-    monkeypatch.setattr(buffers, "split", noted)
-    return sizes
 
 
 def tensors_of(name: str, count: int) -> list[QuantizedTensor]:
@@ -59,11 +49,11 @@ def tensors_of(name: str, count: int) -> list[QuantizedTensor]:
 
 
 def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, ...], swizzled: bool) -> None:
-    """Of a group, and of the reference."""
+    """Of kernels, and of the reference."""
     flags = (swizzled,) if recipe(name).LAYOUT.swizzled else ()
-    weights, shapes = [tensor.planes() for tensor in tensors], [tensor.store.matrix for tensor in tensors]
-    together = kernels(name).lay_out_batch(weights, shapes, orientations, *flags)
-    for planes, shape, found in zip(weights, shapes, together, strict=True):
+    for tensor in tensors:
+        planes, shape = tensor.planes(), tensor.store.matrix
+        found = kernels(name).lay_out(planes, *shape, orientations, *flags)
         expected = laid_out(name, planes, shape, orientations)
         for orientation in orientations if swizzled else ():
             expected[f"{orientation}_scale"] = reference(name).gemm_scale(expected, orientation)
@@ -74,7 +64,7 @@ def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", KINDS)
-def test_a_group_gives_the_bytes_of_the_reference(name: str) -> None:
+def test_kernels_give_the_bytes_of_the_reference(name: str) -> None:
     """Ragged shapes, all orientations at once in both orders of scales, and each by itself in a GEMM's."""
     layout = recipe(name).LAYOUT
     tensors = tensors_of(name, 3)
@@ -85,30 +75,16 @@ def test_a_group_gives_the_bytes_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
-def test_tables_of_one_weight_and_of_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(name, tensors_of(name, 1), ("rowwise", "columnwise"), False)
-    monkeypatch.setattr(batches, "ROWS", (2, 4))
-    compare(name, tensors_of(name, 11), ("rowwise", "columnwise"), False)
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_whole_words_and_single_codes_are_moved_apart() -> None:
-    """Of fp8_current, whose shapes are free: one table for each, and one for what begins between 16 bytes."""
+def test_whole_words_and_single_codes_are_moved() -> None:
+    """Of fp8_current, whose shapes are free."""
     shapes = [(32, 64), (48, 16), (20, 12), (5, 7), (3, 9), (4, 8)]
     tensors = [recipe("fp8_current").quantize(weight(m, k, seed)) for seed, (m, k) in enumerate(shapes)]
     compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
-    made = buffers.new_for_batch(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
-    planes = ["rowwise_data"], ["columnwise_data"]
-    found, alone = buffers.split(*planes, [t.planes() for t in tensors], made, shapes, shapes, (256, 128, 8), 4)
-    kinds = [(table.aligned, table.even, table.programs) for table in found]
-    assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
-    assert len(found) == 3
-    assert not alone
 
 
-def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
-    """Recipes and shapes mixed, in the order given; one launch for those of a recipe."""
+@pytest.mark.usefixtures("on_card")
+def test_buffers_of_gives_what_each_tensor_gives() -> None:
+    """Recipes and shapes mixed, in the order given."""
     names = ["mxfp8", "nvfp4", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8", "fp8_block"]
     with off_card():
         tensors = [make(name, 64, 32 * (2 + index), seed=index) for index, name in enumerate(names)]
@@ -116,7 +92,6 @@ def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
         each = [tensor.buffers() for tensor in tensors]
         swizzled = [tensor.buffers(swizzled=True) for tensor in tensors[:2]]
     found = layoutc.buffers_of(tensors)
-    assert launches == [3, 2]
     assert all(map(same_tensors, each, found))
     found = layoutc.buffers_of(tensors[:2] * 2, swizzled=True)
     assert all(map(same_tensors, swizzled * 2, found))
@@ -127,7 +102,8 @@ def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
     assert layoutc.buffers_of([]) == []
 
 
-def test_pieces_empty_weights_and_planes_that_lie_anywhere(launches: list[int]) -> None:
+@pytest.mark.usefixtures("on_card")
+def test_pieces_empty_weights_and_planes_that_lie_anywhere() -> None:
     """Views of a weight's planes, columns of it that are strided, and planes that begin between words."""
     whole = make("mxfp8", 128, 128)
     moved = make("mxfp8", 64, 64)
@@ -135,7 +111,6 @@ def test_pieces_empty_weights_and_planes_that_lie_anywhere(launches: list[int]) 
     odd = {name: space[name][1:].view(plane.shape).copy_(plane) for name, plane in moved.planes().items()}
     pieces = [whole[:64], whole[:, 32:64], whole[64:96], moved.with_planes(odd), whole[:0]]
     found = layoutc.buffers_of(pieces)
-    assert launches == [4]
     assert all(same_tensors(piece.buffers(), one) for piece, one in zip(pieces, found, strict=True))
 
 
@@ -145,9 +120,8 @@ def test_without_kernels_weights_go_one_by_one() -> None:
     assert all(same_tensors(tensor.buffers(), one) for tensor, one in zip(tensors, found, strict=True))
 
 
-def test_what_is_recorded_goes_through_operators(launches: list[int]) -> None:
-    """A table holds addresses, which nothing that is traced may."""
-
+@pytest.mark.usefixtures("on_card")
+def test_what_is_recorded_goes_through_operators() -> None:
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names.append(str(func))
@@ -158,47 +132,22 @@ def test_what_is_recorded_goes_through_operators(launches: list[int]) -> None:
     with Recorder():
         found = layoutc.buffers_of(tensors)
     assert names.count("layoutc.lay_out.default") == 2
-    assert launches == []
     assert all(same_tensors(tensor.buffers(), one) for tensor, one in zip(tensors, found, strict=True))
-
-
-def test_new_buffers_of_one_shape_share_an_allocation(launches: list[int]) -> None:
-    """What is a plane is still that plane."""
-    tensors = [make("nvfp4", 128, 128, seed=seed) for seed in range(3)]
-    found = layoutc.buffers_of(tensors)
-    storages = {one["columnwise_data"].untyped_storage().data_ptr() for one in found}
-    assert len(storages) == 1
-    assert all(one["rowwise_data"] is tensor.rowwise_data for one, tensor in zip(found, tensors, strict=True))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_allocated_is_on_the_device_that_was_asked_for(name: str) -> None:
-    """Buffers and planes of one weight and of many; on `meta`, since a machine without a card has no other."""
+    """Buffers and planes; on `meta`, since a machine without a card has no other."""
     layout, device = recipe(name).LAYOUT, torch.device("meta")
     m, k = 2 * max(layout.multiple_m, 64), 2 * max(layout.multiple_k, 64)
     one = buffers.new(layout, m, k, layout.orientations, device)
     planes = launch.new(layout.written(m, k, layout.orientations), device)
-    held = {
-        plane: torch.empty(shape, dtype=dtype, device=device) for plane, (shape, dtype) in layout.planes(m, k).items()
-    }
-    many = buffers.new_for_batch(layout, [(m, k)] * 2, layout.orientations, [held] * 2)
-    assert {tensor.device for made in (one, planes, *many) for tensor in made.values()} == {device}
-    facts = {buffer: (tuple(tensor.shape), tensor.dtype) for buffer, tensor in one.items()}
-    assert all({buffer: (tuple(t.shape), t.dtype) for buffer, t in made.items()} == facts for made in many)
+    assert {tensor.device for made in (one, planes) for tensor in made.values()} == {device}
+    facts = layout.laid_out(m, k, layout.orientations)
+    assert {buffer: (tuple(tensor.shape), tensor.dtype) for buffer, tensor in one.items()} == facts
 
 
-def test_a_table_is_made_once_for_the_same_places() -> None:
-    batches._tables.cache_clear()
-    tensors = tensors_of("nvfp4", 3)
-    weights, shapes = [tensor.planes() for tensor in tensors], [tensor.store.matrix for tensor in tensors]
-    made = buffers.new_for_batch(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
-    names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
-    for _ in range(3):
-        buffers.split(*names, weights, made, shapes, shapes, (128, 256, 8), 8)
-    assert batches._tables.cache_info().misses == 1
-
-
-def test_bad_batches_are_refused_before_work(launches: list[int]) -> None:
+def test_bad_batches_are_refused_before_work() -> None:
     tensors = [make("mxfp8", 64, 64), make("mxfp8", 64, 64, orientations="rowwise")]
     with pytest.raises(TypeError, match="buffers_of takes quantized tensors, not Tensor"):
         layoutc.buffers_of([tensors[0], torch.ones(2, 2)])  # type: ignore[list-item]
@@ -208,8 +157,3 @@ def test_bad_batches_are_refused_before_work(launches: list[int]) -> None:
         layoutc.buffers_of(tensors, orientations=["sideways"])
     with pytest.raises(ValueError, match="fp8_block: swizzled=True"):
         layoutc.buffers_of([tensors[0], make("fp8_block")], swizzled=True)
-    planes = [tensors[0].planes(), {name: plane.to("meta") for name, plane in tensors[0].planes().items()}]
-    with pytest.raises(ValueError, match="mxfp8: the weights of a batch must be on one device"):
-        kernels("mxfp8").lay_out_batch(planes, [(64, 64)] * 2, ("rowwise",))
-    assert launches == []
-    assert kernels("mxfp8").lay_out_batch([], [], ("rowwise",)) == []
