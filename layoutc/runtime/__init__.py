@@ -6,7 +6,7 @@ Generated code imports its modules, and checks `INTERFACE` on import.
 INTERFACE = 15
 
 #: Incremented when traced graphs change, so that graphs in torch's cache on disk are recompiled.
-GRAPHS = 9
+GRAPHS = 10
 
 
 def require(interface: int, recipe: str) -> None:

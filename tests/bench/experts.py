@@ -32,9 +32,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import layoutc
-from layoutc.runtime.operands.gated import gated
+from layoutc.runtime.operands.expert_rows import gated, routes_of
 from layoutc.runtime.operands.groups import Groups
-from layoutc.runtime.operands.routes import routes_of
 
 HEADS = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "use_cache": False}
 MODELS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,7 @@ from torch.nn.functional import ScalingType
 
 import layoutc
 from layoutc.runtime.operands import columns_of_groups
-from layoutc.runtime.operands.gated import gated
-from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
-from layoutc.runtime.operands.routes import routes_of
+from layoutc.runtime.operands.expert_rows import gated, of_experts, routes_of, sum_of_experts
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import choice, linear
 from layoutc.runtime.products.choice import NAMES as NAMES_OF_PRODUCTS

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import layoutc
 from layoutc.runtime import installed
-from layoutc.runtime.operands.routes import FromExperts, ToExperts, routes_of
+from layoutc.runtime.operands.expert_rows import FromExperts, ToExperts, routes_of
 from layoutc.runtime.products.experts import gated_experts
 
 SIZES = {"qwen3_moe": (2048, 768, 64, 8), "mixtral": (4096, 14336, 8, 2)}  # columns, inner, experts, a token's

@@ -46,7 +46,7 @@ from layoutc.runtime.kernels import (
     rank_sums,
 )
 from layoutc.runtime.kernels.choices import Tile
-from layoutc.runtime.operands import column_kernels, columns_of_groups, of_experts
+from layoutc.runtime.operands import column_kernels, columns_of_groups, expert_rows
 from layoutc.runtime.operands import kernels as of_rows
 from layoutc.runtime.optim import launches, rules
 from layoutc.runtime.optim.kernels import update_kernel
@@ -152,13 +152,13 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
     yield "rank_chunks bf16", batch.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
-    tile = Tile(1, of_experts.TILE, of_experts.WARPS)
+    tile = Tile(1, expert_rows.TILE, expert_rows.WARPS)
     constants = {"CHOSEN": 8, "WEIGHTED": True, "TILE": tile.columns}
     yield "sum_of_experts bf16", of_rows.sum_of_experts_kernel, constants, tile, "bf16"
     plain = dict.fromkeys(("data", "scale", "none", "input_max", "QUANTIZE"))
     quantized = dict.fromkeys(("none", "input_max")) | {"QUANTIZE": fp8_rowwise.KERNELS.quantize_tile}
     for name, planes, columns in (("", plain, 1024), (" quantized", quantized, 2048)):
-        warps = of_experts.warps_of(columns) if planes is quantized else of_experts.WARPS
+        warps = expert_rows.warps_of(columns) if planes is quantized else expert_rows.WARPS
         tile = Tile(1, columns, warps)
         constants = {**planes, "TILE": columns}
         yield f"of_experts{name} bf16", of_rows.of_experts_kernel, constants | {"CHOSEN": 8}, tile, "bf16"

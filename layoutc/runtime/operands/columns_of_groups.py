@@ -16,7 +16,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime import library
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch_plan import launched
-from layoutc.runtime.operands import quantized_rows
+from layoutc.runtime.operands import expert_rows
 from layoutc.runtime.operands.groups import shares_all_rows
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
@@ -27,7 +27,7 @@ COLUMNS, WARPS = 64, 8  # per program
 
 def why_not(recipe: type[RecipeMethods]) -> str:
     """Why columns of groups can't be quantized as rows; "" if they can."""
-    if reason := quantized_rows.why_not(recipe, TILE):
+    if reason := expert_rows.why_not(recipe, TILE):
         return reason
     layout = recipe.LAYOUT
     if "columnwise" not in layout.sources or not shares_all_rows(layout, "columnwise"):
@@ -83,7 +83,7 @@ def _by_groups(cls: type[RecipeMethods], rows: Tensor, ends: Tensor, apart: Tens
     for group, (first, end) in enumerate(pairwise((0, *ends.tolist()))):
         of_group = rows[first:end].t().contiguous() if end > first else zero
         planes = operators.quantize(cls, of_group, None, ("rowwise",))
-        data, of_rows = (planes[name] for name in quantized_rows.PLANES)
+        data, of_rows = (planes[name] for name in expert_rows.PLANES)
         codes[:, starts[group] : starts[group] + of_group.shape[1]] = data
         scale[group] = of_rows.flatten()
 
@@ -105,7 +105,7 @@ def _values(codes: Tensor, scale: Tensor, ends: Tensor, rows: int, recipe: str) 
     for group, (first, end) in enumerate(pairwise((0, *ends.tolist()))):
         if end > first:
             data = codes[:, starts[group] : starts[group] + end - first].contiguous()
-            planes = dict(zip(quantized_rows.PLANES, (data, scale[group, :, None]), strict=True))
+            planes = dict(zip(expert_rows.PLANES, (data, scale[group, :, None]), strict=True))
             columns, size = data.shape
             out[first:end] = operators.dequantize(cls, planes, columns, size, "rowwise", torch.float32).t()
     return out

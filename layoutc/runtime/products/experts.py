@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
-from layoutc.runtime.operands.gated import gated as gated
-from layoutc.runtime.operands.routes import FromExperts, Routes, ToExperts, routes_of
+from layoutc.runtime.operands.expert_rows import FromExperts, Routes, ToExperts, gated, routes_of
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
 from layoutc.runtime.products.choice import Keeps, keeps

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Grouped
-from layoutc.runtime.operands import columns_of_groups, quantized_rows
+from layoutc.runtime.operands import columns_of_groups, expert_rows
+from layoutc.runtime.operands.expert_rows import Routes, sum_of_experts
 from layoutc.runtime.operands.groups import Groups
-from layoutc.runtime.operands.of_experts import of_experts, sum_of_experts
-from layoutc.runtime.operands.routes import Routes
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
 from layoutc.runtime.products.choice import NAMES, ProductName, Recipe
@@ -56,7 +55,7 @@ def _multiply(name: ProductName, call: grouped.Call, planes: list[Tensor], like:
     found = call.kernel(name)
     assert isinstance(found, Grouped)
     data, scale = planes
-    tokens = grouped.Tokens(dict(zip(quantized_rows.PLANES, (data, scale.flatten()), strict=True)), None)
+    tokens = grouped.Tokens(dict(zip(expert_rows.PLANES, (data, scale.flatten()), strict=True)), None)
     return grouped.by_kernel(name, found, tokens, call, like)
 
 
@@ -86,8 +85,8 @@ def _forward(
     pair = _pair(up, down, ends, len(order), x)
     whole = weights.quantize_buffers(pair.activation, x, orientations=("rowwise",))
     token = order // rows.shape[1]
-    both = _multiply("forward", pair.up, [whole[name][token] for name in quantized_rows.PLANES], x)
-    y = _multiply("forward", pair.down, quantized_rows.gated_quantized(both, pair.activation.KEY), x)
+    both = _multiply("forward", pair.up, [whole[name][token] for name in expert_rows.PLANES], x)
+    y = _multiply("forward", pair.down, expert_rows.gated_rows(both, pair.activation.KEY), x)
     return [sum_of_experts(y, rows, by, ends), both, y]
 
 
@@ -107,12 +106,10 @@ def _backward(
 ) -> list[Tensor]:
     """Returns the gradient of by, and those of x, up and down that are needed."""
     pair = _pair(up, down, ends, len(order), x)
-    key = pair.gradient(pair.down)
-    given = (grad, y, rows, by, ends)
-    of_y, of_by, *planes = of_experts(*given) if key is None else quantized_rows.of_experts_quantized(*given, key)
+    of_y, of_by, *planes = expert_rows.of_experts(grad, y, rows, by, ends, pair.gradient(pair.down))
     of_gated = _grad_input(pair.down, of_y, planes)
     key = pair.gradient(pair.up) if needs_input else None
-    of_both, gated, *planes = quantized_rows.gated_backward_quantized(of_gated, both, key)
+    of_both, gated, *planes = expert_rows.gated_rows_backward(of_gated, both, key)
     made = [of_by]
     if needs_input:
         made.append(sum_of_experts(_grad_input(pair.up, of_both, planes), rows, None, ends))
@@ -134,7 +131,7 @@ def _why_not(pair: _Pair) -> str:
             if isinstance(found, Grouped) and found.kind != "RowWise":
                 return "a kernel for other blocks than rows"
     columns = max(pair.up.sizes.k, pair.down.sizes.k)  # for gate gradients, half of their columns
-    reasons = (quantized_rows.why_not(recipe, columns) for recipe in (recipes.activation, recipes.gradient))
+    reasons = (expert_rows.why_not(recipe, columns) for recipe in (recipes.activation, recipes.gradient))
     return next(filter(None, reasons), "")
 
 
