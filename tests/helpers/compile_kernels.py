@@ -269,7 +269,7 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     if name.startswith("dequantize"):
         mask = (1 << len(kernels._written)) - 1 if "_parts" in name else 0
         return {"DEQUANTIZE": kernels.dequantize_tile, **sources, "PARTED": mask}
-    masks = kernels._masks if "batch" in name else (0, 0, 0)
+    masks = kernels._masks if "batch" in name else (0, 0)
     written = itertools.compress(("rowwise", "columnwise"), asked)
     cover = kernels.quantize_sizes[2 if name.endswith("bf16") else 4, *written].cover
     return {
@@ -277,7 +277,7 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
         "AMAXES": 512 if "by_rows" in name else 0,
         **dict(zip(("ROWWISE_ROWS", "COLUMNWISE_ROWS", "RANGES"), spanning(kernels, asked), strict=True)),
         **sources,
-        **dict(zip(("PLANES", "DTYPES", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
+        **dict(zip(("KINDS", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
     }
 
 

@@ -18,11 +18,10 @@ from layoutc.runtime.kernels.launch import Like
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.kernels.reading import Planes, Reading
 from layoutc.runtime.random_bits import draw_seed
-from layoutc.runtime.triton.batch import DTYPES
+from layoutc.runtime.triton.batch import DTYPES, kinds_of
 from layoutc.runtime.triton.kernels import lay_out_kernel, quantize_kernel
 
 Made = Mapping[tuple[bool, str], Tensor]  # planes (True) and buffers (False) of one launch
-_KINDS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)  # dtypes of planes, by their number in kernels
 _SOURCES = ("rowwise", "columnwise")
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
@@ -211,7 +210,7 @@ class Kernels(Reading):
         tensors = *map(planes.get, self._planes), *map(made.get, self._made)
         given = x, m, k, *x.stride(), cover[1], amax, choice.input_max, seed, *tensors
         amaxes = 1 << (m - 1).bit_length() if several else 0
-        return self._launching(choice, table, given, (0, 0, 0, None), x.device, swizzled, amaxes)
+        return self._launching(choice, table, given, (0, 0, None), x.device, swizzled, amaxes)
 
     def _launching(
         self,
@@ -223,7 +222,7 @@ class Kernels(Reading):
         swizzled: bool = False,
         amaxes: int = 0,
     ) -> LaunchPlan:
-        """The launch of quantize_kernel. given: its arguments after the table. kinds: PLANES to DTYPE."""
+        """The launch of quantize_kernel. given: its arguments after the table. kinds: KINDS to DTYPE."""
         tile_m, tile_k, warps, pieces, registers, cover = choice.tile
         flags = self.quantize_tile, choice.rowwise, choice.columnwise, swizzled, *kinds, table.rows, table.aligned
         sizes = tile_m, tile_k, pieces, table.even, launch.hardware(device), *cover, amaxes, *choice.rows
@@ -278,12 +277,10 @@ class Kernels(Reading):
         return launch.pad_to_six(self.moved)
 
     @cached_property
-    def _masks(self) -> tuple[int, int, int]:
-        """The number of planes; two bits for the dtype of each; a bit for each with a single value."""
-        facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
-        dtypes = sum(_KINDS.index(facts[name].dtype) << 2 * index for index, name in enumerate(self._written))
+    def _masks(self) -> tuple[int, int]:
+        """The dtypes of planes; a bit for each with a single value."""
         scalars = sum((self.layout.stored[n][:2] == (None, None)) << at for at, n in enumerate(self._written))
-        return len(self._written), dtypes, scalars
+        return kinds_of(self.layout.dtypes[name] for name in self._written), scalars
 
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.optim.stored_masters import joined, split_master, write_master
-from layoutc.runtime.triton.batch import address, member_of
+from layoutc.runtime.triton.batch import address, member_of, plane_in
 from layoutc.runtime.triton.blocks import to_float
 from layoutc.runtime.triton.codes import bits_of, inverse_inside, maximum, minimum, root_inside
 from layoutc.runtime.triton.tiles import DequantizeOptions, QuantizeOptions, load, store, to_dtype
@@ -162,7 +162,7 @@ def update_kernel(
     books_m, books_v,  # codebooks of the moments' recipes
     input_max,  # the largest value of a master's dtype, for scales of weights
     GRAD: tl.constexpr, MASTER_DTYPE: tl.constexpr, SPLITS: tl.constexpr,  # masters are bf16 and a byte
-    DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; two bits for each plane
+    DEQUANTIZE_M: tl.constexpr, QUANTIZE_M: tl.constexpr, KINDS_M: tl.constexpr,  # None: fp32; see plane_in
     DEQUANTIZE_V: tl.constexpr, QUANTIZE_V: tl.constexpr, KINDS_V: tl.constexpr,
     QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, KINDS: tl.constexpr,  # of the weight
     ROUNDED: tl.constexpr,  # dtype of a plain weight; None: the weight is quantized, or is its own master
@@ -203,24 +203,24 @@ def update_kernel(
     master = address(fields + MASTER * ROWS, MASTER_DTYPE, ALIGNED)
     rest = address(fields + REST * ROWS, tl.uint8, ALIGNED) if SPLITS else None
     first = (
-        _plane(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
-        _plane(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
-        _plane(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
+        plane_in(fields, FIRST, 0, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 0 else None,
+        plane_in(fields, FIRST, 1, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 3 else None,
+        plane_in(fields, FIRST, 2, KINDS_M, ROWS, ALIGNED) if KINDS_M >> 6 else None,
         None, None, None, books_m,
     )  # fmt: skip
     second = (  # all None if the rule has one moment
-        _plane(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
-        _plane(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
-        _plane(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
+        plane_in(fields, SECOND, 0, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 0 else None,
+        plane_in(fields, SECOND, 1, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 3 else None,
+        plane_in(fields, SECOND, 2, KINDS_V, ROWS, ALIGNED) if KINDS_V >> 6 else None,
         None, None, None, books_v,
     )  # fmt: skip
     planes = (
-        _plane(fields, PLANES, 0, KINDS, ROWS, ALIGNED) if KINDS >> 0 else None,
-        _plane(fields, PLANES, 1, KINDS, ROWS, ALIGNED) if KINDS >> 3 else None,
-        _plane(fields, PLANES, 2, KINDS, ROWS, ALIGNED) if KINDS >> 6 else None,
-        _plane(fields, PLANES, 3, KINDS, ROWS, ALIGNED) if KINDS >> 9 else None,
-        _plane(fields, PLANES, 4, KINDS, ROWS, ALIGNED) if KINDS >> 12 else None,
-        _plane(fields, PLANES, 5, KINDS, ROWS, ALIGNED) if KINDS >> 15 else None,
+        plane_in(fields, PLANES, 0, KINDS, ROWS, ALIGNED) if KINDS >> 0 else None,
+        plane_in(fields, PLANES, 1, KINDS, ROWS, ALIGNED) if KINDS >> 3 else None,
+        plane_in(fields, PLANES, 2, KINDS, ROWS, ALIGNED) if KINDS >> 6 else None,
+        plane_in(fields, PLANES, 3, KINDS, ROWS, ALIGNED) if KINDS >> 9 else None,
+        plane_in(fields, PLANES, 4, KINDS, ROWS, ALIGNED) if KINDS >> 12 else None,
+        plane_in(fields, PLANES, 5, KINDS, ROWS, ALIGNED) if KINDS >> 15 else None,
     )
     buffers = (None, None, None, None, None, None)
     unused = (None, None, None, None, None)
@@ -320,22 +320,6 @@ def _raise_amax(place, largest):
     """Raises the fp32 bits at the address in `place` to the largest of a tile."""
     amax = tl.load(place).to(tl.pointer_type(tl.int32))
     tl.atomic_max(amax, tl.max(largest), sem="relaxed")
-
-
-@triton.jit
-def _plane(
-    fields, FIELD: tl.constexpr, NUMBER: tl.constexpr, KINDS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """A pointer to a plane. KINDS: three bits per plane: 1 uint8, 2 fp32, 3 fp16, 4 bf16; 0: no more planes."""
-    KIND: tl.constexpr = (KINDS >> (3 * NUMBER)) & 7
-    if KIND == 1:
-        return address(fields + (FIELD + NUMBER) * ROWS, tl.uint8, ALIGNED)
-    elif KIND == 2:
-        return address(fields + (FIELD + NUMBER) * ROWS, tl.float32, ALIGNED)
-    elif KIND == 3:
-        return address(fields + (FIELD + NUMBER) * ROWS, tl.float16, ALIGNED)
-    else:
-        return address(fields + (FIELD + NUMBER) * ROWS, tl.bfloat16, ALIGNED)
 
 
 @triton.jit

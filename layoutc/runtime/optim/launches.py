@@ -24,7 +24,6 @@ from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.streams import stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}  # plane dtypes, as kernels number them
 _FIELDS = 17  # of a table
 STRIP = 1024  # elements that a program updates at a time; x 2 or x 4 if blocks are quantized after the update
 MOST = 8192  # the most elements of a tile that is updated and quantized at once
@@ -307,11 +306,11 @@ def _addresses(tensor: Tensor | None, count: int) -> list[int]:
     return found + [0] * (count - len(found))
 
 
-def _kinds(target: Any) -> int:
-    """The dtypes of planes, three bits each. target: a recipe's class, the dtype of plain values, or None."""
+def _dtypes(target: Any) -> list[torch.dtype]:
+    """The dtypes of planes. target: a recipe's class, the dtype of plain values, or None."""
     if not (isinstance(target, type) and issubclass(target, QuantizedTensor)):
-        return 0 if target is None else _KINDS[target]
-    return sum(_KINDS[target.LAYOUT.dtypes[name]] << (3 * at) for at, name in enumerate(_names(target)))
+        return [] if target is None else [target]
+    return [target.LAYOUT.dtypes[name] for name in _names(target)]
 
 
 def _kernels(cls: Any, x: Tensor) -> Any:
@@ -326,17 +325,20 @@ def constants_of(
 
     kernels: of the moments and the weight; None where there is no recipe. table: rows, aligned and even of a table.
     """
-    from layoutc.runtime.triton.batch import DTYPES
+    from layoutc.runtime.triton.batch import DTYPES, kinds_of
 
     *moments, target = kernels
     rows, aligned, even = table
     found: list[Any] = [DTYPES[form.grad], DTYPES[form.master], form.splits]
     for cls, one in zip(form.moments, moments, strict=True):
-        found += [*((one.dequantize_tile, one.quantize_tile) if one else (None, None)), _kinds(cls or torch.float32)]
+        found += [
+            *((one.dequantize_tile, one.quantize_tile) if one else (None, None)),
+            kinds_of(_dtypes(cls or torch.float32)),
+        ]
     found += [None, None, 0] * (2 - len(moments))
     served = target.serves if target else {}
     sources = [any(one in form.orientations for one in served.get(name, ())) for name in ("rowwise", "columnwise")]
-    found += [target.quantize_tile if target else None, *sources, _kinds(form.target)]
+    found += [target.quantize_tile if target else None, *sources, kinds_of(_dtypes(form.target))]
     found.append(DTYPES[form.target] if isinstance(form.target, torch.dtype) else None)
     each = min(plan.strip * plan.span_k // (32 * plan.warps), 16) if any(form.moments) else 0
     return (*found, rows, aligned, *plan[:7], each, even, level, 0, 0, rule.name, rule.decoupled, form.is_quick)

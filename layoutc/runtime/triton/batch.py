@@ -8,6 +8,8 @@ matrix's first amax; if the kernel copies, the matrix's offset in what a rank se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,12 @@ from layoutc.runtime.triton.reductions import raise_amax
 from layoutc.runtime.triton.tiles import tile_at, to_dtype
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int64: tl.int64}
+_KINDS = {torch.uint8: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+
+
+def kinds_of(dtypes: Iterable[torch.dtype]) -> int:
+    """The dtypes of planes as `plane_in` reads them."""
+    return sum(_KINDS[dtype] << 3 * at for at, dtype in enumerate(dtypes))
 
 
 @triton.jit
@@ -49,9 +57,19 @@ def matrix_at(fields, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
-def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to the first entry of a plane. NUMBER: its position among the kernel's planes."""
-    return address(fields + (4 + NUMBER) * ROWS, DTYPE, ALIGNED)
+def plane_in(
+    fields, FIRST: tl.constexpr, NUMBER: tl.constexpr, KINDS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """A pointer to plane NUMBER of those whose addresses begin in field FIRST. KINDS: from `kinds_of`."""
+    KIND: tl.constexpr = (KINDS >> (3 * NUMBER)) & 7
+    if KIND == 1:
+        return address(fields + (FIRST + NUMBER) * ROWS, tl.uint8, ALIGNED)
+    elif KIND == 2:
+        return address(fields + (FIRST + NUMBER) * ROWS, tl.float32, ALIGNED)
+    elif KIND == 3:
+        return address(fields + (FIRST + NUMBER) * ROWS, tl.float16, ALIGNED)
+    else:
+        return address(fields + (FIRST + NUMBER) * ROWS, tl.bfloat16, ALIGNED)
 
 
 @triton.jit

@@ -202,6 +202,16 @@ def cast_from_codes(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def signed(codes, x, SIGN_BIT: tl.constexpr, NAN: tl.constexpr):
+    """Codes of magnitudes with the signs of x; SIGN_BIT -1: without. If the sign bit alone is NaN, zero has no sign."""
+    if SIGN_BIT >= 0:
+        codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
+        if NAN == 1 << SIGN_BIT:
+            codes = tl.where(codes == NAN, 0, codes)
+    return codes
+
+
+@triton.jit
 def to_small_codes(
     x,
     CVT_LEVEL: tl.constexpr,
@@ -224,9 +234,7 @@ def to_small_codes(
     anchor = binade + (((23 - MANTISSA) << 23) | 0x400000)
     steps = bits_of(size + float_of(anchor)) - anchor
     codes = ((binade >> (23 - MANTISSA)) - (LEAST << MANTISSA)) + steps
-    codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
-    if NAN == 1 << SIGN_BIT:
-        codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
+    codes = signed(codes, x, SIGN_BIT, NAN)
     # On the card, NaN has no sign, and tl.minimum has replaced it by MAX.
     if NAN != LAST or not CVT_LEVEL:
         codes = tl.where(isnan(x), NAN, codes)
@@ -266,11 +274,7 @@ def to_codes(
         codes += tl.where((rest > half) | ((rest == half) & ((codes & 1) == 1)), 1, 0)
     codes = tl.minimum(tl.maximum(codes, 0), LAST)
     codes = tl.where(size == 0, 0, codes)
-    if SIGN_BIT >= 0:
-        codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
-        if NAN == 1 << SIGN_BIT:
-            codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
-    return tl.where(isnan(x), NAN, codes)
+    return tl.where(isnan(x), NAN, signed(codes, x, SIGN_BIT, NAN))
 
 
 @triton.jit

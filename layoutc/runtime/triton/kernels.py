@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.batch import amax_at, matrix_at, member_of, plane_at, plane_like
+from layoutc.runtime.triton.batch import amax_at, matrix_at, member_of, plane_in, plane_like
 from layoutc.runtime.triton.blocks import largest_of, to_float
 from layoutc.runtime.triton.reductions import measured_rows
 from layoutc.runtime.triton.tiles import (
@@ -36,7 +36,7 @@ def quantize_kernel(
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources to write; scales swizzled
-    PLANES: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
+    KINDS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see plane_in; a bit for each plane of one value
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
@@ -61,7 +61,7 @@ def quantize_kernel(
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
         planes = [
-            _plane_of(fields, i, DTYPES, SCALARS, ROWS, ALIGNED) if i < PLANES else planes[i]
+            plane_in(fields, 4, i, KINDS, ROWS, ALIGNED and (SCALARS >> i) & 1 == 0) if KINDS >> 3 * i else planes[i]
             for i in (0, 1, 2, 3, 4, 5, 6)
         ]
     else:
@@ -101,26 +101,6 @@ def quantize_kernel(
             tile, source, (amax, input_max, seed, None, None), planes, buffers,
             (row, column, m, k, COVER_M, COVER_K), QuantizeOptions(ROWWISE, COLUMNWISE, SWIZZLED, EVEN, CVT_LEVEL),
         )  # fmt: skip
-
-
-@triton.jit
-def _plane_of(
-    fields, NUMBER: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """A pointer to a plane of a matrix in a table.
-
-    DTYPES: two bits per plane: 0 uint8, 1 fp32, 2 fp16, 3 bf16. SCALARS: a bit per plane, set if it has one value.
-    """
-    WIDE: tl.constexpr = ALIGNED and (SCALARS >> NUMBER) & 1 == 0
-    KIND: tl.constexpr = (DTYPES >> (2 * NUMBER)) & 3
-    if KIND == 1:
-        return plane_at(fields, NUMBER, tl.float32, ROWS, WIDE)
-    elif KIND == 2:
-        return plane_at(fields, NUMBER, tl.float16, ROWS, WIDE)
-    elif KIND == 3:
-        return plane_at(fields, NUMBER, tl.bfloat16, ROWS, WIDE)
-    else:
-        return plane_at(fields, NUMBER, tl.uint8, ROWS, WIDE)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import TWOS_COMPLEMENT, bits_of, isnan
+from layoutc.runtime.triton.codes import TWOS_COMPLEMENT, bits_of, isnan, signed
 
 
 @triton.jit
@@ -66,11 +66,7 @@ def to_codes_by_chance(
     steps = (((fraction << 32) >> drop.to(tl.uint64)) + bits.to(tl.uint64)) >> 32
     codes = tl.minimum(((binade - LEAST) << MANTISSA) + steps.to(tl.int32), LAST)
     codes = tl.where(size == 0, 0, codes)
-    if SIGN_BIT >= 0:
-        codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
-        if NAN == 1 << SIGN_BIT:
-            codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
-    return tl.where(isnan(x), NAN, codes)
+    return tl.where(isnan(x), NAN, signed(codes, x, SIGN_BIT, NAN))
 
 
 @triton.jit
