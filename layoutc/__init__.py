@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.cast.precompute import precompute_amaxes
     from layoutc.runtime.fsdp2.exchange import exchange_gradients, explain_gradients
     from layoutc.runtime.fsdp2.tokens import exchange_tokens
-    from layoutc.runtime.optim.adamw import AdamW
+    from layoutc.runtime.optim.by_rule import AdamW
     from layoutc.runtime.product_mode import dequantize, products
     from layoutc.runtime.products.choice import products_without_kernel
     from layoutc.runtime.products.explain import explain_products
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.train.merging import merge_, unmerge_
 
 _RUNTIME = {
-    "AdamW": "layoutc.runtime.optim.adamw",
+    "AdamW": "layoutc.runtime.optim.by_rule",
     "MasterWeights": "layoutc.runtime.optim.by_rule",
     "buffers_of": "layoutc.runtime.quantize.weights",
     "cast_on_gather_": "layoutc.runtime.train.convert",

@@ -1,6 +1,8 @@
-"""Gets and sets a device's current stream with less host overhead than torch's own functions.
+"""A device's current stream, and whether a CUDA graph is being captured on it.
 
-`torch.cuda.stream` and `current_stream` make a Stream on each call: 17 and 7 us where a launch takes 5 us.
+`torch.cuda.stream` and `current_stream` make a Stream on each call: 17 and 7 us where a launch takes 5 us. A replay
+runs the captured kernels and no Python: state that is kept between steps must stay in the same memory, and a replay
+does not see what Python computed after the capture.
 """
 
 from __future__ import annotations
@@ -56,3 +58,21 @@ class _On:
     def __exit__(self, *_: object) -> None:
         if self._before != self._key:
             set_stream(self._before)
+
+
+_kept: list[Any] = []
+
+
+def keep(*tensors: torch.Tensor) -> None:
+    """Keeps tensors that a captured graph reads while the process lives: nothing tells when a graph is gone."""
+    _kept.extend(tensors)
+
+
+def capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is being captured on the device's current stream."""
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == current_card():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

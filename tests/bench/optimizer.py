@@ -77,14 +77,14 @@ def bytes_of(layers: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def check(recipe: str, form: dict[str, Any]) -> str:
     """Steps on the card, one of them replayed as a graph, against the reference on a CPU."""
-    from layoutc.runtime.optim import reference
+    from layoutc.runtime.optim import rules
 
-    shapes, sqrt = [(512, 1024), (256, 512), (384, 1280)], reference.sqrt
+    shapes, sqrt = [(512, 1024), (256, 512), (384, 1280)], rules.sqrt
     sides = {}
     for device in ("cpu", "cuda"):
         layers = model(recipe, shapes, device)
         optimizer = layoutc.AdamW(layers.parameters(), lr=torch.tensor(0.01, device=device), weight_decay=0.1, **form)
-        reference.sqrt = reference.exact_sqrt
+        rules.sqrt = rules.exact_sqrt
         give_gradients(layers, 0, device)
         optimizer.step()
         if device == "cuda":
@@ -103,7 +103,7 @@ def check(recipe: str, form: dict[str, Any]) -> str:
             else:
                 optimizer.step()
         sides[device] = bytes_of(layers, optimizer)
-    reference.sqrt = sqrt
+    rules.sqrt = sqrt
     wrong = {name: int((one != sides["cuda"][name]).sum()) for name, one in sides["cpu"].items()}
     wrong = {name: count for name, count in wrong.items() if count}
     return f"differs: {wrong}" if wrong else "the reference's bytes"

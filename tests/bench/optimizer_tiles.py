@@ -18,7 +18,7 @@ import torch
 from optimizer import COUNT, FORMS, SHAPE, UNIT, bytes_of, give_gradients, model, stepping, timed
 
 import layoutc
-from layoutc.runtime.optim import launches, reference
+from layoutc.runtime.optim import launches, rules
 from layoutc.runtime.optim.launches import Tiling
 
 SMALL = [(512, 1024), (384, 1280)]
@@ -124,7 +124,7 @@ def main() -> None:
     rate = 8 * UNIT / copy_ms / 1e6
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {rate:.0f} GB/s", flush=True)
     del source, target
-    reference.sqrt = reference.exact_sqrt
+    rules.sqrt = rules.exact_sqrt
     for recipe, form in both:
         if time.perf_counter() - start > options.seconds:
             break

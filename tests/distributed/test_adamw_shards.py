@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import direct, launch
-from layoutc.runtime.optim import reference
+from layoutc.runtime.optim import rules
 
 
 class Lion(torch.optim.Optimizer):
@@ -164,7 +164,7 @@ def amaxes_of_ranks(recipe: str, form: dict[str, Any]) -> None:
             layoutc.quantize_(layer, one)
         optimizer = optimizer_of(fully_shard(model, mesh=mesh) if is_sharded else model, form)
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(reference, "sqrt", reference.exact_sqrt))
+            stack.enter_context(mock.patch.object(rules, "sqrt", rules.exact_sqrt))
             if is_sharded:
                 counted = lambda kernel, *rest: (launched.add(kernel.__name__), run(kernel, *rest))[1]  # noqa: E731
                 usable = lambda x, dtype=None: type(x) is Tensor and x.numel() > 0  # noqa: E731

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import direct
-from layoutc.runtime.optim import reference, states
+from layoutc.runtime.optim import rules, states
 from layoutc.runtime.optim.f24 import F24Tensor
-from layoutc.runtime.optim.reference import Chance
+from layoutc.runtime.optim.rules import Chance
 
 
 def build(recipe: str | None = "mxfp8", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -192,7 +192,7 @@ def test_multiply_and_add_is_rounded_once() -> None:
 def test_kernels_write_the_bytes_of_the_reference(
     recipe: str | None, form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     model = build(recipe, dtype)
     expected = trained(model, layoutc.AdamW(groups_of(model), lr=0.01, **form), 2)
     use_kernels(monkeypatch)
@@ -205,7 +205,7 @@ def test_kernels_write_the_bytes_of_the_reference(
 
 def test_steps_under_another_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """After torch.set_default_device("cuda"), what names no device would be on a card; here it would be on none."""
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     use_kernels(monkeypatch)
     found = []
     for default in (nullcontext(), torch.device("meta")):
@@ -230,7 +230,7 @@ def test_kernels_of_others_write_the_bytes_of_the_reference(
     name: str, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = OTHERS[name]
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     model = build("mxfp8")
     expected = trained(model, layoutc.MasterWeights(kind, model.parameters(), lr=0.01, **form, **options), 2)
     use_kernels(monkeypatch)
@@ -317,7 +317,7 @@ def test_why_codes_are_written_apart_is_explained(recipe: str, why: str, monkeyp
 def test_special_values_go_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and infinite gradients, values at the ends of the range, subnormal ones."""
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -1e-40, 1e-45, 0.0, -0.0, 1e-20, 65504.0])
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     found = []
     for kernels in (False, True):
         for form in ({}, {"masters": "bf16"}, {"masters": "f24"}):
@@ -388,12 +388,12 @@ def test_masters_in_24_bits_keep_small_updates() -> None:
 
 def test_random_bits_depend_on_place_step_and_seed() -> None:
     """Those of a part of a weight are that part's of the whole; others differ."""
-    whole = reference.chance_bits(Chance(3, 1, 7, (0, 0)), 40, 64, torch.device("cpu"))
-    part = reference.chance_bits(Chance(3, 1, 7, (24, 16)), 16, 48, torch.device("cpu"))
+    whole = rules.chance_bits(Chance(3, 1, 7, (0, 0)), 40, 64, torch.device("cpu"))
+    part = rules.chance_bits(Chance(3, 1, 7, (24, 16)), 16, 48, torch.device("cpu"))
     assert torch.equal(part, whole[24:40, 16:])
     assert abs(whole.float().mean().item() - 2**15) < 1500
     for other in (Chance(4, 1, 7, (0, 0)), Chance(3, 2, 7, (0, 0)), Chance(3, 1, 8, (0, 0))):
-        bits = reference.chance_bits(other, 40, 64, torch.device("cpu"))
+        bits = rules.chance_bits(other, 40, 64, torch.device("cpu"))
         assert (bits == whole).float().mean() < 0.01
 
 
@@ -555,6 +555,6 @@ def test_options_out_of_range_are_refused() -> None:
 def test_update_is_what_its_options_say(quick: bool) -> None:
     """By hand, in fp64."""
     values, first, second = torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
-    reference.adam(values, torch.full((1, 1), 2.0), (first, second), 1, (0.1, 0.9, 0.99, 1e-8, 0.5), True, quick)
+    rules.adam(values, torch.full((1, 1), 2.0), (first, second), 1, (0.1, 0.9, 0.99, 1e-8, 0.5), True, quick)
     assert values.item() == pytest.approx(1 - 0.05 - 0.1, abs=1e-6)
     assert (first.item(), second.item()) == pytest.approx((0.2, 0.04), abs=1e-6)

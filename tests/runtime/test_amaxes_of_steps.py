@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime.kernels import batches, direct
-from layoutc.runtime.optim import by_rule, launches, reference
+from layoutc.runtime.optim import by_rule, launches, rules
 from layoutc.runtime.quantize import prepared
 from layoutc.runtime.train import steps as train_steps
 
@@ -108,7 +108,7 @@ def after_each(model: nn.Module, form: dict[str, Any], events: Any = EVENTS) -> 
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_those_of_the_reference(recipe: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skipped steps, written masters, gradients that are missing or strided, infinity: amaxes are the masters'."""
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     expected = after_each(build(recipe), FORMS[form])
     use_kernels(monkeypatch)
     for event, one, other in zip(EVENTS, after_each(build(recipe), FORMS[form]), expected, strict=True):
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_reference(recipe: str, form: str, monkeypatch: p
 def test_weights_that_share_one_amax(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if one of them has no gradient, so that other launches find all amaxes."""
     options = {"share_amax": [["0", "1"]]}
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     events = (nothing, one_without_gradient, nothing, skipped)
     expected = after_each(build(recipe, **options), FORMS["8bit"], events)
     use_kernels(monkeypatch)

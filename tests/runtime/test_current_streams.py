@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from layoutc.runtime import captures, streams
+from layoutc.runtime import streams
 
 CPU = torch.device("cpu")
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,8 +53,8 @@ def test_a_capture_is_on_the_card_that_is_asked_for(
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
-    monkeypatch.setattr(captures, "current_card", lambda: current[-1])
-    assert captures.capturing(torch.device(device)) is expected
+    monkeypatch.setattr(streams, "current_card", lambda: current[-1])
+    assert streams.capturing(torch.device(device)) is expected
     assert current == [0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime.dispatch import update_warnings
-from layoutc.runtime.optim import reference
+from layoutc.runtime.optim import rules
 
 WIDTH = 64
 STEPS = 4
@@ -357,7 +357,7 @@ def test_what_is_dropped_keeps_its_bytes_and_is_forgotten_with_its_state(
 
 def test_launches_follow_a_weight_into_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """With that group's options, though no parameter has changed its position."""
-    monkeypatch.setattr(reference, "sqrt", reference.exact_sqrt)
+    monkeypatch.setattr(rules, "sqrt", rules.exact_sqrt)
     found = []
     for kernels in (False, True):
         if kernels:

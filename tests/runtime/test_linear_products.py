@@ -23,7 +23,8 @@ from weight_recipes import PRODUCTS
 import layoutc
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.operands import shared_inputs, weight_operand
+from layoutc.runtime.operands import kept as of_operands
+from layoutc.runtime.operands.kept import kept_side
 from layoutc.runtime.products import choice, linear, measured
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight import operators
@@ -193,7 +194,7 @@ def test_an_operand_is_kept_while_the_planes_stay(recipe: str) -> None:
     assert same_bits(out(held), expected)
     assert held.readings["rowwise", "operand"].side is not kept
     held.store.planes["rowwise_data"].untyped_storage().resize_(0)
-    assert weight_operand.kept_side(held, "rowwise") is None
+    assert kept_side(held, "rowwise") is None
 
 
 @checks_in_python
@@ -471,7 +472,7 @@ def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypat
     assert not any(same_bits(a, b) for a, b in zip(first, second, strict=True))
     del x, read[:]
     gc.collect()
-    assert shared_inputs._last is None or shared_inputs._last.x() is None
+    assert of_operands._last is None or of_operands._last.x() is None
 
 
 @pytest.mark.sample(1)

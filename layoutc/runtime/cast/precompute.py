@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast.shared_amax import measured
 from layoutc.runtime.cast.tensor import CastOnGather, find_cast
 from layoutc.runtime.errors import check_model
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import gathered, shards
 from layoutc.runtime.sharding.meeting import meet
+from layoutc.runtime.streams import capturing
 
 _met: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks have met at a first call: each call would cost time
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize.amax import agree_on_amax, join, reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.streams import capturing
 from layoutc.runtime.torch_private import traced, version_of
 from layoutc.runtime.torch_private.fsdp2 import shard_of
 from layoutc.runtime.weight import operators
@@ -136,22 +136,17 @@ class Agreed:
         return (one if one is None or one.device == device else one.to(device) for one in (self.amax, self.plane))
 
     def _traced(self, tensor: Cast, matrix: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        why = ""
         if self.fused is not None:
+            why = f"shares one amax with other weights ({self.fused[1]}), which a traced graph does not see"
+        elif tensor.peers:
+            why = "is a part, and shares an amax with those of other ranks, which a traced graph does not see"
+        elif tensor.LAYOUT.history:
+            why = "takes its scale from a history of amaxes, which a traced graph would never advance"
+        if why:
             raise UnsupportedOperator(
-                f"{tensor.label()} shares one amax with other weights ({self.fused[1]}), which a traced graph does "
-                "not see: shard them with fully_shard, whose gathers run outside of graphs"
-            )
-        if tensor.peers:
-            raise UnsupportedOperator(
-                f"{tensor.label()} is a part, and shares an amax with those of other ranks, which a traced graph does "
-                "not see: shard it with fully_shard, whose gathers run outside of graphs, or leave its module "
-                "uncompiled"
-            )
-        if tensor.LAYOUT.history:
-            raise UnsupportedOperator(
-                f"{tensor.label()} takes its scale from a history of amaxes, which a traced graph would never "
-                "advance: shard it with fully_shard, whose gathers run outside of graphs, or leave its module "
-                "uncompiled"
+                f"{tensor.label()} {why}: shard it with fully_shard, whose gathers run outside of graphs, or leave its "
+                "module uncompiled"
             )
         amax = agree_on_amax(tensor.QUANTIZED, matrix, None, None, None, matrices=tensor.LAYOUT.amaxes_of(shape))
         return with_history(tensor.LAYOUT, amax, None)

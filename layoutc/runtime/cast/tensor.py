@@ -21,7 +21,7 @@ from layoutc.runtime import product_mode, strict
 from layoutc.runtime.cast import gather_group, into_row
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
-from layoutc.runtime.dispatch.inexact_views import InexactView
+from layoutc.runtime.dispatch.views import InexactView
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import all_gather

@@ -21,10 +21,11 @@ from layoutc.runtime import callers
 from layoutc.runtime.dispatch import broadcasts, merges, rejoining
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
-from layoutc.runtime.dispatch.indexing import dim_of
+from layoutc.runtime.dispatch.views import dim_of
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, may_wait
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.quantize.block_edges import as_bytes
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.planes import with_copies
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group, traced
@@ -49,7 +50,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     _check_straight(func, tensor)
     tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
     names = [name for name in tensor.store.planes if _travels(layout, name)]
-    sent = [rejoining.as_bytes(tensor.store.planes[name]) for name in names]
+    sent = [as_bytes(tensor.store.planes[name]) for name in names]
     received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
     planes = with_copies(tensor.store.planes, layout.shared)
     stacked: dict[str, Tensor] = {}
@@ -81,7 +82,7 @@ def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, *rest = args
     _check_straight(func, tensor)
     return tensor.with_planes(  # type: ignore[no-any-return]
-        tensor.map_planes(lambda plane: func(rejoining.as_bytes(plane), *rest).view(plane.dtype))
+        tensor.map_planes(lambda plane: func(as_bytes(plane), *rest).view(plane.dtype))
     )
 
 
@@ -113,7 +114,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     names = [name for name in tensor.store.planes if _travels(tensor.LAYOUT, name)]
     first = pieces[0].store.planes
     sizes = [first[name].numel() * first[name].element_size() for name in names]
-    sent = torch.cat([rejoining.as_bytes(piece.store.planes[name]).view(-1) for piece in pieces for name in names])
+    sent = torch.cat([as_bytes(piece.store.planes[name]).view(-1) for piece in pieces for name in names])
     each = [sum(sizes)] * world
     received = c10d_functional.wait_tensor(c10d_functional.all_to_all_single(sent, each, each, group))
     parts: list[Any] = []
@@ -160,7 +161,7 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
 
     values = _initial_values(tensor, [initial_values.complete_matrix(tensor.store)], send, waits)
-    works = [func([rejoining.as_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor.store.planes.values()]
+    works = [func([as_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor.store.planes.values()]
     return _done(tensor, works, waits, values)
 
 
@@ -186,8 +187,8 @@ def _initial_values(
     rows = prod(target.shape[:-1])
     values = torch.empty(rows, target.shape[-1], dtype=dtype, device=target.device)
     fitting = [value for value in every if value is not None and value.dtype == dtype]
-    sent = [rejoining.as_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
-    work = send(rejoining.as_bytes(values, into=True), sent if len(sent) == len(every) else [])
+    sent = [as_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
+    work = send(as_bytes(values, into=True), sent if len(sent) == len(every) else [])
     if waits:
         work.wait()
     return values

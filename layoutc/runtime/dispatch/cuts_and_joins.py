@@ -1,4 +1,4 @@
-"""Dispatch handlers that cut, join or make planes. How each plane is cut is generated (`_cut`)."""
+"""Dispatch handlers that cut, join or make planes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, like_plain
-from layoutc.runtime.dispatch.indexing import PLAIN, Selection, bounds, dim_of, matrix_for, selection
-from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
+from layoutc.runtime.dispatch.views import PLAIN, InexactView, Selection, bounds, dim_of, matrix_for, selection
 from layoutc.runtime.dispatch.written_by_ranks import refuse_flat_parameters
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas

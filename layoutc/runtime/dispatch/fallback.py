@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from layoutc.runtime import callers, strict
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.dispatch import merges, truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.streams import capturing
 from layoutc.runtime.torch_private import schema_of, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -1,7 +1,7 @@
 """Dispatch handlers of all recipes: views, copies and products.
 
-The table HANDLERS maps operators to handlers, which take (func, args, kwargs). Views are exact or refused (see
-inexact_views): writes to a dequantized copy of a view would be lost. Other operators without a handler fall back to a
+The table HANDLERS maps operators to handlers, which take (func, args, kwargs). Views are exact or refused
+(views.py): writes to a dequantized copy of a view would be lost. Other operators without a handler fall back to a
 dequantized copy, which strict() refuses.
 """
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch import broadcasts, merges, truncated, update_warnings
-from layoutc.runtime.dispatch.indexing import dim_of
-from layoutc.runtime.dispatch.inexact_views import InexactView
+from layoutc.runtime.dispatch.views import InexactView, dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.products import linear as linear_products
 from layoutc.runtime.quantize import weights

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
-from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.quantize.block_edges import as_bytes, gather_bytes, padded_rows
 from layoutc.runtime.storage import initial_values
 from layoutc.runtime.storage.planes import MadePlanes, with_copies
 from layoutc.runtime.torch_private import c10d_functional, is_fake, process_group
@@ -119,7 +119,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
             raise ShardAlignmentError(message)
     names = [name for name in tensor.store.planes if layout.stored[name].rows_per_value is not None]
     sent = [
-        as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
+        as_bytes(padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
         for name in names
     ]
     planes, facts = with_copies(tensor.store.planes, layout.shared), layout.planes(cuts.rows, k)
@@ -194,7 +194,7 @@ def scatter_(
     for name, plane in output.store.planes.items():
         per_value = layout.stored[name].rows_per_value
         most = plane.shape[0] if per_value is None else sent_blocks(padded, per_value)
-        sent = [as_bytes(_padded_rows(one, name, most)) for one in outgoing]
+        sent = [as_bytes(padded_rows(one, name, most)) for one in outgoing]
         received[name] = plane.new_empty(most, *plane.shape[1:])
         scattered(as_bytes(received[name]), sent)
     for work in works if waits else ():
@@ -210,27 +210,3 @@ def scatter_(
     output.store.matrix, output.store.halo = matrix, halo
     output.padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
     return works[-1]
-
-
-# ---------------------------------------------------------------------------------------------------------------- bytes
-def _padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
-    """The entries of a plane that cover the tensor's own rows, padded with zeros to `rows` entries."""
-    own = tensor.entries(name) if tensor.store.rows else tensor.store.planes[name][:0]
-    if tensor.LAYOUT.stored[name].rows_per_value is None:
-        own = tensor.store.planes[name]
-    if own.shape[0] == rows:
-        return own.contiguous()
-    full = own.new_zeros(rows, *own.shape[1:])
-    full[: own.shape[0]] = own
-    return full
-
-
-def as_bytes(plane: Tensor, *, into: bool = False) -> Tensor:
-    """A plane to send: contiguous uint8, which every backend supports. into: to receive into, so never a copy."""
-    if into and not plane.is_contiguous():
-        raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
-    plane = plane.contiguous()
-    if plane.dtype == torch.uint8:
-        return plane
-    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
-    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())

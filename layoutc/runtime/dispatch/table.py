@@ -2,7 +2,7 @@
 
 Exact on stored bytes, for every recipe: detach, alias, clone, to(device), pin_memory, record_stream, equal; view, where
 leading dims are split, merged or flattened; t and transpose of a matrix; DTensors' collectives, of shards cut at any
-row; copy_ from the same recipe, while a plain tensor is quantized. The recipe's dispatch.py says which cuts and joins
+row; copy_ from the same recipe, while a plain tensor is quantized. The recipe's tensor.py says which cuts and joins
 are. Other views are refused. Other operators run on a dequantized copy, unless layoutc.strict() refuses that.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from layoutc.runtime.dispatch import collectives, cuts_and_joins, einsum, handlers
-from layoutc.runtime.dispatch.inexact_views import or_values
+from layoutc.runtime.dispatch.views import or_values
 from layoutc.runtime.products import experts
 
 aten = torch.ops.aten

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import product_mode
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import gather_plan, hooks
@@ -24,6 +23,7 @@ from layoutc.runtime.fsdp2.gradient_rows import GradientRows, Turns, in_rows
 from layoutc.runtime.product_mode import Settings
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.streams import capturing
 from layoutc.runtime.torch_private import planned_groups, reductions, say_changed, say_left
 from layoutc.runtime.torch_private.fsdp2 import gathered_of, name_of, outputs_of, shard_of
 from layoutc.runtime.torch_private.planned_groups import DefaultReduceScatter, PlannedGroup

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Cuts, picks
 from layoutc.runtime.facts import Layout, PassName
+from layoutc.runtime.quantize.block_edges import as_bytes, padded_rows
 from layoutc.runtime.torch_private import keeping_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -92,15 +93,7 @@ def outgoing(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
 
     If a cut falls inside a block, the ranks on both sides send the block's scale. A view unless rows had to be padded.
     """
-    plane, rows = shard.entries(name), gathering.route.legs[name].sent
-    if plane.shape[0] != rows:
-        full = plane.new_zeros(rows, *plane.shape[1:])
-        full[: plane.shape[0]] = plane
-        plane = full
-    if plane.dtype == torch.uint8 and plane.is_contiguous():
-        return plane
-    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
-    return plane.reshape(-1).view(torch.uint8).view(plane.shape[0], plane.shape[1] * plane.element_size())
+    return as_bytes(padded_rows(shard, name, gathering.route.legs[name].sent))
 
 
 def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import batches, launch, plans
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
-from layoutc.runtime.streams import stream_of
+from layoutc.runtime.streams import capturing, stream_of
 
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
 BATCH_TILE = (1, 8192, 8)  # the same for many matrices, each read as one long row

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing, keep
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.plans import Plans
-from layoutc.runtime.streams import stream_of
+from layoutc.runtime.streams import capturing, keep, stream_of
 
 ROWS = (32, 256)  # capacities of tables; every program searches all rows for its matrix
 CACHED = 512  # batches whose tables are cached; the least recently used go first

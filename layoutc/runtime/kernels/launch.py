@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
+from layoutc.runtime.streams import capturing
 
 Out = Mapping[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing
-from layoutc.runtime.streams import stream_of
+from layoutc.runtime.streams import capturing, stream_of
 
 Plan = TypeVar("Plan")
 Place = tuple[int, ...]

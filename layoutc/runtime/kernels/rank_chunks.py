@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import batches, launch, plans
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
-from layoutc.runtime.streams import stream_of
+from layoutc.runtime.streams import capturing, stream_of
 
 TILE, WARPS = 4096, 8
 GRADS = 16  # of a launch, as arguments of the kernel

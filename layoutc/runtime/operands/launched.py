@@ -16,8 +16,8 @@ from layoutc.runtime.facts import Layout, Operand
 from layoutc.runtime.kernels import amaxes, launch, plans
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
 from layoutc.runtime.operands import scaled_mm
+from layoutc.runtime.operands.kept import kept_side
 from layoutc.runtime.operands.scaled_mm import Side
-from layoutc.runtime.operands.weight_operand import kept_side
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 

@@ -175,7 +175,7 @@ def update_kernel(
     EVEN: tl.constexpr, CVT_LEVEL: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # 0
     RULE: tl.constexpr, DECOUPLED: tl.constexpr,  # as in scalars_kernel
-    QUICK: tl.constexpr,  # arithmetic for masters or moments that are rounded (optim/reference.py)
+    QUICK: tl.constexpr,  # arithmetic for masters or moments that are rounded (optim/rules.py)
 ):  # fmt: skip
     """Each program updates SPAN_M rows and SPAN_K columns of a weight's master and moments, and writes its codes.
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
@@ -21,7 +20,7 @@ from layoutc.runtime.kernels.plans import Plans
 from layoutc.runtime.optim.rules import Rule
 from layoutc.runtime.optim.states import as_matrix
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.streams import stream_of
+from layoutc.runtime.streams import capturing, stream_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _FIELDS = 17  # of a table
@@ -67,7 +66,7 @@ class Form(NamedTuple):
 
     @property
     def is_quick(self) -> bool:
-        """Whether masters or moments are rounded, so that the `quick` arithmetic applies (optim/reference.py)."""
+        """Whether masters or moments are rounded, so that the `quick` arithmetic applies (optim/rules.py)."""
         return self.master != torch.float32 or any(self.moments)
 
 

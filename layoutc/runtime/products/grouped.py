@@ -18,9 +18,9 @@ from torch import Tensor
 
 from layoutc.runtime import library
 from layoutc.runtime.facts import Grouped
-from layoutc.runtime.operands import columns_of_groups, shared_inputs
+from layoutc.runtime.operands import columns_of_groups
 from layoutc.runtime.operands.groups import Apart, Groups, equal_groups, rows_together, shares_all_rows
-from layoutc.runtime.operands.weight_operand import weight_buffers
+from layoutc.runtime.operands.kept import of_input, version, weight_buffers
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import choice, scaled_grouped_mm
 from layoutc.runtime.products.choice import TILE, Keeps, Plan, ProductName, Recipe, Sizes, operands_of, orientation_of
@@ -251,9 +251,9 @@ def _quantized(
     if shared is None or traced(flat):
         return Tokens(made(), apart)
     # Where tokens move depends on the offsets. The shared entry keeps the offsets alive, so their id stays unique.
-    by: tuple[object, ...] = () if apart is None else (id(groups.ends), shared_inputs.version(groups.ends))
+    by: tuple[object, ...] = () if apart is None else (id(groups.ends), version(groups.ends))
     key = ("groups", recipe, orientation, found, *(by if groups.each is None else ("of", groups.each)))
-    kept = shared_inputs.of(shared)
+    kept = of_input(shared)
     if key not in kept:
         kept[key] = made() | ({"offsets": groups.ends} if by else {})
     return Tokens(kept[key], apart)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.operands import amax_in_graphs, scaled_mm, shared_inputs
-from layoutc.runtime.operands.weight_operand import keep_side, kept_side, weight_buffers
+from layoutc.runtime.operands import amax_in_graphs, scaled_mm
+from layoutc.runtime.operands.kept import keep_side, kept_side, of_input, weight_buffers
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, Keeps, Plan, ProductName, Recipe, Sizes, Way, recipes_of
@@ -118,7 +118,7 @@ def _activations(
     """Quantizes x in the orientations that are wanted; reuses what was quantized for another weight."""
     if all(way == "dequantize" for way in ways.values()):
         return {}
-    shared = shared_inputs.of(x)
+    shared = of_input(x)
     found: dict[str, Buffers] = {n: shared[key] for n, way in ways.items() if (key := (recipe, n, way)) in shared}
     missing = {name: way for name, way in ways.items() if way != "dequantize" and name not in found}
     if not missing:

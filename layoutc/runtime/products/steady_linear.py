@@ -16,7 +16,8 @@ from torch import Tensor
 
 from layoutc.runtime.kernels import plans
 from layoutc.runtime.kernels.launch_plan import LaunchPlan
-from layoutc.runtime.operands import launched, scaled_mm, shared_inputs
+from layoutc.runtime.operands import launched, scaled_mm
+from layoutc.runtime.operands.kept import of_input
 from layoutc.runtime.operands.launched import LayingOut, Place
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
@@ -60,7 +61,7 @@ class Forward(NamedTuple):
         right = launched.right(weight, "rowwise", self.weight)
         if right is None:
             return None
-        shared = shared_inputs.of(x)
+        shared = of_input(x)
         if (results := shared.get(self.quantizing)) is None:
             results = shared[self.quantizing] = launched.quantize(self.quantizing, x)
         out = torch.empty_like(self.out)  # no view: FSDP2 warns of modules that return one

@@ -131,3 +131,27 @@ def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None,
             for rank, a, b in spans:
                 whole[a - origin : b - origin] = received[rank, edge, a - base : b - base]
     return whole
+
+
+# ---------------------------------------------------------------------------------------------------- what is sent
+def padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
+    """The entries of a plane that cover the tensor's own rows, padded with zeros to `rows` entries."""
+    own = tensor.entries(name) if tensor.store.rows else tensor.store.planes[name][:0]
+    if tensor.LAYOUT.stored[name].rows_per_value is None:
+        own = tensor.store.planes[name]
+    if own.shape[0] == rows:
+        return own.contiguous()
+    full = own.new_zeros(rows, *own.shape[1:])
+    full[: own.shape[0]] = own
+    return full
+
+
+def as_bytes(plane: Tensor, *, into: bool = False) -> Tensor:
+    """A plane to send: contiguous uint8, which every backend supports. into: to receive into, so never a copy."""
+    if into and not plane.is_contiguous():
+        raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
+    plane = plane.contiguous()
+    if plane.dtype == torch.uint8:
+        return plane
+    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
+    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime.captures import capturing
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Group
 from layoutc.runtime.quantize import prepared, weights
@@ -24,6 +23,7 @@ from layoutc.runtime.quantize.prepared import Requantization
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.storage import initial_values
+from layoutc.runtime.streams import capturing
 from layoutc.runtime.torch_private import foreach_copy_, local_tensor, spec_of, version_of
 from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.weight.tensor import QuantizedTensor

@@ -1,14 +1,16 @@
-"""A quantized weight as an operand of scaled_mm: views of its planes, or buffers laid out for one product."""
+"""What products reuse: a weight as an operand of scaled_mm, and activations that several weights read."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from layoutc.runtime.operands import scaled_mm
-from layoutc.runtime.torch_private import storage_key, traced
+from layoutc.runtime.streams import capturing, stream_of
+from layoutc.runtime.torch_private import storage_key, traced, version_of
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -53,3 +55,37 @@ def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
     weight.check_readable()
     planes = weight.store.planes if orientation in weight.orientations else weight.held(orientation)
     return operators.lay_out(type(weight), planes, *weight.store.matrix, (orientation,), swizzled, typed=True)
+
+
+class _Entry(NamedTuple):
+    x: weakref.ref[Tensor]
+    version: int
+    stream: int  # other streams may not see what was written on this one
+    quantized: dict[object, Any]
+
+
+_last: _Entry | None = None  # one entry is enough: weights that share an input run back to back
+
+
+def of_input(x: Tensor) -> dict[object, Any]:
+    """The cache of what was quantized from x, by key; callers add to it. It lasts until x is freed or modified, or
+    another activation comes. Where nothing can be shared, returns a new dict."""
+    global _last
+    # In traced graphs the compiler merges equal calls; a captured graph must contain all that computes its values.
+    if traced(x) or x.is_inference() or capturing(x.device):
+        return {}
+    entry, stream = _last, stream_of(x.device)
+    if entry is None or entry.x() is not x or entry.version != version_of(x) or entry.stream != stream:
+        entry = _last = _Entry(weakref.ref(x, _forget), version_of(x), stream, {})
+    return entry.quantized
+
+
+def version(x: Tensor) -> int:
+    """The version counter of x, which writes increment; -1 for inference tensors, which have none."""
+    return -1 if x.is_inference() else version_of(x)
+
+
+def _forget(reference: weakref.ref[Tensor]) -> None:
+    global _last
+    if _last is not None and _last.x is reference:
+        _last = None

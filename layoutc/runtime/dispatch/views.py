@@ -1,15 +1,22 @@
-"""Indexing: the rows and columns of the (m, k) matrix for an operator's outer dims, starts and stops. Integers only."""
+"""Views: the rows and columns of the (m, k) matrix for an operator's outer dims, starts and stops; views without any.
+
+Views that codes can't follow, such as permuted dims, are refused, except when a model uses them in training: writes to
+a copy would be lost. While autograd records, torch refuses writes to views of a weight that trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import up
-from layoutc.runtime import callers
+from layoutc.runtime import callers, strict
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -90,3 +97,34 @@ def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] 
     m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
     fits = columns == k or m % layout.multiple_m == 0
     return (up(m, layout.multiple_m), columns) if fits and columns % layout.multiple_k == 0 and columns > 0 else None
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class InexactView(UnsupportedOperator):
+    """A view that codes can't follow, and why."""
+
+    def __init__(self, func: Any, tensor: QuantizedTensor, why: str) -> None:
+        super().__init__(f"{func}: {tensor.label()} {why}; for a copy of the values, call .dequantize() first")
+
+
+def or_values(handler: Handler) -> Handler:
+    """A handler of views that returns a view of the values, instead of raising InexactView, while autograd records."""
+
+    def handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return handler(func, args, kwargs)
+        except InexactView:
+            if not (torch.is_grad_enabled() and args[0].requires_grad):
+                raise
+            return of_values(func, args, kwargs)
+
+    handled.__doc__ = handler.__doc__
+    return handled
+
+
+def of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | list[Tensor]:
+    """The view of the weight's values. Raises ImplicitDequantize under strict()."""
+    strict.count_dequantize(str(func), args[0].label())
+    return func(args[0].dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
