@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "adam_m8")
+require(16, "adam_m8")
 
 
 LAYOUT = Layout(

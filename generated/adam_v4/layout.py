@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "adam_v4")
+require(16, "adam_v4")
 
 
 LAYOUT = Layout(

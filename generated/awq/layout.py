@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "awq")
+require(16, "awq")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

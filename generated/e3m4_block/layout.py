@@ -15,7 +15,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(15, "e3m4_block")
+require(16, "e3m4_block")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

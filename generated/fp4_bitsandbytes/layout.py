@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(15, "fp4_bitsandbytes")
+require(16, "fp4_bitsandbytes")
 
 
 LAYOUT = Layout(

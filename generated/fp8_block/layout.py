@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
 from .files import FILES
 
-require(15, "fp8_block")
+require(16, "fp8_block")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

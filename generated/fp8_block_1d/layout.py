@@ -17,7 +17,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(15, "fp8_block_1d")
+require(16, "fp8_block_1d")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

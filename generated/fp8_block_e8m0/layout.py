@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(15, "fp8_block_e8m0")
+require(16, "fp8_block_e8m0")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
 from .files import FILES
 
-require(15, "fp8_channel_bf16")
+require(16, "fp8_channel_bf16")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -16,7 +16,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(15, "fp8_current")
+require(16, "fp8_current")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
-require(15, "fp8_delayed")
+require(16, "fp8_delayed")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(15, "fp8_e5m2_current")
+require(16, "fp8_e5m2_current")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

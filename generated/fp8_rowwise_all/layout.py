@@ -15,7 +15,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
-require(15, "fp8_rowwise_all")
+require(16, "fp8_rowwise_all")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

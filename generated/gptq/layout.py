@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "gptq")
+require(16, "gptq")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "grad_fp8")
+require(16, "grad_fp8")
 
 
 LAYOUT = Layout(

@@ -15,7 +15,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "grad_int4")
+require(16, "grad_int4")
 
 
 LAYOUT = Layout(

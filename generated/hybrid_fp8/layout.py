@@ -18,7 +18,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, cdiv, up
 
-require(15, "hybrid_fp8")
+require(16, "hybrid_fp8")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(15, "int4_group32")
+require(16, "int4_group32")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

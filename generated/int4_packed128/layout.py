@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "int4_packed128")
+require(16, "int4_packed128")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "int4_packed128_zeros")
+require(16, "int4_packed128_zeros")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

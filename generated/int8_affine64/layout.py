@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(15, "int8_affine64")
+require(16, "int8_affine64")
 
 
 LAYOUT = Layout(

@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "int8_rowwise")
+require(16, "int8_rowwise")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

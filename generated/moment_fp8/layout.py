@@ -14,7 +14,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "moment_fp8")
+require(16, "moment_fp8")
 
 
 LAYOUT = Layout(

@@ -15,7 +15,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Layout, Plane
 
-require(15, "moment_fp8_sqrt")
+require(16, "moment_fp8_sqrt")
 
 
 LAYOUT = Layout(

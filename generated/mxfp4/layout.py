@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 
 from .files import FILES
 
-require(15, "mxfp4")
+require(16, "mxfp4")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(15, "mxfp4_gpt_oss")
+require(16, "mxfp4_gpt_oss")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

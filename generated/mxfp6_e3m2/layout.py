@@ -19,7 +19,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(15, "mxfp6_e3m2")
+require(16, "mxfp6_e3m2")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

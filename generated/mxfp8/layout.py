@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(15, "mxfp8")
+require(16, "mxfp8")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

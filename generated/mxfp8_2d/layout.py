@@ -17,7 +17,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(15, "mxfp8_2d")
+require(16, "mxfp8_2d")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

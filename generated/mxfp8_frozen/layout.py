@@ -16,7 +16,7 @@ from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
 from .files import FILES
 
-require(15, "mxfp8_frozen")
+require(16, "mxfp8_frozen")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -18,7 +18,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(15, "mxint8")
+require(16, "mxint8")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -17,7 +17,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(15, "nvfp4")
+require(16, "nvfp4")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -19,7 +19,7 @@ from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane,
 
 from .files import FILES
 
-require(15, "nvfp4_1d")
+require(16, "nvfp4_1d")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -18,7 +18,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(15, "nvfp4_4over6")
+require(16, "nvfp4_4over6")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

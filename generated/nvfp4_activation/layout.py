@@ -21,7 +21,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
-require(15, "nvfp4_activation")
+require(16, "nvfp4_activation")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -17,7 +17,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane, up
 from .files import FILES
 from .reference import level_of
 
-require(15, "nvfp4_compressed_tensors")
+require(16, "nvfp4_compressed_tensors")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

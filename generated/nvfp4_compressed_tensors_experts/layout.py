@@ -18,7 +18,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 from .files import FILES
 from .reference import level_of
 
-require(15, "nvfp4_compressed_tensors_experts")
+require(16, "nvfp4_compressed_tensors_experts")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

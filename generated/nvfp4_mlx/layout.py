@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Layout, Plane
 
 from .files import FILES
 
-require(15, "nvfp4_mlx")
+require(16, "nvfp4_mlx")
 
 
 LAYOUT = Layout(

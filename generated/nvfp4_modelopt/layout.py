@@ -16,7 +16,7 @@ from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 from .files import FILES
 from .reference import level_of
 
-require(15, "nvfp4_modelopt")
+require(16, "nvfp4_modelopt")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

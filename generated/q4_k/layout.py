@@ -16,7 +16,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(15, "q4_k")
+require(16, "q4_k")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(15, "q6_k")
+require(16, "q6_k")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

@@ -15,7 +15,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import CONTAINERS
 
-require(15, "q8_0")
+require(16, "q8_0")
 
 
 def made(m: int, k: int) -> dict[str, Facts]:

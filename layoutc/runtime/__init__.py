@@ -3,7 +3,7 @@
 Generated code imports its modules, and checks `INTERFACE` on import.
 """
 
-INTERFACE = 15
+INTERFACE = 16
 
 #: Incremented when traced graphs change, so that graphs in torch's cache on disk are recompiled.
 GRAPHS = 10
