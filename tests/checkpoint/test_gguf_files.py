@@ -920,6 +920,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         by_hand([key(f"a{i}", ARRAY, struct.pack("<IQ", ARRAY, 35_000) + FLAT[:420_000]) for i in range(2)]),
         "'a1' would make it 70,000 arrays in arrays in the header, and the most that are read is 65,536",
     ),
+    "more tensors than are read": (by_hand(counts=(140_000, 1)) + bytes(32 * 140_000), "make it 140,000 tensors in"),
+    "more keys than are read": (by_hand(counts=(2, 70_000)) + bytes(13 * 70_000), "would make it 70,000 keys in"),
     "many short arrays": (by_hand(SHORT), "'a256' would make it 1,052,672 numbers in short arrays"),
     "alignment 0": (by_hand([LLAMA, key("general.alignment", U32, bytes(4))]), "alignment is 0, but is a power of"),
     "alignment 48": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 48))]), "alignment is 48"),

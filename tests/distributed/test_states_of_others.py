@@ -40,11 +40,12 @@ FORMS: dict[str, Any] = {
 
 
 def job(form: str, recipe: str, seed: int) -> tuple[nn.Module, Any]:
-    """A sharded model, plain if there is no recipe, and its optimizer."""
+    """A sharded model, plain if there is no recipe, and its optimizer, of two groups of parameters."""
     torch.manual_seed(seed)
     model = shard(build(recipe, WIDTH, seed=seed) if recipe else Model(WIDTH))
     made = FORMS[form] if form in FORMS else getattr(import_module("torchao.optim"), form)
-    return model, made(model.parameters())
+    first, *others = model.parameters()
+    return model, made([{"params": [first]}, {"params": others}])
 
 
 def whole(value: Tensor) -> Tensor:
@@ -113,8 +114,10 @@ def loads(form: str, recipe: str, folder: str, flat: bool, exact: bool, convert:
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
         optimizer.step()
-    group = optimizer.param_groups[0]
+    group, other = optimizer.param_groups
     assert [type(one) for one in group["betas"]] == own
+    assert other | {"params": 0} == group | {"params": 0}
+    assert type(other["lr"]) is type(group["lr"])
     return {"beta": float(group["betas"][0]), **{key: float(group.get(key, False)) for key in ("lr", "maximize")}}
 
 
