@@ -65,7 +65,7 @@ class QuantizedTensor(PlaneTensor):
             raise TypeError(f"{self.label()} dequantizes to floating-point dtypes, not {dtype}")
         orientations = self.orientations
         if self.shard() is not None:  # a gathered weight has the same values in both passes
-            orientations = self.LAYOUT.orientations[:1]
+            orientations = self.LAYOUT.orientations
         if not orientations:
             raise MissingOrientation(
                 f"{self.label()} holds no orientation: {', '.join(self.store.planes) or 'no planes'}"
