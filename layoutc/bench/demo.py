@@ -37,7 +37,7 @@ from layoutc.runtime.torch_private import local_tensor
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 DEFAULT_RECIPES = ("mxfp8", "nvfp4")
-DEFAULT_STEPS = 60
+DEFAULT_STEPS = 40
 RESUMED_STEPS = 3
 
 

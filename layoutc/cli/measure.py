@@ -80,7 +80,7 @@ def demo(recipes: tuple[str, ...], steps: int, processes: int, as_json: bool, ch
     RESULT.json is an earlier result of --json, for --chart.
 
     \b
-    layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
+    layoutc demo                              two processes, 40 steps in bf16, mxfp8 and nvfp4
     layoutc demo mxfp8 nvfp4 --steps 50
     layoutc demo --processes 4
     layoutc demo --json > demo.json           the losses of all steps, and bytes
